@@ -1,0 +1,38 @@
+# `make demo` sets up and runs the main job; `make test` sets up and passes the tests.
+# Each installs into .venv on its first call only: the stamp files remember what is there.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint types unit clean
+
+demo: $(VENV)/.demo-ready
+	$(BIN)/react-clip demo
+
+test: lint types unit
+
+lint: $(VENV)/.test-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test-ready
+	$(BIN)/mypy
+
+unit: $(VENV)/.test-ready
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A changed pyproject.toml installs again; everything else is picked up by the editable install.
+$(VENV)/.demo-ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/.test-ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[test]'
+	touch $@ $(VENV)/.demo-ready
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build

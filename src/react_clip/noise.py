@@ -1,0 +1,106 @@
+"""One random stream per image: what an image gets never depends on the batch it sits in.
+
+A stream is a 64-bit key. Keys come from the pixels and a seed (or a secret), children come from :func:`fork`, and
+numbers are a pure function of the key and their position, so that any subset of images, views or positions can be drawn
+in any order, on any device, with the same outcome. The generator is SplitMix64 run as a counter; normals are
+Box-Muller pairs. Global random state is neither read nor changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from react_clip.errors import ReactClipError
+
+Seed = int | bytes
+"""A public number for research, or a secret key for a service that must not be predictable."""
+
+
+def _signed(value: int) -> int:
+    """Two's-complement int64 of an unsigned 64-bit constant."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+_UNIT_24 = 2.0**-24
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's own keeps the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+def _bits(keys: Tensor, count: int) -> Tensor:
+    """``[N, count]`` random 64-bit integers, the first ``count`` of each key's stream."""
+    positions = torch.arange(1, count + 1, device=keys.device)
+    return _mix(keys[:, None] + positions * _GOLDEN)
+
+
+def fork(keys: Tensor, branch: int | Tensor) -> Tensor:
+    """Independent child streams: the same key and branch always give the same child.
+
+    >>> keys = torch.tensor([1, 2])
+    >>> bool((fork(keys, 0) == fork(keys, 1)).any())
+    False
+    """
+    return _mix(_mix(keys) + (branch + 1) * _GOLDEN)
+
+
+def uniform(keys: Tensor, count: int) -> Tensor:
+    """``[N, count]`` numbers uniform in [0, 1)."""
+    return _shift_right(_bits(keys, count), 40).float() * _UNIT_24
+
+
+def normal(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """``[N, *shape]`` standard normal numbers (fp32).
+
+    >>> noise = normal(torch.tensor([7]), (3, 64, 64))
+    >>> bool(noise.mean().abs() < 0.03), bool((noise.std() - 1).abs() < 0.03)
+    (True, True)
+    """
+    count = math.prod(shape)
+    bits = _bits(keys, (count + 1) // 2)
+    # Two 24-bit uniforms from each integer; the first is in (0, 1] so that its logarithm is finite.
+    radius = ((_shift_right(bits, 40) + 1).float() * _UNIT_24).log().mul(-2.0).sqrt()
+    angle = (_shift_right(bits, 8) & 0xFFFFFF).float() * (2.0 * math.pi * _UNIT_24)
+    pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return pairs[:, :count].reshape(len(keys), *shape)
+
+
+def stream_keys(images: Tensor, seed: Seed) -> Tensor:
+    """One key per image, from its pixels and the seed: an image keeps its key alone, in any batch, in any order.
+
+    With an integer seed the pixels are fingerprinted on their own device. With ``bytes`` the key is the keyed BLAKE2b
+    digest of the pixels: who does not hold the secret can neither predict the noise nor find two images that share it.
+    """
+    # Adding zero turns -0.0 into 0.0: equal pixels must have equal keys.
+    pixels = (images.detach().float() + 0.0).flatten(1).contiguous()
+    if isinstance(seed, bytes):
+        if not seed:
+            raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
+        secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
+        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in pixels.cpu()]
+        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
+    return _mix(_fingerprints(pixels) ^ _mix(torch.tensor(_signed(int(seed)), device=images.device)))
+
+
+def _fingerprints(pixels: Tensor) -> Tensor:
+    """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
+    words = pixels.view(torch.int32).long()
+    weights = _bits(torch.zeros(1, dtype=torch.long, device=pixels.device), pixels.shape[1])
+    return _mix((words * weights).sum(dim=1) + pixels.shape[1])
