@@ -46,7 +46,8 @@ def drift(features: Tensor, noisy_features: Tensor) -> Tensor:
     >>> drift(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
     tensor([1.4142])
     """
-    return (noisy_features - features).norm(dim=-1)
+    distance: Tensor = torch.linalg.vector_norm(noisy_features - features, dim=-1)
+    return distance
 
 
 def relative_drift(drift_low: Tensor, drift_high: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def relative_drift(drift_low: Tensor, drift_high: Tensor) -> Tensor:
 
 
 def js_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
-    r"""Prediction instability :math:`J = \tfrac12 KL(p \Vert m) + \tfrac12 KL(q \Vert m)`, :math:`m = (p + q)/2`, in nats.
+    r"""Prediction instability :math:`J = \tfrac12 [KL(p \Vert m) + KL(q \Vert m)]` with :math:`m = (p + q)/2`, in nats.
 
     Takes logits, so that tiny probabilities keep their logarithms. The result lies in :math:`[0, \ln 2]`.
 

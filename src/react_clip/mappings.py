@@ -1,7 +1,7 @@
 r"""From relative cross-noise drift to the anchor-noise scale: :math:`\sigma_{corr}(x) = h(r(x))`.
 
 The paper adopts the linear map and compares it with a logistic and a power law fitted to the same points. Each is a
-frozen value object: called on a tensor of drifts it returns the scales, and :func:`to_dict` / :func:`from_dict` carry it
+frozen value object: called on a tensor of drifts it returns the scales; :func:`to_dict` and :func:`from_dict` carry it
 through JSON. Scales are held to [0, 1]: noise below zero does not exist, noise beyond the range of the pixels erases
 them.
 """
@@ -43,6 +43,7 @@ class Linear:
         _require_finite(self)
 
     def __call__(self, relative: Tensor) -> Tensor:
+        """Anchor-noise scale per drift."""
         return (self.a + self.b * _bounded(relative)).clamp(0.0, 1.0)
 
 
@@ -63,6 +64,7 @@ class Constant:
             raise ReactClipError(f"sigma is {self.sigma}; a constant anchor scale lies in [0, 1], such as 0.1")
 
     def __call__(self, relative: Tensor) -> Tensor:
+        """Anchor-noise scale per drift."""
         return torch.full_like(relative, self.sigma)
 
 
@@ -83,6 +85,7 @@ class Logistic:
         _require_finite(self)
 
     def __call__(self, relative: Tensor) -> Tensor:
+        """Anchor-noise scale per drift."""
         return (self.ceiling * torch.sigmoid(self.steepness * (_bounded(relative) - self.midpoint))).clamp(0.0, 1.0)
 
 
@@ -101,9 +104,12 @@ class PowerLaw:
     def __post_init__(self) -> None:
         _require_finite(self)
         if self.exponent <= 0:
-            raise ReactClipError(f"exponent is {self.exponent}; a power law needs one > 0, or sigma is infinite at r = 0")
+            raise ReactClipError(
+                f"exponent is {self.exponent}; a power law needs one > 0, or sigma is infinite at r = 0"
+            )
 
     def __call__(self, relative: Tensor) -> Tensor:
+        """Anchor-noise scale per drift."""
         return (self.coefficient * _bounded(relative).clamp_min(0.0) ** self.exponent).clamp(0.0, 1.0)
 
 

@@ -58,7 +58,8 @@ def fork(keys: Tensor, branch: int | Tensor) -> Tensor:
     >>> bool((fork(keys, 0) == fork(keys, 1)).any())
     False
     """
-    return _mix(_mix(keys) + (branch + 1) * _GOLDEN)
+    step = (branch + 1) * _GOLDEN
+    return _mix(_mix(keys) + (step if isinstance(step, Tensor) else _signed(step)))
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:

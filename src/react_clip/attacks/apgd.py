@@ -1,0 +1,152 @@
+"""Auto-PGD (Croce and Hein, 2020): momentum steps whose size halves where progress stalls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from react_clip.attacks import losses
+from react_clip.attacks.base import Attack, check_choice, check_count
+from react_clip.attacks.losses import Loss
+from react_clip.attacks.problem import Attempt, Found, Problem, relay
+
+_MOMENTUM = 0.75
+_RISE_RATE = 0.75
+_LOSSES: dict[str, Loss] = {
+    "ce": losses.cross_entropy,
+    "dlr": losses.dlr,
+    "dlr-targeted": losses.best_dlr_targeted,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class APGD(Attack):
+    r"""Sign ascent with momentum, no step size to tune: it starts at 2 eps and halves at checkpoints.
+
+    .. math:: z_{k+1} &= \Pi(x_k + \eta \,\mathrm{sign}\, \nabla \ell(x_k)) \\
+              x_{k+1} &= \Pi(x_k + \tfrac34 (z_{k+1} - x_k) + \tfrac14 (x_k - x_{k-1}))
+
+    At a checkpoint an image halves :math:`\eta` and goes back to its best point if the loss rose in fewer than 3/4 of
+    the steps since the last one, or if neither :math:`\eta` nor the best loss has changed since.
+
+    ``loss="dlr-targeted"`` is APGD-T: one run towards each of the ``targets`` strongest wrong classes (all of them if
+    there are fewer). Restarts and targets after the first run only on images that still stand. The result is the
+    iterate of largest loss among those that break the image, or among all where none does. ``eot`` passes are averaged
+    for each gradient. With 2 or 3 classes DLR changes as :mod:`~react_clip.attacks.losses` says.
+
+    >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
+    >>> x, y = torch.full((1, 3, 2, 2), 0.51), torch.tensor([0])
+    >>> APGD(eps=4/255, steps=20)(model, x, y).success
+    tensor([True])
+    """
+
+    kind: ClassVar[str] = "apgd"
+    loss: Literal["ce", "dlr", "dlr-targeted"] = "ce"
+    steps: int = 100
+    restarts: int = 1
+    eot: int = 1
+    targets: int = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("loss", self.loss, tuple(_LOSSES))
+        for count in ("steps", "restarts", "eot", "targets"):
+            check_count(count, getattr(self, count))
+
+    @property
+    def name(self) -> str:
+        """``apgd-ce-100``, ``apgd-dlr-100`` or ``apgd-t-100``."""
+        return f"apgd-{'t' if self.loss == 'dlr-targeted' else self.loss}-{self.steps}"
+
+    @property
+    def total_steps(self) -> int:
+        """All restarts towards all targets."""
+        return self.steps * self.restarts * (self.targets if self.loss == "dlr-targeted" else 1)
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss climbed; for APGD-T its value for the strongest wrong class."""
+        return _LOSSES[self.loss](logits, labels)
+
+    def search(self, problem: Problem) -> Tensor:
+        """One run a restart, and for APGD-T a target."""
+        clean = problem.logits(problem.x)
+        if self.loss == "dlr-targeted":
+            ranks = losses.ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
+            attempts = [self._attempt(targets) for targets in ranks for _ in range(self.restarts)]
+        else:
+            attempts = [self._attempt(None)] * self.restarts
+        return relay(problem, clean, attempts).images
+
+    def _attempt(self, targets: Tensor | None) -> Attempt:
+        def attempt(part: Problem, rows: Tensor) -> Found:
+            return self._climb(part, self.own_loss if targets is None else _towards(targets[rows]))
+
+        return attempt
+
+    def _climb(self, problem: Problem, loss: Loss) -> Found:
+        marks = checkpoints(self.steps)
+        x = before = problem.random_start()
+        logits, value, slope = problem.gradient(x, loss, self.eot)
+        found, found_value = Found(x, logits), value
+        top, top_value, top_slope = x, value, slope
+        step = 2.0 * problem.eps
+        rises, last_mark = torch.zeros_like(value), 0
+        halved, top_at_mark = torch.ones_like(value, dtype=torch.bool), value
+
+        for k in range(1, self.steps + 1):
+            share = _MOMENTUM if k > 1 else 1.0  # the first step has no past to continue
+            aim = problem.project(x + step * slope.sign())
+            x, before = problem.project(x + share * (aim - x) + (1.0 - share) * (x - before)), x
+            old_value = value
+            logits, value, slope = problem.gradient(x, loss, self.eot)
+            problem.steps.tick()
+
+            rises = rises + (value > old_value)
+            higher = value > top_value
+            top, top_value, top_slope = _where(higher, (x, value, slope), (top, top_value, top_slope))
+            candidate = Found(x, logits)
+            breaks, broke = candidate.broken(problem.y), found.broken(problem.y)
+            better = (breaks & ~broke) | ((breaks == broke) & (value > found_value))
+            found, found_value = found.where(better, candidate), torch.where(better, value, found_value)
+
+            if k in marks:
+                stalled = (rises < _RISE_RATE * (k - last_mark)) | (~halved & (top_value == top_at_mark))
+                step = torch.where(_wide(stalled), step / 2.0, step)
+                x, value, slope = _where(stalled, (top, top_value, top_slope), (x, value, slope))
+                rises, last_mark, halved, top_at_mark = torch.zeros_like(rises), k, stalled, top_value
+        return found
+
+
+def checkpoints(steps: int) -> list[int]:
+    r"""Steps :math:`\lceil p_j N \rceil` after which progress is judged.
+
+    :math:`p_0 = 0`, :math:`p_1 = 0.22`, :math:`p_{j+1} = p_j + \max(p_j - p_{j-1} - 0.03, 0.06)`, here in whole
+    percents, since 0.41 is no binary fraction and its product with 100 must not round up to 42.
+
+    >>> checkpoints(100)
+    [22, 41, 57, 70, 80, 87, 93, 99]
+    """
+    percents, gap = [22], 22
+    while (following := percents[-1] + (gap := max(gap - 3, 6))) <= 100:
+        percents.append(following)
+    return [-(-percent * steps // 100) for percent in percents]
+
+
+def _towards(targets: Tensor) -> Loss:
+    return lambda logits, labels: losses.dlr_targeted(logits, labels, targets)
+
+
+def _wide(mask: Tensor) -> Tensor:
+    return mask[:, None, None, None]
+
+
+State = tuple[Tensor, Tensor, Tensor]
+"""A point, its loss and its gradient."""
+
+
+def _where(mask: Tensor, yes: State, no: State) -> State:
+    wide = _wide(mask)
+    return torch.where(wide, yes[0], no[0]), torch.where(mask, yes[1], no[1]), torch.where(wide, yes[2], no[2])

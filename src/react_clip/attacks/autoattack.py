@@ -1,0 +1,81 @@
+"""AutoAttack (Croce and Hein, 2020): several attacks in turn, each on what the ones before left standing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from react_clip.attacks.apgd import APGD
+from react_clip.attacks.base import Attack, check_choice
+from react_clip.attacks.fab import FAB
+from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.attacks.square import Square
+
+_VERSIONS: dict[str, tuple[Attack, ...]] = {
+    "ttc": (APGD(loss="ce"), APGD(loss="dlr")),
+    "standard": (APGD(loss="ce"), APGD(loss="dlr-targeted"), FAB(), Square()),
+    "rand": (APGD(loss="ce", eot=20), APGD(loss="dlr", eot=20)),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class AutoAttack(Attack):
+    """The worst case over an ensemble, 100 iterations and 1 restart each.
+
+    ============ ============================================================ ===================================
+    version      members                                                      for
+    ============ ============================================================ ===================================
+    ``ttc``      APGD-CE, APGD-DLR                                            comparing with the TTC line of work
+    ``standard`` APGD-CE, APGD-T (9 targets), FAB-T (9 targets), Square       deterministic models
+    ``rand``     APGD-CE, APGD-DLR, gradients averaged over 20 passes (EOT)   randomised models
+    ============ ============================================================ ===================================
+
+    A member runs only on images that the model still answers rightly after one forward pass over what the members
+    before it found; images that are broken keep the image that broke them. The reported loss is the margin.
+
+    >>> import torch
+    >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
+    >>> x, y = torch.stack([torch.full((3, 2, 2), grey) for grey in (0.51, 0.6)]), torch.tensor([0, 0])
+    >>> result = AutoAttack(eps=4/255, version="ttc")(model, x, y)
+    >>> result.success
+    tensor([ True, False])
+    >>> result.queries  # clean and last pass: 2; each member: clean pass, start, 100 steps and the judging pass: 103
+    tensor([105, 208])
+    """
+
+    kind: ClassVar[str] = "autoattack"
+    version: Literal["ttc", "standard", "rand"] = "standard"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("version", self.version, tuple(_VERSIONS))
+
+    @property
+    def name(self) -> str:
+        """``autoattack-ttc``, ``autoattack-standard`` or ``autoattack-rand``."""
+        return f"autoattack-{self.version}"
+
+    @property
+    def members(self) -> tuple[Attack, ...]:
+        """The attacks, in the order in which they run; the budget is that of the call, not theirs."""
+        return _VERSIONS[self.version]
+
+    @property
+    def total_steps(self) -> int:
+        """Those of all members."""
+        return sum(member.total_steps for member in self.members)
+
+    def search(self, problem: Problem) -> Tensor:
+        """The members in turn."""
+        return relay(problem, problem.logits(problem.x), [_attempt(member) for member in self.members]).images
+
+
+def _attempt(member: Attack) -> Attempt:
+    def attempt(part: Problem, rows: Tensor) -> Found:
+        del rows
+        images = member.search(part)
+        return Found(images, part.logits(images))
+
+    return attempt

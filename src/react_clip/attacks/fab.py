@@ -1,0 +1,128 @@
+"""Targeted FAB (Croce and Hein, 2020): the nearest adversarial image, by steps along the linearised boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from react_clip.attacks.base import Attack, check_count
+from react_clip.attacks.losses import Loss, ranked_targets
+from react_clip.attacks.problem import Attempt, Found, Problem, relay
+
+_BIAS = 0.1  # largest pull towards the original image
+_OVERSHOOT = 1.05
+_RETREAT = 0.9  # how much of an adversarial step is kept before looking for a nearer one
+
+
+@dataclass(frozen=True, repr=False)
+class FAB(Attack):
+    r"""Walk along the boundary between the label and one target class, and remember the nearest point across it.
+
+    With :math:`d_k, d_0` the smallest L-inf moves from :math:`x_k` and from the original :math:`x` onto the linearised
+    boundary :math:`\{u : z_t(u) = z_y(u)\}` inside [0, 1], and
+    :math:`a = \min(\lVert d_k \rVert / (\lVert d_k \rVert + \lVert d_0 \rVert), 0.1)`,
+
+    .. math:: x_{k+1} = (1 - a)(x_k + 1.05\, d_k) + a\,(x + 1.05\, d_0), \quad \text{clamped to } [0, 1];
+
+    an :math:`x_{k+1}` that breaks the image is recorded if it is the nearest so far, then moved a tenth of the way back
+    to :math:`x`. One run a target, strongest wrong class first, as long as the nearest point is outside the eps-ball;
+    the result is that point, clipped to the ball. Nothing is random: all seeds give the same result.
+
+    >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
+    >>> x, y = torch.full((1, 3, 2, 2), 0.51), torch.tensor([0])
+    >>> result = FAB(eps=4/255, steps=20)(model, x, y)
+    >>> bool(result.success), round((result.images - x).abs().max().item(), 3)  # the boundary is 0.01 away
+    (True, 0.01)
+    """
+
+    kind: ClassVar[str] = "fab"
+    steps: int = 100
+    targets: int = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("steps", self.steps)
+        check_count("targets", self.targets)
+
+    @property
+    def name(self) -> str:
+        """``fab-t-100``."""
+        return f"fab-t-{self.steps}"
+
+    @property
+    def total_steps(self) -> int:
+        """All steps towards all targets."""
+        return self.steps * self.targets
+
+    def search(self, problem: Problem) -> Tensor:
+        """One walk a target."""
+        clean = problem.logits(problem.x)
+        ranks = ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
+        return relay(problem, clean, [self._attempt(targets) for targets in ranks]).images
+
+    def _attempt(self, targets: Tensor) -> Attempt:
+        return lambda part, rows: self._walk(part, targets[rows])
+
+    def _walk(self, problem: Problem, target: Tensor) -> Found:
+        origin = x = problem.x
+        nearest, distance = origin, torch.full_like(problem.eps, torch.inf)
+        towards_target = _advantage(target)
+        for _ in range(self.steps):
+            _, height, normal = problem.gradient(x, towards_target)
+            height = height.to(x.dtype)
+            fall = (normal * (origin - x)).flatten(1).sum(1)
+            from_x = onto_plane(x, normal, height)
+            from_origin = onto_plane(origin, normal, height + fall)
+            length_x, length_origin = _length(from_x), _length(from_origin)
+            pull = (length_x / (length_x + length_origin).clamp_min(1e-12)).clamp_max(_BIAS)
+            x = (1.0 - pull) * (x + _OVERSHOOT * from_x) + pull * (origin + _OVERSHOOT * from_origin)
+            x = x.clamp(0.0, 1.0)
+            broken = (problem.logits(x).argmax(dim=1) != problem.y)[:, None, None, None]
+            length = _length(x - origin)
+            nearer = broken & (length < distance)
+            nearest, distance = torch.where(nearer, x, nearest), torch.where(nearer, length, distance)
+            x = torch.where(broken, origin + _RETREAT * (x - origin), x)
+            problem.steps.tick()
+        images = problem.project(nearest)
+        return Found(images, problem.logits(images))
+
+
+def onto_plane(x: Tensor, normal: Tensor, height: Tensor) -> Tensor:
+    r"""Smallest L-inf move :math:`d` with :math:`w \cdot d = -h` and :math:`x + d \in [0, 1]`.
+
+    Where no such move exists, as far as the image range allows. Every pixel moves by the same amount :math:`s` against
+    :math:`\mathrm{sign}(h) w`, or by the room :math:`r_i` it has if that is less, so :math:`s` solves
+    :math:`\sum_i |w_i| \min(s, r_i) = |h|`. The left side is piecewise linear with kinks at the sorted rooms: find the
+    piece, then divide.
+
+    >>> x, normal = torch.tensor([0.5, 0.1]).reshape(1, 1, 1, 2), torch.tensor([1.0, 1.0]).reshape(1, 1, 1, 2)
+    >>> onto_plane(x, normal, torch.tensor([0.4])).flatten()
+    tensor([-0.3000, -0.1000])
+    """
+    weight, wanted = normal.flatten(1).abs(), height.abs()[:, None]
+    downhill = -(normal * height.sign()[:, None, None, None]).sign()
+    room = torch.where(downhill > 0, 1.0 - x, torch.where(downhill < 0, x, torch.zeros_like(x)))
+    kinks, order = room.flatten(1).sort(dim=1)
+    weight = weight.gather(1, order)
+    spent = (weight * kinks).cumsum(1)  # what pixels up to here give when they use all their room
+    rest = weight.flip(1).cumsum(1).flip(1)  # weight of the pixels from here on
+    reached = spent + kinks * (rest - weight)  # the left side at each kink
+    piece = (reached < wanted).sum(1, keepdim=True).clamp_max(weight.shape[1] - 1)
+    before = (spent - weight * kinks).gather(1, piece)
+    amount = (wanted - before) / rest.gather(1, piece).clamp_min(1e-12)
+    amount = amount.clamp(min=0.0).minimum(kinks[:, -1:])
+    return downhill * room.minimum(amount[:, :, None, None])
+
+
+def _advantage(target: Tensor) -> Loss:
+    def gap(logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.gather(1, target[:, None]) - logits.gather(1, labels[:, None])).squeeze(1)
+
+    return gap
+
+
+def _length(move: Tensor) -> Tensor:
+    return move.abs().amax(dim=(1, 2, 3), keepdim=True)

@@ -1,0 +1,109 @@
+"""Square attack (Andriushchenko et al., 2020): random search over squares of the image, without gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from react_clip.attacks.base import Attack, check_count
+from react_clip.attacks.losses import margin
+from react_clip.attacks.problem import Found, Problem, relay
+
+_FIRST_SHARE = 0.8
+# The share of pixels that a square covers halves after these queries. Like AutoAttack's, the schedule is not stretched
+# to the number of queries at hand.
+_HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+
+
+@dataclass(frozen=True, repr=False)
+class Square(Attack):
+    r"""Repaint one random square at a time and keep what raises the margin; an image rests once it is broken.
+
+    The start is stripes one pixel wide, :math:`\pm\epsilon` per column and channel. Each query sets a square of
+    :math:`\sqrt{pHW}` pixels a side to :math:`x \pm \epsilon`, one sign a channel, clamped to [0, 1], with p = 0.8
+    halving on the paper's schedule. ``queries`` counts the stripes and the squares; the clean and the last pass come
+    on top. Works on models without gradients.
+
+    >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
+    >>> x, y = torch.full((1, 3, 4, 4), 0.505), torch.tensor([0])
+    >>> Square(eps=4/255, queries=200)(model, x, y).success
+    tensor([True])
+    """
+
+    kind: ClassVar[str] = "square"
+    queries: int = 5000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("queries", self.queries)
+
+    @property
+    def name(self) -> str:
+        """``square-5000``."""
+        return f"square-{self.queries}"
+
+    @property
+    def total_steps(self) -> int:
+        """One query each."""
+        return self.queries
+
+    def search(self, problem: Problem) -> Tensor:
+        """One run over the images that the model gets right."""
+        return relay(problem, problem.logits(problem.x), [self._paint]).images
+
+    def _paint(self, problem: Problem, rows: Tensor) -> Found:
+        del rows
+        images = _stripes(problem.fork(0))
+        kept = Found(images, problem.logits(images))
+        problem.steps.tick()
+        for query in range(1, self.queries):
+            active = (~kept.broken(problem.y)).nonzero().squeeze(1)
+            if len(active) == 0:
+                break
+            part = problem.take(active)
+            current = Found(kept.images[active], kept.logits[active])
+            images = _repaint(part.fork(query), current.images, _side(query, problem.x.shape))
+            tried = Found(images, part.logits(images))
+            better = margin(tried.logits, part.y) > margin(current.logits, part.y)
+            kept = kept.put(active, current.where(better | tried.broken(part.y), tried))
+            problem.steps.tick()
+        return kept
+
+
+def _stripes(problem: Problem) -> Tensor:
+    batch, channels, _, width = problem.x.shape
+    signs = _signs(problem.uniform(channels * width)).reshape(batch, channels, 1, width)
+    return problem.project(problem.x + problem.eps * signs)
+
+
+def _repaint(problem: Problem, images: Tensor, side: int) -> Tensor:
+    """One square per image, at its own place, in its own signs."""
+    batch, channels, height, width = images.shape
+    draws = problem.uniform(2 + channels)
+    inside_rows = _interval(draws[:, 0], side, height)[:, None, :, None]
+    inside_columns = _interval(draws[:, 1], side, width)[:, None, None, :]
+    signs = _signs(draws[:, 2:]).reshape(batch, channels, 1, 1)
+    painted = problem.project(problem.x + problem.eps * signs)
+    return torch.where(inside_rows & inside_columns, painted, images)
+
+
+def _interval(draw: Tensor, side: int, length: int) -> Tensor:
+    """``[n, length]``: which positions lie in a run of ``side`` (at most all), its start picked by a uniform draw."""
+    side = min(side, length)
+    start = (draw * (length - side + 1)).long()[:, None]
+    positions = torch.arange(length, device=draw.device)
+    return (positions >= start) & (positions < start + side)
+
+
+def _side(query: int, shape: torch.Size) -> int:
+    """Side of the square at this query."""
+    halvings = sum(query > mark for mark in _HALVINGS)
+    return max(1, round(math.sqrt(_FIRST_SHARE * 0.5**halvings * shape[2] * shape[3])))
+
+
+def _signs(draws: Tensor) -> Tensor:
+    return torch.where(draws < 0.5, -1.0, 1.0)

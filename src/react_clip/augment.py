@@ -1,0 +1,122 @@
+r"""The weak stochastic augmentation :math:`\mathcal T(x)` behind the prediction-instability score.
+
+A mild affine always; then Gaussian blur, additive noise and colour jitter, each with probability one half. Magnitudes
+are those of the closely related SS-TPT and MAC; the probability is not published and is a field. Parameters come from
+one stream per image, so an image's augmentation does not depend on its batch. Every step is differentiable in x.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from react_clip import noise
+from react_clip.errors import ReactClipError
+
+_LUMA = (0.299, 0.587, 0.114)
+_RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+_YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
+
+
+@dataclass(frozen=True)
+class WeakAugmentation:
+    """Ranges of T(x); every value is drawn per image.
+
+    >>> keys = torch.tensor([1, 2])
+    >>> views = WeakAugmentation()(torch.rand(2, 3, 32, 32), keys)
+    >>> views.shape, bool(views.min() >= 0), bool(views.max() <= 1)
+    (torch.Size([2, 3, 32, 32]), True, True)
+    """
+
+    rotation: float = 5.0
+    """Largest angle, in degrees."""
+    translation: float = 0.04
+    """Largest shift, as a share of the side."""
+    scale: tuple[float, float] = (0.92, 1.08)
+    probability: float = 0.5
+    """Chance of each of blur, noise and jitter."""
+    blur_kernel: int = 5
+    blur_sigma: tuple[float, float] = (0.5, 1.2)
+    noise_sigma: float = 0.02
+    """Largest scale of the additive noise."""
+    jitter: float = 0.08
+    """Largest relative change of brightness, contrast and saturation."""
+    hue: float = 0.02
+    """Largest change of hue, as a share of the colour circle."""
+
+    def __post_init__(self) -> None:
+        # Lists come from JSON; a frozen value must be hashable.
+        object.__setattr__(self, "scale", tuple(self.scale))
+        object.__setattr__(self, "blur_sigma", tuple(self.blur_sigma))
+        if not 0 <= self.probability <= 1:
+            raise ReactClipError(f"probability is {self.probability}; it must lie in [0, 1]")
+        if self.blur_kernel < 1 or self.blur_kernel % 2 == 0:
+            raise ReactClipError(f"blur_kernel is {self.blur_kernel}; it must be odd and positive, such as 5")
+        for name in ("scale", "blur_sigma"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ReactClipError(f"{name} is ({low}, {high}); it needs 0 < low <= high")
+
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
+        draw = noise.uniform(noise.fork(keys, 0), 13)
+        view = self._affine(images, draw[:, 0:4])
+        blurred, noisy, jittered = (draw[:, 4:7] < self.probability)[:, :, None, None, None].unbind(1)
+        view = torch.where(blurred, self._blur(view, draw[:, 7]), view)
+        grain = noise.normal(noise.fork(keys, 1), images.shape[1:]).to(images.dtype)
+        sigma = (self.noise_sigma * draw[:, 8]).to(images.dtype)[:, None, None, None]
+        view = torch.where(noisy, (view + sigma * grain).clamp(0.0, 1.0), view)
+        return torch.where(jittered, self._jitter(view, draw[:, 9:13]), view)
+
+    def _affine(self, images: Tensor, draw: Tensor) -> Tensor:
+        angle = math.radians(self.rotation) * (2.0 * draw[:, 0] - 1.0)
+        # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
+        shift = 2.0 * self.translation * (2.0 * draw[:, 1:3] - 1.0)
+        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3]
+        cos, sin = angle.cos() / zoom, angle.sin() / zoom
+        theta = torch.stack([torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)], 1)
+        grid = F.affine_grid(theta.to(images.dtype), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
+
+    def _blur(self, images: Tensor, draw: Tensor) -> Tensor:
+        low, high = self.blur_sigma
+        sigma = (low + (high - low) * draw).to(images.dtype)
+        half = self.blur_kernel // 2
+        offsets = torch.arange(-half, half + 1, device=images.device, dtype=images.dtype)
+        kernel = torch.softmax(-(offsets**2) / (2.0 * sigma[:, None] ** 2), dim=1)
+        batch, channels, height, width = images.shape
+        # One kernel per image: the batch becomes channels of a grouped convolution, one axis at a time.
+        weight = kernel.repeat_interleave(channels, 0)[:, None, None, :]
+        stacked = images.reshape(1, batch * channels, height, width)
+        stacked = F.conv2d(F.pad(stacked, (half, half, 0, 0), mode="reflect"), weight, groups=batch * channels)
+        stacked = F.pad(stacked, (0, 0, half, half), mode="reflect")
+        return F.conv2d(stacked, weight.transpose(2, 3), groups=batch * channels).reshape(images.shape)
+
+    def _jitter(self, images: Tensor, draw: Tensor) -> Tensor:
+        brightness, contrast, saturation = (
+            (1.0 + self.jitter * (2.0 * draw[:, :3] - 1.0)).to(images.dtype)[:, :, None, None, None].unbind(1)
+        )
+        view = (images * brightness).clamp(0.0, 1.0)
+        mean = _gray(view).mean(dim=(2, 3), keepdim=True)
+        view = (mean + contrast * (view - mean)).clamp(0.0, 1.0)
+        gray = _gray(view)
+        view = (gray + saturation * (view - gray)).clamp(0.0, 1.0)
+        return _rotate_hue(view, 2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0)).clamp(0.0, 1.0)
+
+
+def _gray(images: Tensor) -> Tensor:
+    red, green, blue = images.unbind(1)
+    return (_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue)[:, None]
+
+
+def _rotate_hue(images: Tensor, angle: Tensor) -> Tensor:
+    """Turn the chroma plane of YIQ: the same small change of hue as through HSV, but smooth everywhere."""
+    cos, sin = angle.cos().to(images.dtype), angle.sin().to(images.dtype)
+    one, zero = torch.ones_like(cos), torch.zeros_like(cos)
+    turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
+    matrix = _YIQ_TO_RGB.to(images) @ turn @ _RGB_TO_YIQ.to(images)
+    return torch.einsum("bij,bjhw->bihw", matrix, images)

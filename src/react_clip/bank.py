@@ -1,0 +1,175 @@
+"""The label bank: class features made of photos, so that an image tower without a text tower can name things.
+
+One safetensors file inside the package holds one unit feature per name (the normalised mean of the image features of a
+few labelled photos) and groups of names ("cat", "car") for what people ask for. ``tools/make_label_bank.py`` makes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from react_clip import functional
+from react_clip.errors import ReactClipError
+
+BANK_FILE = Path(__file__).parent / "assets" / "label_bank.safetensors"
+TENSOR = "features"
+
+
+def match_key(label: str) -> str:
+    """What two spellings of a label have in common: letters and digits, without case.
+
+    >>> match_key("Jack-o'-Lantern") == match_key("jack_o lantern")
+    True
+    """
+    return "".join(character for character in label.casefold() if character.isalnum())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelBank:
+    """Named class features for one encoder.
+
+    >>> bank = LabelBank.load()
+    >>> bank
+    LabelBank(clip-vit-b-16: 1238 names, 187 groups)
+    >>> bank.groups["guitar"]
+    ('acoustic guitar', 'electric guitar')
+    >>> bank.features(["cats", "Golden Retriever"]).shape
+    torch.Size([2, 512])
+    """
+
+    encoder: str
+    """Name of the encoder whose features these are; they mean nothing to another one."""
+    names: tuple[str, ...]
+    """Every entry, unique, lower case."""
+    groups: dict[str, tuple[str, ...]]
+    """Group name to its members. A group may carry the name of one of its members; as a label it means the group."""
+    photos: dict[str, int]
+    """How many photos each entry is the mean of."""
+    sets: dict[str, tuple[str, ...]]
+    """Data set to the entries its photos went into, in the order of its class folders."""
+    preprocessing: str
+    """How the photos became pixels."""
+    _default: tuple[str, ...]
+    _matrix: Tensor
+    _lookup: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_lookup", {match_key(label): label for label in (*self.names, *self.groups)})
+
+    @staticmethod
+    def load(path: Path = BANK_FILE) -> LabelBank:
+        """The bank that ships with the package; read once per process."""
+        return _load(path)
+
+    def features(self, labels: Sequence[str]) -> Tensor:
+        """Unit fp32 features ``[len(labels), D]`` of entries and groups.
+
+        Case, spaces, hyphens, underscores and a simple plural do not matter. A group's feature is the mean of its
+        members' features, scaled to unit length.
+        """
+        if isinstance(labels, str) or not labels:
+            raise ReactClipError(f"labels are {labels!r}; give a list of at least one name, such as ['cat', 'dog']")
+        return torch.stack([self._feature(self.resolve(label)) for label in labels])
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """The names to choose from when nobody gave labels: specific things, none of them said twice."""
+        return self._default
+
+    def resolve(self, label: str) -> str:
+        """The entry or group a label means.
+
+        >>> LabelBank.load().resolve("Knives")
+        'knife'
+        """
+        key = match_key(label)
+        for candidate in (key, *_other_number(key)):
+            if candidate and candidate in self._lookup:
+                return self._lookup[candidate]
+        shown = label if len(label) <= 40 else label[:37] + "..."
+        raise ReactClipError(
+            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names, a model with a text tower, "
+            "ready features (ZeroShotClassifier.from_features) or a folder of photos (ZeroShotClassifier.from_folder)"
+        )
+
+    def _nearest(self, key: str) -> str:
+        near = difflib.get_close_matches(key, self._lookup, n=3, cutoff=0.7)
+        # "sky" should lead to "skyscraper" too, which is far away in edit distance.
+        near += [other for other in self._lookup if len(key) > 2 and key in other and other not in near]
+        return f" (near: {', '.join(self._lookup[other] for other in near[:4])})" if near else ""
+
+    def _feature(self, label: str) -> Tensor:
+        members = self.groups.get(label, (label,))
+        mean = self._matrix[[self._index[member] for member in members]].mean(0)
+        return functional.normalize(mean)
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.names)}
+
+    def __repr__(self) -> str:
+        return f"LabelBank({self.encoder}: {len(self.names)} names, {len(self.groups)} groups)"
+
+
+def _other_number(key: str) -> Iterator[str]:
+    """Singulars of a plural key, and the plural of a singular one (the bank says "jeans" and "waffles")."""
+    if key.endswith("ies"):
+        yield key[:-3] + "y"
+    if key.endswith("ves"):
+        yield key[:-3] + "f"
+        yield key[:-3] + "fe"
+    if key.endswith("es"):
+        yield key[:-2]
+    if key.endswith("s"):
+        yield key[:-1]
+    yield key + "s"
+    yield key + "es"
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path) -> LabelBank:
+    if not path.is_file():
+        raise ReactClipError(f"the label bank {path} is missing; install react-clip again")
+    try:
+        with safe_open(path, framework="pt") as stored:
+            matrix = stored.get_tensor(TENSOR).float()
+            said = {key: json.loads(text) for key, text in (stored.metadata() or {}).items()}
+        bank = _from_metadata(said, matrix)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ReactClipError(f"the label bank {path} is damaged ({reason}); install react-clip again") from None
+    return bank
+
+
+def _from_metadata(said: dict[str, Any], matrix: Tensor) -> LabelBank:
+    bank = LabelBank(
+        encoder=str(said["encoder"]),
+        names=tuple(said["names"]),
+        groups={group: tuple(members) for group, members in said["groups"].items()},
+        photos=dict(zip(said["names"], said["photos"], strict=True)),
+        sets={name: tuple(entries) for name, entries in said["sets"].items()},
+        preprocessing=str(said["preprocessing"]),
+        _default=tuple(said["vocabulary"]),
+        # fp16 storage costs a little length; callers are promised unit rows.
+        _matrix=functional.normalize(matrix),
+    )
+    if matrix.ndim != 2 or len(matrix) != len(bank.names) or not bool(torch.isfinite(matrix).all()):
+        raise ValueError(f"{len(bank.names)} names but features of shape {list(matrix.shape)}, or not finite")
+    mentioned = {
+        *bank._default,
+        *(member for members in (*bank.groups.values(), *bank.sets.values()) for member in members),
+    }
+    if unknown := sorted(mentioned - set(bank.names)):
+        raise ValueError(f"{unknown[0]!r} has no feature")
+    if len(bank._lookup) != len({*bank.names, *bank.groups}) or len(set(bank.names)) != len(bank.names):
+        raise ValueError("two labels share a spelling")
+    return bank

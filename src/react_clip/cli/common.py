@@ -1,0 +1,141 @@
+"""Options and building blocks that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from react_clip import ReACT, ReactClipError, ZeroShotClassifier, load, pull
+from react_clip.bank import LabelBank
+from react_clip.encoders import Encoder, offline
+from react_clip.preprocess import to_pixels
+from react_clip.zeroshot import PHOTO_SUFFIXES
+
+Subparsers = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def new_command(
+    subparsers: Subparsers[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """A sub-command whose --help ends with an example."""
+    parser = subparsers.add_parser(name, help=summary, description=summary, epilog=f"example: {example}")
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars, no notices")
+    return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which encoder, where, in which precision."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default=offline.NAME, help="hub id, open_clip:MODEL/PRETRAINED, folder (%(default)s)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    group.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+
+
+def add_label_options(parser: argparse.ArgumentParser) -> None:
+    """Which classes, and what defends them."""
+    group = parser.add_argument_group("labels")
+    group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
+    group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
+    group.add_argument("--photos", type=Path, help="a folder with one sub-folder of photos per class, instead of names")
+    group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
+    group = parser.add_argument_group("defence")
+    group.add_argument("--config", type=Path, help="JSON written by `react-clip calibrate` or ReACT.save")
+    group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
+
+
+def notice(args: argparse.Namespace, line: str) -> None:
+    """Tell people, not machines: to stderr, and not at all with --quiet."""
+    if not args.quiet:
+        print(line, file=sys.stderr)
+
+
+def load_encoder(args: argparse.Namespace, *, pull_missing: bool = False) -> Encoder:
+    """The encoder asked for; with ``pull_missing`` the offline tower is fetched when it is not there."""
+    if pull_missing and args.model == offline.NAME and not offline.is_pulled():
+        pull(offline.NAME, say=lambda line: notice(args, line))
+    return load(args.model, device=args.device, dtype=args.dtype)
+
+
+def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
+    """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
+    given = [name for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
+    if len(given) > 1:
+        options = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ReactClipError(f"{options} are both given; choose one of them")
+    if args.photos is not None:
+        return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
+    if args.labels is not None:
+        names = args.labels.split(",")
+        # A comma at the end is a habit, not a blank label.
+        names = names[:-1] if len(names) > 1 and not names[-1].strip() else names
+        if not any(name.strip() for name in names):
+            raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
+    elif args.labels_file is not None:
+        names = _read_lines(args.labels_file)
+    else:
+        bank = LabelBank.load()
+        if encoder.name != bank.encoder:
+            raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
+        names = list(bank.vocabulary())
+    return ZeroShotClassifier(encoder, names, templates=args.template)
+
+
+def build_guard(args: argparse.Namespace, encoder: Encoder) -> ReACT:
+    """The defence: --config where given, else what suits the encoder."""
+    return ReACT.load(args.config) if args.config is not None else ReACT()
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ReactClipError(f"{path} cannot be read: {reason}") from None
+    return [line for line in lines if line.strip()]
+
+
+def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
+    """Files as given; folders as the photos in them, sorted."""
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
+            if not found:
+                raise ReactClipError(
+                    f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files"
+                )
+            files += found
+        elif path.exists():
+            files.append(path)
+        else:
+            raise ReactClipError(f"{path} does not exist; check the path")
+    return files
+
+
+def read_batches(
+    files: Sequence[Path], size: int, batch: int, on_error: Callable[[Path, str], None]
+) -> Iterator[tuple[list[Path], Tensor]]:
+    """Readable photos as pixel batches; each unreadable one is handed to ``on_error`` and left out."""
+    for start in range(0, len(files), batch):
+        good: list[Path] = []
+        pixels: list[Tensor] = []
+        for path in files[start : start + batch]:
+            try:
+                pixels.append(to_pixels(path, size))
+                good.append(path)
+            except ReactClipError as error:
+                on_error(path, str(error))
+        if good:
+            yield good, torch.stack(pixels)

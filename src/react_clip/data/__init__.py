@@ -1,0 +1,15 @@
+"""The registry of data sets, and one way to load any of them.
+
+>>> from react_clip import data
+>>> len(data.names()), data.get("dtd").templates
+(17, ('A surface with a {} texture.',))
+"""
+
+from react_clip.data.dataset import ImageDataset, Photo
+from react_clip.data.heads import Head, load_head
+from react_clip.data.loading import load
+from react_clip.data.places import default_root
+from react_clip.data.registry import get, names
+from react_clip.data.spec import DatasetSpec
+
+__all__ = ["DatasetSpec", "Head", "ImageDataset", "Photo", "default_root", "get", "load", "load_head", "names"]

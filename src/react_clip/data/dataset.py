@@ -1,0 +1,151 @@
+"""Labelled photos, whatever they are stored in: opened when asked for, chosen and ordered the same way every time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from react_clip.data.heads import Head
+from react_clip.data.labels import ClassIndex, folder_tags
+from react_clip.errors import ReactClipError
+from react_clip.preprocess import read_image
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Photo:
+    """One image: an id that does not depend on where the data lie, its class, and its file, pixels or bytes."""
+
+    id: str
+    label: int
+    source: Path | Pixels | Callable[[], bytes]
+
+    def content(self) -> bytes:
+        """The encoded file, or the raw pixels where there never was a file."""
+        if isinstance(self.source, np.ndarray):
+            return self.source.tobytes()
+        try:
+            return self.source.read_bytes() if isinstance(self.source, Path) else self.source()
+        except OSError as error:
+            raise ReactClipError(f"photo {self.id} cannot be read: {error.strerror}; was it moved?") from error
+
+    def open(self) -> Image.Image:
+        """The decoded image; an unreadable one is named."""
+        try:
+            if isinstance(self.source, np.ndarray):
+                return Image.fromarray(self.source)
+            return read_image(self.source if isinstance(self.source, Path) else self.content())
+        except ReactClipError as error:
+            raise ReactClipError(f"photo {self.id}: {error}; replace it or remove it from the set") from error
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """Photos with labels that index ``class_names``; ``notes`` says what was left out and why."""
+
+    name: str
+    split: str
+    class_names: tuple[str, ...]
+    folders: tuple[str, ...]
+    templates: tuple[str, ...]
+    photos: tuple[Photo, ...]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+    @property
+    def labels(self) -> list[int]:
+        """One class index per photo."""
+        return [photo.label for photo in self.photos]
+
+    def image(self, index: int) -> Image.Image:
+        """Open one photo."""
+        return self.photos[index].open()
+
+    def path(self, index: int) -> Path | None:
+        """The photo's own file, None where it lives inside an archive."""
+        source = self.photos[index].source
+        return source if isinstance(source, Path) else None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of class names, ids, labels and every photo's content: the same one means the same data."""
+        digest = hashlib.sha256(json.dumps([self.class_names, self.folders]).encode())
+        for photo in self.photos:
+            digest.update(json.dumps([photo.id, photo.label]).encode())
+            digest.update(hashlib.sha256(photo.content()).digest())
+        return digest.hexdigest()
+
+    def take(self, limit: int, seed: int = 0) -> ImageDataset:
+        """``limit`` photos, the classes as equal as can be; a smaller limit takes a part of what a larger one takes."""
+        if limit < 1:
+            raise ReactClipError(f"limit is {limit}; the least is 1; leave it out to take all {len(self)} photos")
+        ranks = _ranks(self.photos, seed)
+        turns = sorted(range(len(self)), key=lambda i: (ranks[i], _draw(seed, f"class {self.photos[i].label}")))
+        return self._choose(sorted(turns[:limit]), f"took {min(limit, len(self))} of {len(self)} photos (seed {seed})")
+
+    def take_per_class(self, count: int, seed: int = 0) -> ImageDataset:
+        """At most ``count`` photos of each class."""
+        ranks = _ranks(self.photos, seed)
+        chosen = [i for i, rank in enumerate(ranks) if rank < count]
+        short = sum(size < count for size in Counter(self.labels).values())
+        note = f"took {count} photos per class, {len(chosen)} of {len(self)} (seed {seed})"
+        return self._choose(chosen, f"{note}; {short} classes have fewer" if short else note)
+
+    def align(self, head: Head) -> tuple[ImageDataset, Head]:
+        """Relabel to a head's classes, matched by folder, else by name; photos of classes it lacks are dropped.
+
+        The head keeps all its classes, also those no photo belongs to: a harder vocabulary is the user's choice. Fewer
+        than half of the set's classes in the head means that the two do not belong together.
+        """
+        index = ClassIndex(head.folders, head.names)
+        pairs = enumerate(zip(self.folders, self.class_names, strict=True))
+        found = {old: index.find(*folder_tags(folder), name) for old, (folder, name) in pairs}
+        present = set(self.labels)
+        lost = sorted(old for old in present if found[old] is None)
+        if 2 * len(lost) > len(present):
+            matched, missing = len(present) - len(lost), ", ".join(self.folders[old] for old in lost[:3])
+            raise ReactClipError(
+                f"the head knows {matched} of the {len(present)} classes of {self.name} (not {missing}), "
+                "fewer than half; give the head made for this set"
+            )
+        kept = tuple(replace(photo, label=label) for photo in self.photos if (label := found[photo.label]) is not None)
+        notes = self.notes
+        if lost:
+            dropped = ", ".join(self.folders[old] for old in lost)
+            notes += (f"dropped {len(self) - len(kept)} photos of {len(lost)} classes the head lacks: {dropped}",)
+        if idle := len(head) - len({photo.label for photo in kept}):
+            notes += (f"{idle} of the head's {len(head)} classes have no photo here",)
+        aligned = replace(self, class_names=head.names, folders=head.folders, photos=kept, notes=notes)
+        return aligned, head
+
+    def _choose(self, indices: Sequence[int], note: str) -> ImageDataset:
+        if len(indices) == len(self):
+            return self
+        return replace(self, photos=tuple(self.photos[i] for i in indices), notes=(*self.notes, note))
+
+
+def _draw(seed: int, text: str) -> bytes:
+    """A random number that depends on the seed and the item only, on no library, order or neighbour."""
+    return hashlib.sha256(f"{seed}:{text}".encode()).digest()
+
+
+def _ranks(photos: Sequence[Photo], seed: int) -> list[int]:
+    """Each photo's place in a random order of its class."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for index, photo in enumerate(photos):
+        members[photo.label].append(index)
+    ranks = [0] * len(photos)
+    for indices in members.values():
+        for rank, index in enumerate(sorted(indices, key=lambda i: _draw(seed, photos[i].id))):
+            ranks[index] = rank
+    return ranks

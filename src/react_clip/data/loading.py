@@ -1,0 +1,118 @@
+"""From a name to photos: the user's folder, the folder layout, shards, tables, then the official release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from react_clip.data import hub, torchvision_sets
+from react_clip.data.dataset import ImageDataset
+from react_clip.data.folder import class_folders, load_folder
+from react_clip.data.places import default_root
+from react_clip.data.registry import REGISTRY
+from react_clip.data.shards import find_shards, load_shards
+from react_clip.data.spec import DatasetSpec
+from react_clip.errors import ReactClipError
+
+_FOLDER = "folder:"
+
+
+def load(
+    name: str,
+    *,
+    root: Path | None = None,
+    split: str = "test",
+    limit: int | None = None,
+    download: bool = False,
+    seed: int = 0,
+) -> ImageDataset:
+    """Photos of a set, in an order that never changes.
+
+    ``name`` is one of ``names()``, a directory below ``root``, or ``folder:PATH``. ``limit`` takes a class-balanced
+    subset chosen by ``seed``; the ImageNet sets are cut to five per class as in the paper. Nothing is fetched unless
+    ``download`` is set.
+    """
+    if not split or Path(split).name != split:
+        raise ReactClipError(f"split is {split!r}; give a plain name such as 'test' or 'train'")
+    root = default_root() if root is None else Path(root).expanduser()
+    if name.startswith(_FOLDER):
+        dataset = _own_folder(Path(name.removeprefix(_FOLDER)).expanduser(), name, split)
+    else:
+        dataset = _named(name, root, split, download)
+    spec = REGISTRY.get(name)
+    if spec is not None and split == "test":
+        dataset = _as_in_the_paper(dataset, spec, seed)
+    return dataset if limit is None else dataset.take(limit, seed)
+
+
+def _own_folder(folder: Path, name: str, split: str) -> ImageDataset:
+    if not folder.is_dir():
+        raise ReactClipError(f"{folder} is not a folder; give folder:PATH with photos in PATH/<class>/")
+    inner = folder / split
+    return load_folder(inner if class_folders(inner) else folder, name, split, None)
+
+
+def _named(name: str, root: Path, split: str, download: bool) -> ImageDataset:
+    spec = REGISTRY.get(name)
+    if spec is None and (not name or Path(name).name != name):
+        raise ReactClipError(f"data set {name!r} is not a plain name; for a path write folder:{name}")
+    if (dataset := _on_disk(name, root, split, spec)) is not None:
+        return dataset
+    if spec is None:
+        if (root / name).is_dir():
+            raise ReactClipError(f"{root / name} has no {split} photos; put them in {root / name / split}/<class>/")
+        raise ReactClipError(
+            f"data set {name!r} is not known, and {root} has no folder of that name; known are {', '.join(REGISTRY)}; "
+            "for your own photos use folder:PATH"
+        )
+    if split not in spec.official_splits:
+        raise ReactClipError(
+            f"{name} has no official split {split!r} (it has {', '.join(spec.official_splits)}); put your own in "
+            f"{root / name / split}/<class>/"
+        )
+    return _official(spec, root, split, download)
+
+
+def _on_disk(name: str, root: Path, split: str, spec: DatasetSpec | None) -> ImageDataset | None:
+    """What already lies below the root in a form of ours."""
+    folders = [root / name / split]
+    splits: tuple[str, ...] = (split,)
+    if spec is not None and split == "test":
+        folders += [root / directory for directory in spec.directories]
+        splits = (split,) if spec.hub_split == split else (spec.hub_split, split)
+    for folder in folders:
+        if class_folders(folder):
+            return load_folder(folder, name, split, spec)
+    if shards := find_shards(root, name, splits):
+        return load_shards(shards, name, split, spec)
+    if tables := hub.find_tables(root, name, splits):
+        return hub.load_tables(tables, name, split, spec)
+    return None
+
+
+def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
+    """The published release: what torchvision reads, or what a download puts in one of our forms."""
+    if spec.name in torchvision_sets.READERS:
+        try:
+            # A set that is also on the Hub is there because torchvision's links are dead: it may only read.
+            return torchvision_sets.load_torchvision(spec, root, split, download=download and not spec.hub)
+        except ReactClipError:
+            if not (download and spec.hub):
+                raise
+    if download:
+        if spec.hub:
+            hub.fetch(spec, root, split)
+        else:
+            torchvision_sets.fetch(spec, root)
+        if (dataset := _on_disk(spec.name, root, split, spec)) is not None:
+            return dataset
+    raise ReactClipError(f"{spec.name} has no {split} photos under {root}; {spec.how_to_get_under(root)}")
+
+
+def _as_in_the_paper(dataset: ImageDataset, spec: DatasetSpec, seed: int) -> ImageDataset:
+    if spec.per_class is not None:
+        dataset = dataset.take_per_class(spec.per_class, seed)
+    if len(dataset) == spec.test_images:
+        return dataset
+    note = f"{len(dataset):,} photos here, {spec.test_images:,} in the paper"
+    return replace(dataset, notes=(*dataset.notes, note))

@@ -1,0 +1,39 @@
+"""Defences: one file each, one small protocol for all (see :class:`Defense`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from react_clip.defenses.base import Defended, Defense, as_module
+from react_clip.defenses.fixed_anchor import AOM, DefendCLIP
+from react_clip.defenses.react import ReACT
+from react_clip.defenses.undefended import Undefended
+from react_clip.errors import ReactClipError
+
+__all__ = ["AOM", "DefendCLIP", "Defended", "Defense", "ReACT", "Undefended", "as_module", "from_dict", "names"]
+
+_ANCHORED: dict[str, type[ReACT] | type[AOM]] = {cls.name: cls for cls in (ReACT, AOM, DefendCLIP)}
+
+
+def names() -> list[str]:
+    """Every defence by the name that recipes and tables use.
+
+    >>> names()
+    ['undefended', 'react', 'aom', 'defend-clip']
+    """
+    return [Undefended().name, *_ANCHORED]
+
+
+def from_dict(data: dict[str, Any] | str) -> Defense:
+    """A defence from its name or from ``{"defense": name, field: value, ...}``.
+
+    >>> from_dict({"defense": "react", "tau": 0.4}).tau
+    0.4
+    """
+    values = {"defense": data} if isinstance(data, str) else dict(data)
+    kind = values.get("defense")
+    if kind == Undefended().name:
+        return Undefended()
+    if kind not in _ANCHORED:
+        raise ReactClipError(f"defence {kind!r} is unknown; choose one of {', '.join(names())}")
+    return _ANCHORED[kind].from_dict(values)

@@ -1,0 +1,241 @@
+r"""Noise-anchored feature correction, the operator that ReACT, AOM and Defend-CLIP share.
+
+.. math:: f_{out}(x) = f(x) + g(x)\,\alpha\,[f_{anc}(x) - f(x)], \qquad
+          f_{anc}(x) = \tfrac1M \sum_i f(x + \sigma_{corr}(x)\,\eta_i)
+
+Algorithm 2 of the paper, with the gate first: views that cannot change the answer are never encoded. Three stages, each
+one large batch and one host synchronisation: clean features and probes; the augmented view of those images whose drift
+alone does not decide (J lies in [0, ln 2], so r >= tau opens the gate and r < tau - ln 2 closes it); the M anchor views
+of those images whose gate opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from react_clip import functional, mappings, noise, storage
+from react_clip.augment import WeakAugmentation
+from react_clip.defenses.base import Defended, prepare, unmeasured
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
+from react_clip.mappings import Constant, Linear, Mapping
+from react_clip.noise import Seed
+from react_clip.preprocess import Images
+from react_clip.zeroshot import ZeroShotClassifier
+
+# Branches of an image's random stream; each role has its own, so that skipping one does not shift another.
+_LOW, _HIGH, _AUGMENT, _ANCHOR = range(4)
+
+
+@dataclass(frozen=True)
+class AnchoredDefense:
+    """Fields shared by the defences that correct a feature through a noise anchor; see :class:`ReACT`."""
+
+    name: ClassVar[str] = "anchored"
+
+    sigma_low: float = 0.02
+    sigma_high: float = 0.05
+    probe_samples: int = 1
+    """Noisy views per probe scale, averaged before the drift is taken. The paper counts one; Defend-CLIP's code ten."""
+    views: int = 10
+    """M, the views behind the anchor."""
+    alpha: float = 2.0
+    tau: float | None = 0.7
+    """Intervention threshold; ``None`` corrects every image."""
+    mapping: Mapping = field(default_factory=Linear)
+    instability: bool = True
+    """Whether J(x) enters the score (ReACT) or the drift decides alone (Defend-CLIP)."""
+    augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
+    lazy: bool = True
+    """Skip views that cannot change the answer. ``False`` runs every pass and measures every diagnostic."""
+    max_batch: int = 64
+    """Most views in one encoder call."""
+
+    def __post_init__(self) -> None:
+        for name in ("sigma_low", "sigma_high", "alpha", "tau"):
+            value = getattr(self, name)
+            if name == "tau" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ReactClipError(f"{name} is {value!r}; it must be a finite number")
+        if not 0 < self.sigma_low < self.sigma_high <= 1:
+            raise ReactClipError(
+                f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
+                "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
+            )
+        for name in ("probe_samples", "views", "max_batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ReactClipError(f"{name} is {value!r}; it must be a whole number >= 1")
+        if self.alpha < 0:
+            raise ReactClipError(f"alpha is {self.alpha}; it must be >= 0 (0 corrects nothing, the paper's is 2.0)")
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
+
+        ``seed`` is a number, or a secret as ``bytes``. The noise depends on it and on the image alone.
+        """
+        pixels = prepare(clf, images)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
+            return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
+
+    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
+        features, drift = self._probe(clf.encoder, pixels, keys)
+        instability = self._measure_instability(clf, pixels, keys, features, drift)
+        score = functional.intervention_score(drift, instability.nan_to_num(0.0))
+        gated = torch.ones_like(drift, dtype=torch.bool) if self.tau is None else functional.gate(score, self.tau)
+        sigma = self.mapping(drift).to(pixels.dtype)
+
+        corrected = gated if self.lazy else torch.ones_like(gated)
+        rows = corrected.nonzero().flatten()
+        output = features
+        if len(rows):
+            anchors = functional.anchor(self._anchor_views(clf.encoder, pixels, keys, sigma, rows))
+            moved = functional.extrapolate(features[rows], anchors, self.alpha)
+            output = features.index_copy(0, rows, torch.where(gated[rows, None], moved, features[rows]))
+        probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
+        return Defended(
+            features=output,
+            logits=clf.logits(output),
+            drift=drift,
+            instability=instability,
+            score=score,
+            gated=gated,
+            sigma=sigma,
+            passes=probes + (~instability.isnan()).long() + self.views * corrected.long(),
+            backward_passes=torch.zeros(len(pixels), dtype=torch.long, device=pixels.device),
+            class_names=clf.names,
+        )
+
+    @property
+    def _needs_drift(self) -> bool:
+        return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
+
+    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Clean features and r(x): the clean views first, then ``probe_samples`` views per image and scale."""
+        images, samples = len(pixels), self.probe_samples
+        if not self._needs_drift:
+            return _encode(encoder, images, self.max_batch, lambda i, j: pixels[i:j]), unmeasured(pixels)
+        streams = [noise.fork(noise.fork(keys, scale), i) for scale in (_LOW, _HIGH) for i in range(samples)]
+        probe_keys = torch.cat(streams)
+        sigma = pixels.new_tensor([self.sigma_low, self.sigma_high]).repeat_interleave(samples * images)
+        image_of = torch.arange(images, device=pixels.device).repeat(2 * samples)
+
+        def views(start: int, stop: int) -> Tensor:
+            clean = pixels[start : min(stop, images)]
+            at = slice(max(start - images, 0), max(stop - images, 0))
+            return torch.cat([clean, _noisy(pixels[image_of[at]], probe_keys[at], sigma[at])])
+
+        unit = _encode(encoder, images * (1 + 2 * samples), self.max_batch, views)
+        features = unit[:images]
+        low, high = unit[images:].reshape(2, samples, images, -1).mean(1)
+        return features, functional.relative_drift(functional.drift(features, low), functional.drift(features, high))
+
+    def _measure_instability(
+        self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor, features: Tensor, drift: Tensor
+    ) -> Tensor:
+        """J(x) where it can still change the gate, NaN elsewhere."""
+        result = torch.full_like(drift, torch.nan)
+        if not self.instability or (self.lazy and self.tau is None):
+            return result
+        undecided = torch.ones_like(drift, dtype=torch.bool)
+        if self.lazy and self.tau is not None:
+            # The margin covers rounding in r + J: what is skipped must be certain.
+            margin = 1e-6 * (1.0 + abs(self.tau))
+            undecided = (drift < self.tau) & (drift >= self.tau - functional.MAX_INSTABILITY - margin)
+        rows = undecided.nonzero().flatten()
+        if not len(rows):
+            return result
+        streams = noise.fork(keys, _AUGMENT)[rows]
+        augmented = _encode(
+            clf.encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
+        )
+        divergence = functional.js_divergence(clf.logits(features[rows]), clf.logits(augmented))
+        return result.index_copy(0, rows, divergence)
+
+    def _anchor_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """Unit features ``[len(rows), M, D]`` of the noisy views behind the anchor."""
+        stream = noise.fork(keys[rows], _ANCHOR)
+        view_keys = torch.stack([noise.fork(stream, i) for i in range(self.views)], 1).flatten()
+        image_of = rows.repeat_interleave(self.views)
+        unit = _encode(
+            encoder,
+            len(image_of),
+            self.max_batch,
+            lambda i, j: _noisy(pixels[image_of[i:j]], view_keys[i:j], sigma[image_of[i:j]]),
+        )
+        return unit.reshape(len(rows), self.views, -1)
+
+    # ------------------------------------------------------------------ configuration
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["mapping"] = mappings.to_dict(self.mapping)
+        values["augmentation"] = dataclasses.asdict(self.augmentation)
+        return {"defense": self.name, **values}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Read a configuration back; fields left out keep their defaults, unknown ones are refused."""
+        values = dict(data)
+        kind = values.pop("defense", cls.name)
+        if kind != cls.name:
+            raise ReactClipError(f"this configuration is for defence {kind!r}, not {cls.name!r}")
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ReactClipError(f"{cls.name} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}")
+        if isinstance(values.get("mapping"), dict):
+            values["mapping"] = mappings.from_dict(values["mapping"])
+        if isinstance(values.get("augmentation"), dict):
+            try:
+                values["augmentation"] = WeakAugmentation(**values["augmentation"])
+            except TypeError as error:
+                raise ReactClipError(f"augmentation is not understood: {error}") from None
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the configuration as JSON."""
+        storage.write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a configuration, or the ``config`` of a calibration file."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ReactClipError(f"{path} cannot be read: {error.strerror}; check the path") from None
+        except ValueError as error:
+            raise ReactClipError(
+                f"{path} is no valid JSON ({error}); write it again with save() or calibrate"
+            ) from None
+        if not isinstance(data, dict):
+            raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
+        return cls.from_dict(data.get("config", data))
+
+
+def _encode(encoder: Encoder, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
+    """Unit features of ``count`` views, in as few, as large calls as allowed; ``views(start, stop)`` builds a range."""
+    ranges = [(start, min(start + max_batch, count)) for start in range(0, count, max_batch)]
+    return torch.cat([encoder.encode_views(views(start, stop)) for start, stop in ranges])
+
+
+def _noisy(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+    """Views ``x + sigma * eta``; not clamped, as published."""
+    grain = noise.normal(keys, pixels.shape[1:]).to(pixels.dtype)
+    return pixels + sigma[:, None, None, None] * grain

@@ -1,0 +1,60 @@
+"""Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, local folders, and the offline ``clip-vit-b-16``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from react_clip.encoders import offline, openclip
+from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
+from react_clip.encoders.hf import load_hf
+from react_clip.errors import ReactClipError
+
+__all__ = ["Encoder", "load", "pull"]
+
+_WHAT_EXISTS = (
+    f"{offline.NAME} (offline), a Hugging Face id such as openai/clip-vit-base-patch32 (optionally @revision), "
+    f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, or a folder in Hugging Face layout"
+)
+
+
+def load(name: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype = "fp32") -> Encoder:
+    """Load a CLIP encoder by name.
+
+    Args:
+        name: ``"clip-vit-b-16"`` (offline), a hub id (``"openai/clip-vit-base-patch32"``, optionally ``@revision``),
+            ``"open_clip:ViT-B-32/openai"``, or a folder in Hugging Face layout.
+        device: where to run; CUDA if there is one by default.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers. Features are fp32 in every case.
+    """
+    chosen_device, chosen_dtype = resolve_device(device), resolve_dtype(dtype)
+    text = str(name)
+    if text == offline.NAME:
+        return offline.load_offline(device=chosen_device, dtype=chosen_dtype)
+    if text.startswith(openclip.PREFIX):
+        return openclip.load_open_clip(text, device=chosen_device, dtype=chosen_dtype)
+    if Path(text).is_dir():
+        return load_hf(text, name=text, device=chosen_device, dtype=chosen_dtype)
+    source, revision = _hub_id(name)
+    return load_hf(source, name=text, device=chosen_device, dtype=chosen_dtype, revision=revision)
+
+
+def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda line: None) -> str:
+    """Fetch a model ahead of time, so that :func:`load` works without a network; returns where it is."""
+    if name == offline.NAME:
+        return str(offline.pull(force=force, say=say))
+    if not name.startswith(openclip.PREFIX) and not Path(name).is_dir():
+        _hub_id(name)
+    say(f"fetching {name}")
+    load(name, device="cpu")
+    return "the model hub's cache" if not Path(name).is_dir() else name
+
+
+def _hub_id(name: str | Path) -> tuple[str, str | None]:
+    """Split ``owner/model@revision``; anything else is no name we know."""
+    source, _, revision = str(name).partition("@")
+    if isinstance(name, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
+        raise ReactClipError(f"no model is called {str(name)!r} and no such folder exists; choose {_WHAT_EXISTS}")
+    return source, revision or None

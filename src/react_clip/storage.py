@@ -1,0 +1,62 @@
+"""Where things are kept on disk, and how they get there: whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from react_clip.errors import ReactClipError
+
+
+def cache_dir() -> Path:
+    """The user's cache: ``$REACT_CLIP_CACHE``, else ``$XDG_CACHE_HOME/react-clip``, else ``~/.cache/react-clip``."""
+    if chosen := os.environ.get("REACT_CLIP_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "react-clip"
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its place on success and vanishes on any failure.
+
+    Readers see the old file or the new one, never a part; a full disk or a kill leaves the old one.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise ReactClipError(f"cannot write {path}: {error.strerror}; choose another place") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private; what we publish has the permissions any new file would have.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)
+    except OSError as error:
+        raise ReactClipError(
+            f"cannot write {path}: {error.strerror}; free some space or choose another place"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file, read in pieces."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,206 @@
+"""The zero-shot classifier: an encoder and one unit feature per class, computed once.
+
+Class features come from prompts, from ready features, from folders of photos or, for the offline tower, from the label
+bank. What is expensive to compute is kept in the user's cache, keyed by the weights, the names and the templates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from react_clip import functional
+from react_clip.bank import LabelBank
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
+from react_clip.preprocess import as_pixels
+from react_clip.storage import atomic_path, cache_dir
+
+DEFAULT_TEMPLATES = ("This is a photo of a {}.",)
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+_BATCH = 64
+
+
+class ZeroShotClassifier(nn.Module):
+    """CLIP with a list of names: ``clf(pixels)`` gives the logits :math:`100 \\cos(f_v, f_t^k)`.
+
+    Args:
+        encoder: from :func:`react_clip.load`.
+        names: the classes, in the order of the logits.
+        templates: prompts with ``{}`` for the name; several are averaged into one feature (prompt ensemble). An encoder
+            without a text tower looks the names up in the label bank instead, and takes no templates.
+    """
+
+    class_features: Tensor
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        names: Sequence[str],
+        *,
+        templates: Sequence[str] | None = None,
+        unique: bool = True,
+    ) -> None:
+        names = check_names(names, unique=unique)
+        super().__init__()
+        self.encoder = encoder
+        self.names = names
+        features = _bank_features(encoder, names, templates) if not encoder.has_text else None
+        if features is None:
+            features = _prompt_features(encoder, names, tuple(templates or DEFAULT_TEMPLATES))
+        self.register_buffer("class_features", features.to(encoder.device), persistent=False)
+
+    @classmethod
+    def from_features(
+        cls, encoder: Encoder, names: Sequence[str], features: Tensor, *, unique: bool = True
+    ) -> ZeroShotClassifier:
+        """Use ready-made class features ``[len(names), encoder.dim]``; they are scaled to unit length."""
+        names = check_names(names, unique=unique)
+        features = torch.as_tensor(features).detach()
+        if features.shape != (len(names), encoder.dim):
+            raise ReactClipError(
+                f"class features have shape {list(features.shape)}; {len(names)} names and {encoder.name!r} need "
+                f"[{len(names)}, {encoder.dim}]"
+            )
+        features = features if features.dtype == torch.float64 else features.float()
+        lengths = features.norm(dim=1)
+        if not bool(torch.isfinite(lengths).all() & (lengths > 0).all()):
+            raise ReactClipError("class features hold NaN, infinity or an all-zero row; compute them again")
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.encoder = encoder
+        self.names = names
+        self.register_buffer("class_features", functional.normalize(features).to(encoder.device), persistent=False)
+        return self
+
+    @classmethod
+    def from_folder(cls, encoder: Encoder, folder: str | Path, *, progress: bool = False) -> ZeroShotClassifier:
+        """One class per sub-folder, its feature the mean of its photos' unit features."""
+        photos = list_class_photos(Path(folder))
+        names = list(photos)
+        key = _folder_key(encoder, photos)
+        features = _cached(key, (len(names), encoder.dim), lambda: _folder_features(encoder, photos, progress))
+        return cls.from_features(encoder, names, features)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the encoder lives."""
+        return self.encoder.device
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits of unit features."""
+        return functional.logits(features, self.class_features.to(features.dtype))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Logits of float pixels ``[B, 3, S, S]`` in [0, 1]."""
+        return self.logits(self.encoder(pixels))
+
+    def extra_repr(self) -> str:
+        """How many classes, and the first few."""
+        shown = ", ".join(self.names[:4]) + (", ..." if len(self.names) > 4 else "")
+        return f"{len(self.names)} classes: {shown}"
+
+
+def check_names(names: Sequence[str], *, unique: bool = True) -> tuple[str, ...]:
+    """Refuse an empty list, blank names and (unless a data set is known to have them) duplicates."""
+    if isinstance(names, str):
+        raise ReactClipError(f"the labels are one string, {names!r}; give a list such as ['cat', 'dog']")
+    stripped = tuple(str(name).strip() for name in names)
+    if not stripped:
+        raise ReactClipError("the list of labels is empty; give at least one, such as ['cat', 'dog']")
+    if "" in stripped:
+        raise ReactClipError(f"label {stripped.index('') + 1} of {len(stripped)} is blank; remove it or name it")
+    if unique and len(set(stripped)) < len(stripped):
+        twice = next(name for name in stripped if stripped.count(name) > 1)
+        raise ReactClipError(f"label {twice!r} is given {stripped.count(twice)} times; each label may appear once")
+    return stripped
+
+
+def list_class_photos(folder: Path) -> dict[str, list[Path]]:
+    """Photos by class of a ``folder/class/photo`` tree, sorted."""
+    if not folder.is_dir():
+        raise ReactClipError(f"{folder} is no folder; give one with a sub-folder of photos per class")
+    photos = {
+        child.name: [path for path in sorted(child.iterdir()) if path.suffix.lower() in PHOTO_SUFFIXES]
+        for child in sorted(folder.iterdir())
+        if child.is_dir() and not child.name.startswith(".")
+    }
+    if not photos:
+        raise ReactClipError(f"{folder} has no sub-folders; put the photos of each class into one named after it")
+    if empty := [name for name, paths in photos.items() if not paths]:
+        raise ReactClipError(
+            f"{folder / empty[0]} holds no photos; add some ({', '.join(PHOTO_SUFFIXES)}) or remove it"
+        )
+    return photos
+
+
+def _bank_features(encoder: Encoder, names: tuple[str, ...], templates: Sequence[str] | None) -> Tensor:
+    bank = LabelBank.load()
+    if encoder.name != bank.encoder:
+        raise ReactClipError(
+            f"{encoder.name!r} has no text tower and the label bank belongs to {bank.encoder!r}; use "
+            "ZeroShotClassifier.from_features or from_folder"
+        )
+    if templates is not None:
+        raise ReactClipError(f"{encoder.name!r} has no text tower, so templates do nothing; leave them out")
+    return bank.features(names)
+
+
+def _prompt_features(encoder: Encoder, names: tuple[str, ...], templates: tuple[str, ...]) -> Tensor:
+    for template in templates:
+        if template.count("{}") != 1:
+            raise ReactClipError(f"template {template!r} needs exactly one {{}} where the label goes")
+    key = hashlib.sha256(json.dumps(["prompts", encoder.fingerprint(), names, templates]).encode()).hexdigest()
+
+    def compute() -> Tensor:
+        prompts = [template.format(name) for template in templates for name in names]
+        features = torch.cat([encoder.encode_text(prompts[i : i + 256]) for i in range(0, len(prompts), 256)])
+        return functional.normalize(features.reshape(len(templates), len(names), -1).mean(0)).cpu()
+
+    return _cached(key, (len(names), encoder.dim), compute)
+
+
+def _folder_key(encoder: Encoder, photos: dict[str, list[Path]]) -> str:
+    """Photos are keyed by content: reading them is cheap beside encoding them."""
+    digest = hashlib.sha256(f"folder{encoder.fingerprint()}".encode())
+    for name, paths in photos.items():
+        digest.update(f"{name}/{len(paths)}".encode())
+        for path in paths:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _folder_features(encoder: Encoder, photos: dict[str, list[Path]], progress: bool) -> Tensor:
+    labelled = [(index, path) for index, paths in enumerate(photos.values()) for path in paths]
+    sums = torch.zeros(len(photos), encoder.dim)
+    with tqdm(total=len(labelled), desc="class features", unit="photo", disable=not progress) as bar:
+        for start in range(0, len(labelled), _BATCH):
+            batch = labelled[start : start + _BATCH]
+            features = encoder(as_pixels([path for _, path in batch], encoder.image_size)).float().cpu()
+            sums.index_add_(0, torch.tensor([index for index, _ in batch]), features)
+            bar.update(len(batch))
+    return functional.normalize(sums)
+
+
+def _cached(key: str, shape: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
+    """Read class features from the cache; a missing, damaged or foreign file is computed again and replaced."""
+    path = cache_dir() / "class-features" / f"{key}.safetensors"
+    try:
+        features = load_file(path)["features"]
+        if tuple(features.shape) == shape and bool(torch.isfinite(features).all()):
+            return features
+    except (OSError, SafetensorError, KeyError):
+        pass
+    features = compute()
+    with atomic_path(path) as temporary:
+        save_file({"features": features.contiguous()}, temporary)
+    return features

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from react_clip.attacks import APGD, FAB
+from react_clip.attacks.fab import onto_plane
+
+from .conftest import Task
+
+linprog = pytest.importorskip("scipy.optimize").linprog
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_onto_plane_is_the_optimum_of_the_linear_program(seed: int) -> None:
+    """min s subject to |d_i| <= s, 0 <= x + d <= 1, w.d = -h, solved by a general solver."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 9))
+    x, w = rng.random(size), rng.normal(size=size) * (rng.random(size) < 0.8)
+    x[rng.random(size) < 0.2] = rng.integers(2)
+    h = rng.normal() * rng.choice([0.01, 0.3, 3.0])
+    shape = (1, 1, 1, size)
+    d = onto_plane(*(torch.tensor(v, dtype=torch.float64).reshape(shape) for v in (x, w)), torch.tensor([h]))
+    move = d.flatten().numpy()
+    assert ((x + move >= -1e-9) & (x + move <= 1 + 1e-9)).all()
+
+    ones = np.ones((size, 1))
+    bounds = [(-a, 1 - a) for a in x] + [(0, None)]
+    within = np.block([[np.eye(size), -ones], [-np.eye(size), -ones]])
+    best = linprog(
+        np.r_[np.zeros(size), 1], within, np.zeros(2 * size), np.r_[w, 0][None], [-h], bounds=bounds, method="highs"
+    )
+    if best.success:
+        assert w @ move == pytest.approx(-h, abs=1e-6)
+        assert np.abs(move).max() == pytest.approx(best.fun, abs=1e-6)
+    else:  # the plane is out of reach: every pixel that counts goes to its end
+        reach = np.where(-w * np.sign(h) > 0, 1 - x, -x) * (w != 0)
+        assert move == pytest.approx(reach, abs=1e-9)
+
+
+def test_finds_the_exact_distance_of_a_linear_model() -> None:
+    """Dual norm: the L-inf distance to the plane is |z_y - z_t| / sum |w_y - w_t|, away from the image's limits."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 48, generator=generator)
+    x = 0.4 + 0.2 * torch.rand(20, 3, 4, 4, generator=generator)
+    logits = x.flatten(1) @ weight.T
+    y = logits.argmax(1)
+    result = FAB(eps=0.3, steps=20)(lambda x: x.flatten(1) @ weight.T, x, y)
+    distance = (logits[:, 0] - logits[:, 1]).abs() / (weight[0] - weight[1]).abs().sum()
+    assert result.success.all()
+    torch.testing.assert_close((result.images - x).abs().amax((1, 2, 3)), distance, rtol=0.06, atol=0)
+
+
+def test_stays_nearer_than_attacks_that_fill_the_ball(task: Task) -> None:
+    x, y = task.head(40)
+    near, far = FAB(eps=16 / 255, steps=30)(task.net, x, y), APGD(eps=16 / 255, steps=30)(task.net, x, y)
+    assert near.success.all()
+    assert (near.images - x).abs().amax((1, 2, 3)).mean() < 0.7 * (far.images - x).abs().amax((1, 2, 3)).mean()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_few_classes(task_of: Callable[[int], Task], classes: int) -> None:
+    task = task_of(classes)
+    x, y = task.head(60)
+    eps = 8 / 255 if classes > 2 else 12 / 255
+    result, reference = FAB(eps=eps, steps=30)(task.net, x, y), APGD(eps=eps, steps=30)(task.net, x, y)
+    assert 5 < int(reference.success.sum()) < 60
+    assert abs(int(result.success.sum()) - int(reference.success.sum())) <= 3
+    # clean and last pass, and for each of the K - 1 targets 30 steps of two passes and a judging pass
+    assert int(result.queries.max()) == 2 + 61 * (classes - 1)

@@ -1,0 +1,184 @@
+"""Bad input is refused in one clear line; configurations survive the trip through plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from react_clip import attacks
+from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AutoAttack, Square
+from react_clip.errors import ReactClipError
+
+X = torch.full((2, 3, 4, 4), 0.5)
+Y = torch.tensor([0, 1])
+
+
+def linear(x: Tensor) -> Tensor:
+    return x.flatten(1)[:, :4]
+
+
+def refuse(text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ReactClipError) as caught:
+        call()
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [PGD, CW, APGD, FAB, Square, AutoAttack])
+def test_eps_in_255ths_is_refused(kind: type[Attack]) -> None:
+    refuse("write 8/255", lambda: kind(eps=8))
+    refuse("write 8/255", lambda: kind()(linear, X, Y, eps=8.0))
+    refuse("write 8/255", lambda: kind()(linear, X, Y, eps=torch.tensor([0.1, 8.0])))
+
+
+@pytest.mark.parametrize(
+    ("text", "make"),
+    [
+        ("eps is -0.1", lambda: PGD(eps=-0.1)),
+        ("eps is nan", lambda: PGD(eps=float("nan"))),
+        ("eps is '4/255'", lambda: PGD(eps="4/255")),  # type: ignore[arg-type]
+        ("write 2/255", lambda: PGD(step_size=2)),
+        ("step_size is 0", lambda: PGD(step_size=0)),
+        ("step_size is 'eps/3'", lambda: PGD(step_size="eps/3")),  # type: ignore[arg-type]
+        ("steps is 0", lambda: PGD(steps=0)),
+        ("steps is 2.5", lambda: APGD(steps=2.5)),  # type: ignore[arg-type]
+        ("eot is True", lambda: APGD(eot=True)),
+        ("one of ce, margin", lambda: PGD(loss="dlr")),  # type: ignore[arg-type]
+        ("one of ce, dlr, dlr-targeted", lambda: APGD(loss="margin")),  # type: ignore[arg-type]
+        ("targets is 0", lambda: FAB(targets=0)),
+        ("queries is -1", lambda: Square(queries=-1)),
+        ("one of ttc, standard, rand", lambda: AutoAttack(version="plus")),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_configuration(text: str, make: Callable[[], Attack]) -> None:
+    refuse(text, make)
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "y"),
+    [
+        ("shape (3, 4, 4)", X[0], Y),
+        ("divide bytes by 255", (X * 255).byte(), Y),
+        ("[0.5, 127.5]", torch.cat([X[:1], 255 * X[:1]]), Y),
+        ("[-0.5, 0.5]", torch.cat([X[:1], X[:1] - 1]), Y),
+        ("NaN pixels", torch.cat([X[:1], X[:1] * torch.nan]), Y),
+        ("[0.5, inf]", torch.cat([X[:1], X[:1] / 0]), Y),
+        ("labels have shape (1,)", X, Y[:1]),
+        ("labels have shape (2, 1)", X, Y[:, None]),
+        ("labels have list", X, [0, 1]),
+        ("labels are torch.float32", X, Y.float()),
+        ("labels are torch.bool", X, Y.bool()),
+        ("a label is -1", X, Y - 1),
+        ("a label is 4, but the model has 4 classes (0 to 3)", X, Y + 3),
+    ],
+)
+@pytest.mark.parametrize("attack", [PGD(steps=1), Square(queries=2), AutoAttack(version="ttc")], ids=lambda a: a.name)
+def test_bad_images_and_labels(attack: Attack, text: str, x: Tensor, y: Tensor) -> None:
+    refuse(text, lambda: attack(linear, x, y))
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("NaN or infinite values", lambda x: linear(x) / 0),
+        ("NaN or infinite values", lambda x: linear(x) * torch.nan),
+        ("2 images with shape (2,)", lambda x: linear(x)[:, 0]),
+        ("2 images with shape (1, 4)", lambda x: linear(x)[:1]),
+        ("2 images with tuple", lambda x: (linear(x),)),
+        ("at least 2", lambda x: linear(x)[:, :1]),
+    ],
+)
+@pytest.mark.parametrize("attack", [PGD(steps=1), FAB(steps=1), Square(queries=2)], ids=lambda a: a.name)
+def test_bad_models(attack: Attack, text: str, model: attacks.base.Model) -> None:
+    refuse(text, lambda: attack(model, X, Y * 0))
+
+
+def test_bad_budgets_per_image() -> None:
+    refuse("eps has shape (3,)", lambda: PGD()(linear, X, Y, eps=torch.zeros(3)))
+    refuse("eps is nan", lambda: PGD()(linear, X, Y, eps=torch.tensor([0.1, torch.nan])))
+    refuse("eps is -0.1", lambda: PGD()(linear, X, Y, eps=torch.tensor([0.1, -0.1])))
+
+
+def test_a_scalar_tensor_is_one_budget_for_all() -> None:
+    scalar, number = (PGD(steps=2)(linear, X, Y, eps=e).images for e in (torch.tensor(0.25), 0.25))
+    assert torch.equal(scalar, number)
+
+
+def test_models_without_gradients_need_square() -> None:
+    def blind(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return linear(x)
+
+    for attack in (PGD(steps=1), APGD(steps=1), FAB(steps=1)):
+        refuse("use attacks.Square", lambda attack=attack: attack(blind, X, Y * 0))
+    assert Square(eps=0.1, queries=50)(blind, X, Y).success.all()
+
+
+def test_broken_gradients_are_refused() -> None:
+    # sqrt has an infinite slope at 0, and 0 * inf is NaN: finite logits, useless gradient.
+    refuse("gradient holds NaN", lambda: PGD(steps=1)(lambda x: linear(x) + (0 * x).sum().sqrt(), X, Y))
+
+
+def test_half_precision_images_and_models_work() -> None:
+    result = PGD(eps=0.1, steps=3)(lambda x: linear(x.half()), X.half(), Y)
+    assert result.images.dtype == torch.float32
+    assert bool(((result.images - 0.5).abs() <= 0.1 + 1e-7).all())
+    assert (result.images != 0.5).any()
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        PGD(),
+        PGD(eps=0.03, step_size="eps/4", loss="margin"),
+        PGD(eps=0.5 / 255, step_size=0.01),
+        CW(steps=100),
+        APGD(loss="dlr-targeted", targets=3),
+        FAB(eps=1.0),
+        Square(eps=0.0),
+        AutoAttack(version="rand"),
+    ],
+    ids=repr,
+)
+def test_round_trip(attack: Attack) -> None:
+    again = attacks.from_dict(attack.to_dict())
+    assert again == attack
+    assert type(again) is type(attack)
+
+
+def test_lengths_as_fractions() -> None:
+    config = {"kind": "pgd", "eps": "8/255", "step_size": "0.5/255", "steps": 3}
+    assert attacks.from_dict(config) == PGD(eps=8 / 255, step_size=0.5 / 255, steps=3)
+    assert attacks.from_dict({"kind": "pgd", "step_size": "eps/4"}) == PGD(step_size="eps/4")
+    assert attacks.from_dict({"kind": "square", "eps": "0.25"}) == Square(eps=0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("choose one of apgd, autoattack, cw, fab, pgd, square", {"kind": "deepfool"}),
+        ("kind None does not exist", {"eps": 0.1}),
+        ("it has eps, steps, step_size, loss, random_start", {"kind": "pgd", "stepsize": 1}),
+        ("eps is 'four/255'", {"kind": "pgd", "eps": "four/255"}),
+        ("eps is '4/0'", {"kind": "pgd", "eps": "4/0"}),
+        ("write 8/255", {"kind": "pgd", "eps": "8"}),
+    ],
+)
+def test_bad_dicts(text: str, config: dict[str, Any]) -> None:
+    refuse(text, lambda: attacks.from_dict(config))
+
+
+def test_names_for_tables_tell_attacks_apart() -> None:
+    table = [PGD(), PGD(step_size="eps/4"), PGD(steps=100), CW(), APGD(), APGD(loss="dlr"), APGD(loss="dlr-targeted")]
+    table += [FAB(), Square(), AutoAttack(version="ttc"), AutoAttack(), AutoAttack(version="rand")]
+    found = [attack.name for attack in table]
+    assert found[:7] == ["pgd-10", "pgd-10-quarter", "pgd-100", "cw-10", "apgd-ce-100", "apgd-dlr-100", "apgd-t-100"]
+    assert found[7:] == ["fab-t-100", "square-5000", "autoattack-ttc", "autoattack-standard", "autoattack-rand"]
+    assert repr(PGD()) == "PGD(eps=4/255, steps=10, step_size=1/255, loss=ce, random_start=True)"

@@ -1,0 +1,133 @@
+"""The registry against the paper's data-set table and the protocol's names and prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from react_clip import data
+from react_clip.data.labels import ClassIndex, key
+from react_clip.data.torchvision_sets import READERS
+from react_clip.errors import ReactClipError
+
+PAPER = {  # name: classes, test images; the paper's table of data sets
+    "cifar10": (10, 10_000),
+    "cifar100": (100, 10_000),
+    "stl10": (10, 8_000),
+    "dtd": (47, 1_880),
+    "oxford_pets": (37, 3_669),
+    "flowers102": (102, 6_149),
+    "fgvc_aircraft": (100, 3_333),
+    "stanford_cars": (196, 8_041),
+    "caltech101": (101, 8_677),
+    "caltech256": (257, 30_607),
+    "food101": (101, 25_250),
+    "eurosat": (10, 27_000),
+    "imagenet": (1000, 5_000),
+    "imagenet_a": (200, 1_000),
+    "imagenet_v2": (1000, 5_000),
+    "imagenet_r": (200, 1_000),
+    "imagenet_sketch": (1000, 5_000),
+}
+PROMPTS = {
+    "dtd": "A surface with a {} texture.",
+    "oxford_pets": "A photo of a {}, a type of pet.",
+    "flowers102": "A photo of a {}, a type of flower.",
+    "fgvc_aircraft": "A photo of a {}, a type of aircraft.",
+    "stanford_cars": "A photo of a {}.",
+    "caltech256": "A photo of a {}.",
+    "food101": "A photo of {}, a type of food.",
+    "eurosat": "A centered satellite photo of {}.",
+}
+
+
+def test_the_registry_is_the_papers_table() -> None:
+    assert data.names() == list(PAPER)
+    assert {name: (data.get(name).classes, data.get(name).test_images) for name in data.names()} == PAPER
+    totals: Counter[str] = Counter()
+    for spec in map(data.get, data.names()):
+        totals[spec.group] += spec.test_images
+    assert totals == {"downstream": 142_606, "imagenet": 17_000}
+
+
+@pytest.mark.parametrize("name", list(PAPER))
+def test_each_set_lists_its_classes_once(name: str) -> None:
+    spec = data.get(name)
+    assert len(spec.class_names) == len(spec.folders) == spec.classes
+    assert len(set(map(key, spec.folders))) == spec.classes, "two folders would be taken for one class"
+    assert all(label == label.strip() and label for label in spec.class_names)
+    index = ClassIndex(spec.folders, spec.class_names)
+    assert [index.find(folder) for folder in spec.folders] == list(range(spec.classes))
+
+
+@pytest.mark.parametrize("name", list(PAPER))
+def test_each_set_says_its_prompt_and_where_it_comes_from(name: str) -> None:
+    spec = data.get(name)
+    assert spec.templates == (PROMPTS.get(name, "This is a photo of a {}."),)
+    assert spec.split
+    assert any(source.startswith(("torchvision", "huggingface.co")) for source in spec.sources)
+    how = spec.how_to_get_under(Path("here"))
+    assert "\n" not in how
+    assert "https://" in how
+    assert "here" in how, "the command does not say where the photos go"
+
+
+def test_five_photos_per_class_make_the_imagenet_sizes() -> None:
+    suite = [data.get(name) for name in data.names() if data.get(name).group == "imagenet"]
+    assert [spec.test_images for spec in suite] == [(spec.per_class or 0) * spec.classes for spec in suite]
+
+
+def test_names_follow_the_protocol() -> None:
+    def name_of(dataset: str, folder: str) -> str:
+        spec = data.get(dataset)
+        return spec.class_names[spec.folders.index(folder)]
+
+    assert name_of("caltech101", "Faces") == name_of("caltech101", "Faces_easy") == "person"
+    assert "BACKGROUND_Google" not in data.get("caltech101").folders
+    assert name_of("fgvc_aircraft", "737-700") == "Boeing 737-700"
+    assert name_of("fgvc_aircraft", "A320") == "A320"
+    assert name_of("food101", "macaroni_and_cheese") == "macaroni and cheese"
+    assert name_of("eurosat", "SeaLake") == "a sea or a lake"
+    assert name_of("stanford_cars", "Tesla Model S Sedan 2012") == "Tesla Model S Sedan"
+    assert name_of("cifar100", "aquarium_fish") == "aquarium_fish"
+    assert name_of("caltech256", "145.motorbikes-101") == "motorbikes"
+    assert name_of("imagenet", "n02123045") == "tabby"
+
+
+def test_seven_pairs_of_cars_differ_by_their_year_alone() -> None:
+    assert sorted(Counter(data.get("stanford_cars").class_names).values())[-8:] == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch"])
+def test_the_variants_share_imagenets_names_and_order(name: str) -> None:
+    imagenet = dict(zip(data.get("imagenet").folders, data.get("imagenet").class_names, strict=True))
+    variant = data.get(name)
+    assert [imagenet[folder] for folder in variant.folders] == list(variant.class_names)
+    assert list(variant.folders) == sorted(variant.folders)
+
+
+def test_names_agree_with_torchvisions_own_lists() -> None:
+    flowers = pytest.importorskip("torchvision.datasets").Flowers102.classes
+    spec = data.get("flowers102")
+    index = ClassIndex(spec.folders, spec.class_names)
+    assert [index.find(name) for name in flowers] == list(range(102))
+
+
+def test_torchvision_readers_cover_exactly_the_official_splits() -> None:
+    for name, reader in READERS.items():
+        assert set(reader.splits) == set(data.get(name).official_splits)
+
+
+def test_an_unknown_set_lists_what_exists() -> None:
+    with pytest.raises(ReactClipError, match=r"'mnist' is not known; it is one of cifar10, .*imagenet_sketch"):
+        data.get("mnist")
+
+
+def test_the_root_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REACT_CLIP_DATA", str(tmp_path))
+    assert data.default_root() == tmp_path
+    assert str(tmp_path) in data.get("dtd").how_to_get
+    monkeypatch.delenv("REACT_CLIP_DATA")
+    assert data.default_root().parts[-2:] == ("react-clip", "data")

@@ -1,0 +1,219 @@
+"""The label bank: what is in the file, how labels are matched, and that it names real photos."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from react_clip import encoders
+from react_clip.bank import BANK_FILE, TENSOR, LabelBank, match_key
+from react_clip.encoders import offline
+from react_clip.errors import ReactClipError
+from react_clip.preprocess import as_pixels
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+PETS = SHARED / "data" / "oxford_pets" / "test"
+
+
+@pytest.fixture(scope="module")
+def bank() -> LabelBank:
+    return LabelBank.load()
+
+
+def stored_metadata() -> dict[str, str]:
+    with safe_open(BANK_FILE, framework="pt") as stored:
+        return dict(stored.metadata())
+
+
+def test_file_is_small_and_says_what_it_holds():
+    assert BANK_FILE.stat().st_size < 3_000_000
+    said = {key: json.loads(text) for key, text in stored_metadata().items()}
+    assert set(said) == {"encoder", "names", "groups", "vocabulary", "photos", "sets", "preprocessing"}
+    assert said["encoder"] == "clip-vit-b-16"
+    assert len(said["photos"]) == len(said["names"])
+    assert min(said["photos"]) >= 1
+    with safe_open(BANK_FILE, framework="pt") as stored:
+        features = stored.get_tensor(TENSOR)
+    assert features.dtype == torch.float16
+    assert features.shape == (len(said["names"]), 512)
+
+
+def test_loaded_once(bank: LabelBank):
+    assert LabelBank.load() is bank
+
+
+def test_names_are_unique_plain_and_tell_apart(bank: LabelBank):
+    labels = {*bank.names, *bank.groups}
+    assert len(set(bank.names)) == len(bank.names) >= 1200
+    assert len({match_key(label) for label in labels}) == len(labels)
+    for label in labels:
+        assert label == label.lower().strip()
+        assert "_" not in label
+        assert not label[0].isdigit()
+
+
+def test_imagenet_is_all_there(bank: LabelBank):
+    imagenet = bank.sets["imagenet"]
+    assert len(set(imagenet)) == 1000
+    assert imagenet[0] == "tench"
+    assert imagenet[-1] == "toilet paper"
+    assert {"crane bird", "construction crane", "cardigan", "cardigan corgi", "computer mouse"} <= set(imagenet)
+
+
+def test_vocabulary_is_imagenet_and_more_without_generic_names(bank: LabelBank):
+    vocabulary = bank.vocabulary()
+    assert len(set(vocabulary)) == len(vocabulary)
+    assert set(bank.sets["imagenet"]) <= set(vocabulary) <= set(bank.names)
+    # A name that means a group would score with the group's feature, not with its own.
+    assert not set(vocabulary) & set(bank.groups)
+
+
+def test_features_are_unit_fp32_and_fresh(bank: LabelBank):
+    features = bank.features(bank.vocabulary())
+    assert features.dtype == torch.float32
+    assert features.shape == (len(bank.vocabulary()), 512)
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(len(features)))
+    features.zero_()
+    assert bank.features(["tench"]).norm() > 0.9
+
+
+def test_groups_people_type(bank: LabelBank):
+    wanted = """
+        cat dog bird fish snake lizard frog turtle spider insect butterfly bear wolf fox monkey ape horse cow sheep
+        elephant rabbit rodent whale shark car truck bus train boat ship airplane bicycle motorcycle chair table sofa bed
+        lamp clock phone computer keyboard camera bottle cup mug bowl plate teapot knife bag hat shoe shirt dress coat
+        ball guitar piano drum instrument weapon tool building house church bridge tower castle temple tree flower fruit
+        vegetable mushroom bread cake pizza coffee food drink mountain beach lake spacecraft rocket person
+    """
+    for label in wanted.split():
+        assert bank.resolve(label) == label
+    assert len(bank.groups) >= 80
+
+
+def test_group_members_exist_and_include_the_namesake(bank: LabelBank):
+    for group, members in bank.groups.items():
+        assert members
+        assert len(set(members)) == len(members)
+        assert set(members) <= set(bank.names)
+        if group in bank.names:
+            assert group in members
+
+
+def test_group_feature_is_the_unit_mean_of_its_members(bank: LabelBank):
+    members = bank.features(["acoustic guitar", "electric guitar"])
+    expected = torch.nn.functional.normalize(members.mean(0), dim=0)
+    torch.testing.assert_close(bank.features(["guitar"])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("cats", "cat"),
+        ("CAT", "cat"),
+        ("Golden Retriever", "golden retriever"),
+        ("golden_retriever", "golden retriever"),
+        ("goldenretrievers", "golden retriever"),
+        ("T Shirt", "t-shirt"),
+        ("butterflies", "butterfly"),
+        ("wolves", "wolf"),
+        ("knives", "knife"),
+        ("buses", "bus"),
+        ("bus", "bus"),
+        ("jean", "jeans"),
+        ("jack o lantern", "jack-o'-lantern"),
+        ("sunglasses", "sunglasses"),
+    ],
+)
+def test_spelling_does_not_matter(bank: LabelBank, typed: str, meant: str):
+    assert bank.resolve(typed) == meant
+
+
+def test_every_label_means_itself(bank: LabelBank):
+    for label in (*bank.names, *bank.groups):
+        assert bank.resolve(label) == label
+
+
+@pytest.mark.parametrize("label", ["elefant", "zzzzqqq", "", "---", "x" * 5000])
+def test_unknown_label_is_one_line_with_the_way_out(bank: LabelBank, label: str):
+    with pytest.raises(ReactClipError) as caught:
+        bank.features(["cat", label])
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 400
+    assert "text tower" in said
+    assert "from_folder" in said
+    if label == "elefant":
+        assert "'elefant'" in said
+        assert "elephant" in said
+
+
+@pytest.mark.parametrize("labels", [[], "cat"])
+def test_labels_must_be_a_list(bank: LabelBank, labels: list[str] | str):
+    with pytest.raises(ReactClipError, match="give a list"):
+        bank.features(labels)
+
+
+def bank_with(folder: Path, *, features: torch.Tensor | None = None, drop: str = "", **changed: object) -> Path:
+    said = {**stored_metadata(), **{key: json.dumps(value) for key, value in changed.items()}}
+    said.pop(drop, None)
+    if features is None:
+        with safe_open(BANK_FILE, framework="pt") as stored:
+            features = stored.get_tensor(TENSOR)
+    file = folder / "bank.safetensors"
+    save_file({TENSOR: features}, file, metadata=said)
+    return file
+
+
+def test_damaged_files_say_so_in_one_line(tmp_path: Path):
+    whole = BANK_FILE.read_bytes()
+    cut, noise, empty = tmp_path / "cut", tmp_path / "noise", tmp_path / "empty"
+    cut.write_bytes(whole[: len(whole) // 2])
+    noise.write_bytes(b"\x80\x04not a bank")
+    empty.write_bytes(b"")
+    for file in (cut, noise, empty):
+        with pytest.raises(ReactClipError, match="is damaged") as caught:
+            LabelBank.load(file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ReactClipError, match="is missing"):
+        LabelBank.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drop": "names"},
+        {"drop": "vocabulary"},
+        {"names": ["cat"]},
+        {"names": 3},
+        {"groups": {"cat": ["no such cat"]}},
+        {"vocabulary": ["no such cat"]},
+        {"features": torch.zeros(3, 512)},
+        {"features": torch.full((1, 1), float("nan"))},
+    ],
+    ids=lambda change: "-".join(map(str, change)),
+)
+def test_inconsistent_files_are_refused(tmp_path: Path, change: dict[str, object]):
+    with pytest.raises(ReactClipError, match="is damaged"):
+        LabelBank.load(bank_with(tmp_path, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.tower
+@pytest.mark.shared
+@pytest.mark.skipif(not PETS.is_dir(), reason="the photos of ../shared are not here")
+@pytest.mark.skipif(not offline.is_pulled(), reason="clip-vit-b-16 is not pulled")
+def test_cats_and_dogs_are_told_apart(bank: LabelBank):
+    # Oxford Pets spells cat breeds with a capital letter and dog breeds without.
+    breeds = sorted(PETS.iterdir())
+    chosen = [b for b in breeds if b.name[0].isupper()] + [b for b in breeds if b.name[0].islower()][:12]
+    photos = [sorted(breed.iterdir())[0] for breed in chosen]
+    assert len(photos) == 24
+    encoder = encoders.load(bank.encoder, device="cpu")
+    with torch.no_grad():
+        found = (encoder(as_pixels(photos, encoder.image_size)) @ bank.features(["cat", "dog"]).T).argmax(1)
+    right = [(choice == 0) == breed.name[0].isupper() for choice, breed in zip(found.tolist(), chosen, strict=True)]
+    assert sum(right) / len(right) >= 0.9

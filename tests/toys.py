@@ -1,0 +1,41 @@
+"""Small encoders for unit tests of shapes and equations. They are never evidence about the defence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from react_clip import Encoder, ZeroShotClassifier
+
+
+class ToyEncoder(Encoder):
+    """A tiny convolutional net at 16 pixels that counts the views it encodes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        net = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.GELU(), nn.Flatten(), nn.Linear(128, 12))
+        for parameter in net.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim > 1 else 0.1)
+        super().__init__(net.to(dtype), name="toy", image_size=16, dim=12, has_text=False)
+        self.encoded = 0
+        self.calls = 0
+        self.register_buffer("mean", self.mean.to(dtype), persistent=False)
+        self.register_buffer("std", self.std.to(dtype), persistent=False)
+
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        self.encoded += len(normalised)
+        self.calls += 1
+        return self.tower(normalised)
+
+    def _text_features(self, prompts: list[str]) -> Tensor:
+        raise AssertionError("a toy reads no text")
+
+
+def toy_classifier(dtype: torch.dtype = torch.float32, classes: int = 5) -> ZeroShotClassifier:
+    encoder = ToyEncoder(dtype)
+    features = torch.randn(classes, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    return ZeroShotClassifier.from_features(encoder, [f"class {i}" for i in range(classes)], features)
+
+
+def toy_images(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
