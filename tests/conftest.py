@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_clip
 
+import tiny_clip
 from react_clip import Encoder, ReactClipError, encoders
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -46,11 +45,11 @@ def tiny_copy(tiny_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, so that a test can count what is written to it."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("REACT_CLIP_CACHE", str(cache))
-    yield cache
+    return cache
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tiny_clip
 import torch
 from safetensors.torch import load_file, save_file
-from toys import ToyEncoder, toy_images
 
 import react_clip as rc
+import tiny_clip
 from react_clip.encoders import offline
+from toys import ToyEncoder, toy_images
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_open_clip_tags_decide_the_activation(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(open_clip, "create_model", create_model)
     for name in ("open_clip:ViT-B-32/openai", "open_clip:ViT-B-32/laion2b_s34b_b79k"):
-        with pytest.raises(rc.ReactClipError, match="no network in this test.*react-clip pull"):
+        with pytest.raises(rc.ReactClipError, match=r"no network in this test.*react-clip pull"):
             rc.load(name)
     assert seen == [True, False]
     config = open_clip.get_pretrained_cfg("ViT-B-32-quickgelu", "openai") | {"quick_gelu": False}
@@ -224,6 +224,7 @@ def test_fingerprints_tell_weights_apart(tiny_folder: Path, tmp_path: Path) -> N
 
 
 def test_importing_the_package_loads_no_optional_library(command: list[str]) -> None:
-    code = "import sys, react_clip; print([m for m in ('open_clip', 'torchvision', 'onnx', 'transformers') if m in sys.modules])"
+    optional = ("open_clip", "torchvision", "onnx", "transformers", "matplotlib", "pyarrow", "yaml")
+    code = f"import sys, react_clip; print([name for name in {optional} if name in sys.modules])"
     printed = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"

@@ -1,4 +1,4 @@
-"""A small random CLIP written twice, in Hugging Face layout and as an open_clip checkpoint: same weights, two readers."""
+"""A small random CLIP written twice, in Hugging Face layout and as an open_clip checkpoint, with the same weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _write_tokenizer(folder: Path) -> None:
     from open_clip.tokenizer import bytes_to_unicode
 
     bundled = Path(open_clip.__file__).parent / "bpe_simple_vocab_16e6.txt.gz"
-    merges = gzip.open(bundled).read().decode("utf-8").split("\n")[1 : 49152 - 256 - 2 + 1]
+    with gzip.open(bundled) as stream:
+        merges = stream.read().decode("utf-8").split("\n")[1 : 49152 - 256 - 2 + 1]
     letters = list(bytes_to_unicode().values())
     vocabulary = [*letters, *(letter + "</w>" for letter in letters), *("".join(merge.split()) for merge in merges)]
     vocabulary += ["<|startoftext|>", "<|endoftext|>"]

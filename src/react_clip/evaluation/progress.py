@@ -1,0 +1,40 @@
+"""A progress bar in encoder passes: the only unit in which an attack and a defence take time alike."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+
+class Progress:
+    """One bar for one set. Work that turns out to be done already, or cheaper than planned, shrinks what is left."""
+
+    def __init__(self, name: str, total: int, *, enabled: bool) -> None:
+        # In a log file a line every half minute is enough.
+        interval = 0.5 if sys.stderr.isatty() else 30.0
+        self._bar = tqdm(
+            total=total, desc=name, unit=" passes", unit_scale=True, disable=not enabled, mininterval=interval
+        )
+        self._name = name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def stage(self, text: str) -> None:
+        """Say what is going on."""
+        self._bar.set_description(f"{self._name}: {text}", refresh=False)
+
+    def done(self, passes: int) -> None:
+        """That many passes are finished."""
+        self._bar.update(passes)
+
+    def skip(self, passes: int) -> None:
+        """That many passes need not be done."""
+        if self._bar.total is not None:
+            self._bar.total -= passes

@@ -1,0 +1,118 @@
+"""A run's folder: one process at a time, one recipe for ever, and a log of what happened."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from react_clip import storage
+from react_clip.errors import ReactClipError
+from react_clip.evaluation import yaml_text
+from react_clip.evaluation.recipe import Recipe
+from react_clip.evaluation.store import ShardStore, log
+
+RECIPE, PER_IMAGE, RESULT, TABLES = "recipe.yaml", "per_image.parquet", "result.json", "tables"
+_LOCK, _LOG, _SHARDS = ".lock", "run.log", "shards"
+
+
+@contextmanager
+def opened(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
+    """Hold the folder for this process and this recipe; gives the store of its shards."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
+        lock = (folder / _LOCK).open("a+", encoding="ascii")
+    except OSError as error:
+        raise ReactClipError(f"cannot use {folder} for a run: {error.strerror}; choose another --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read(20).strip() or "unknown"
+            raise ReactClipError(
+                f"{folder} is in use by process {holder}; wait for it to finish, or choose another --out"
+            ) from None
+        _write_pid(lock.fileno())
+        store = ShardStore(folder / _SHARDS)
+        _claim(folder, recipe)
+        _sweep(folder, store)
+        with _logged(folder / _LOG):
+            yield store
+
+
+def _write_pid(descriptor: int) -> None:
+    """Who holds the lock, for the message to others; the lock works without, so a full disk does not matter here."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:
+        pass
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe into a fresh folder; refuse a folder that holds another one."""
+    place = folder / RECIPE
+    ours = _plain(recipe.to_dict())
+    if not place.exists():
+        if taken := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
+            raise ReactClipError(f"{folder} has a {taken[0]} but no {RECIPE}; choose another --out")
+        storage.write_text(place, yaml_text.write_mapping(ours))
+        return
+    try:
+        theirs = yaml_text.read_mapping(place)
+    except ReactClipError as error:
+        raise ReactClipError(f"{error}; the file is damaged: remove it to continue, or choose another --out") from None
+    if theirs != ours:
+        keys = [key for key in ours if theirs.get(key) != ours[key]]
+        raise ReactClipError(
+            f"{folder} holds the run {theirs.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
+            f"{', '.join(keys) or 'keys'}); choose another --out"
+        )
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON sees them: tuples are lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _sweep(folder: Path, store: ShardStore) -> None:
+    store.sweep()
+    for leftover in folder.glob(".*.part"):
+        leftover.unlink(missing_ok=True)
+
+
+class _QuietFile(logging.FileHandler):
+    """A log that a full disk cannot turn into a traceback on the user's terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Drop the line."""
+
+
+@contextmanager
+def _logged(place: Path) -> Iterator[None]:
+    try:
+        handler = _QuietFile(place, encoding="utf-8", delay=True)
+    except OSError:
+        yield
+        return
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        try:
+            handler.close()
+        except OSError:
+            pass

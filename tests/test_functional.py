@@ -1,0 +1,74 @@
+"""The paper's equations hold what they promise, for any input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from react_clip import functional, mappings
+
+logit_rows = st.integers(2, 6).flatmap(
+    lambda n: st.tuples(*(st.lists(st.floats(-100, 100), min_size=n, max_size=n) for _ in range(2)))
+)
+any_drift = st.floats(allow_nan=False, width=32)
+
+
+def _as_tensors(rows: tuple[list[float], list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([rows[0]], dtype=torch.float64), torch.tensor([rows[1]], dtype=torch.float64)
+
+
+@given(logit_rows)
+def test_instability_is_bounded_symmetric_and_equals_the_definition(rows: tuple[list[float], list[float]]) -> None:
+    p, q = _as_tensors(rows)
+    value = functional.js_divergence(p, q)
+    assert 0.0 <= value.item() <= math.log(2)
+    assert torch.equal(value, functional.js_divergence(q, p))
+    expected = reference.jensen_shannon(reference.softmax(rows[0]), reference.softmax(rows[1]))
+    assert abs(value.item() - expected) < 1e-9
+    assert functional.js_divergence(p, p).item() < 1e-12
+
+
+@given(any_drift)
+def test_every_mapping_gives_a_finite_scale_that_is_not_negative(drift: float) -> None:
+    candidates: list[mappings.Mapping] = [
+        mappings.Linear(),
+        mappings.Linear(a=-1.0, b=-3.0),
+        mappings.Constant(0.1),
+        mappings.Logistic(0.15, 2.0, 1.0),
+        mappings.Logistic(0.15, -1e4, 1.0),
+        mappings.PowerLaw(0.07, 0.5),
+        mappings.PowerLaw(0.07, 3.0),
+    ]
+    for mapping in candidates:
+        sigma = mapping(torch.tensor([drift]))
+        assert torch.isfinite(sigma).all(), mapping
+        assert (sigma >= 0).all(), mapping
+        assert mappings.from_dict(mappings.to_dict(mapping)) == mapping
+
+
+@given(st.floats(0, 2), st.floats(0, 2))
+def test_relative_drift_never_divides_by_zero(low: float, high: float) -> None:
+    value = functional.relative_drift(torch.tensor([low]), torch.tensor([high]))
+    assert torch.isfinite(value).all()
+    assert value.item() >= -1 - 1e-6
+    if low > 1e-3:
+        assert math.isclose(value.item(), (high - low) / low, rel_tol=1e-3, abs_tol=1e-4)
+
+
+@given(st.floats(-2, 5), st.floats(-1, 3), st.floats(-1, 3))
+def test_the_gate_is_monotone_in_tau(score: float, tau: float, other: float) -> None:
+    low, high = sorted((tau, other))
+    scores = torch.tensor([score], dtype=torch.float64)
+    assert functional.gate(scores, low).item() or not functional.gate(scores, high).item()
+
+
+def test_alpha_zero_returns_the_feature_bit_for_bit_and_one_the_anchor_direction() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = functional.normalize(torch.randn(4, 8, generator=generator))
+    anchors = torch.randn(4, 8, generator=generator)
+    assert torch.equal(functional.extrapolate(features, anchors, 0.0), features)
+    assert torch.allclose(functional.extrapolate(features, anchors, 1.0), functional.normalize(anchors), atol=1e-6)

@@ -1,0 +1,94 @@
+"""Streams: normal, independent, repeatable, and blind to the batch."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from react_clip import ReactClipError, noise
+from toys import toy_images
+
+
+def test_numbers_are_standard_normal_and_streams_are_unrelated() -> None:
+    keys = noise.fork(noise.stream_keys(toy_images(4), 0), 3)
+    draws = noise.normal(keys, (400_000,)).double()
+    # Four standard errors of mean, variance, skewness and kurtosis at n = 1.6 million.
+    n = draws.numel()
+    assert abs(draws.mean()) < 4 / n**0.5
+    assert abs((draws**2).mean() - 1) < 4 * (2 / n) ** 0.5
+    assert abs((draws**3).mean()) < 4 * (15 / n) ** 0.5
+    assert abs((draws**4).mean() - 3) < 4 * (96 / n) ** 0.5
+    correlation = torch.corrcoef(draws) - torch.eye(4)
+    assert correlation.abs().max() < 4.5 / 400_000**0.5
+    half = draws[0]
+    for lag in (1, 2, 3, 200_000):
+        assert abs((half[lag:] * half[:-lag]).mean()) < 4.5 / (len(half) - lag) ** 0.5
+
+
+def test_uniform_numbers_fill_the_interval() -> None:
+    draws = noise.uniform(torch.tensor([11]), 100_000)
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert abs(torch.histc(draws, 20, 0, 1) - 5000).max() < 5 * 5000**0.5
+
+
+def test_the_generator_is_splitmix64() -> None:
+    # First outputs of the published algorithm for seed 1234567.
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    bits = noise._bits(torch.tensor([1234567]), 5)[0].tolist()
+    assert [value % 2**64 for value in bits] == expected
+
+
+@given(st.integers(0, 2**70), st.permutations(range(6)), st.integers(1, 5))
+def test_an_image_keeps_its_key_in_any_batch_and_order(seed: int, order: list[int], split: int) -> None:
+    images = toy_images(6)
+    keys = noise.stream_keys(images, seed)
+    assert torch.equal(noise.stream_keys(images[order], seed), keys[order])
+    assert torch.equal(torch.cat([noise.stream_keys(part, seed) for part in images.split(split)]), keys)
+    assert len(set(keys.tolist())) == 6
+
+
+def test_keys_follow_the_pixels_the_seed_and_the_secret() -> None:
+    images = toy_images(2)
+    moved = images.clone()
+    moved[0, 1, 3, 3] += 1e-6
+    for seed in (0, b"secret"):
+        keys, other = noise.stream_keys(images, seed), noise.stream_keys(moved, seed)
+        assert keys[0] != other[0]
+        assert keys[1] == other[1]
+    assert not torch.equal(noise.stream_keys(images, 0), noise.stream_keys(images, 1))
+    assert not torch.equal(noise.stream_keys(images, b"a"), noise.stream_keys(images, b"b"))
+    assert torch.equal(noise.stream_keys(images * 0.0, 0), noise.stream_keys(-images * 0.0, 0)), "-0.0 equals 0.0"
+
+
+def test_a_secret_key_is_keyed_blake2b_of_the_pixels() -> None:
+    images = toy_images(1)
+    digest = hashlib.blake2b(images.numpy().tobytes(), key=b"secret", digest_size=8).digest()
+    assert noise.stream_keys(images, b"secret").item() == int.from_bytes(digest, "little", signed=True)
+    assert noise.stream_keys(images, b"long" * 40).shape == (1,)
+    with pytest.raises(ReactClipError, match="secret key is empty"):
+        noise.stream_keys(images, b"")
+
+
+def test_the_first_views_do_not_depend_on_how_many_follow() -> None:
+    keys = torch.tensor([5])
+    few = [noise.normal(noise.fork(keys, i), (7,)) for i in range(2)]
+    many = [noise.normal(noise.fork(keys, i), (7,)) for i in range(10)]
+    assert all(torch.equal(a, b) for a, b in zip(few, many, strict=False))
+    assert torch.equal(noise.fork(keys, torch.tensor(3)), noise.fork(keys, 3))
+
+
+def test_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    noise.normal(noise.stream_keys(toy_images(2), 0), (9,))
+    assert torch.equal(before, torch.get_rng_state())

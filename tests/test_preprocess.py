@@ -1,0 +1,160 @@
+"""Files are untrusted: odd ones are handled, bad ones get one clear line."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from react_clip import ReactClipError
+from react_clip.preprocess import Limits, as_pixels, crop_to_size, read_image, to_pixels
+
+
+def photo(width: int = 60, height: int = 40) -> Image.Image:
+    """A picture whose corners differ, so that turns and flips show."""
+    y, x = np.mgrid[0:height, 0:width]
+    channels = [x * 255 // width, y * 255 // height, (x + y) * 255 // (width + height)]
+    return Image.fromarray(np.stack(channels, -1).astype(np.uint8))
+
+
+def encoded(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=format, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+def test_bytes_paths_and_images_give_the_same_pixels(format: str, tmp_path: Path) -> None:
+    data = encoded(photo(), format)
+    path = tmp_path / "photo"
+    path.write_bytes(data)
+    expected = to_pixels(Image.open(io.BytesIO(data)), 24)
+    assert expected.shape == (3, 24, 24)
+    assert expected.min() >= 0
+    assert expected.max() <= 1
+    for source in (data, path, str(path)):
+        assert torch.equal(to_pixels(source, 24), expected)
+    assert torch.equal(as_pixels([data, path], 24), torch.stack([expected, expected]))
+
+
+def test_the_crop_is_torchvisions_resize_256_and_centre_crop_224() -> None:
+    from torchvision import transforms
+
+    published = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.ToTensor()])
+    for size in ((500, 375), (375, 500), (64, 64), (300, 301), (224, 225)):
+        assert torch.equal(to_pixels(photo(*size), 224), published(photo(*size))), size
+
+
+def test_preprocessing_twice_is_preprocessing_once() -> None:
+    once = crop_to_size(photo(300, 200), 224)
+    assert crop_to_size(once, 224) is once
+
+
+def test_exif_rotation_is_applied() -> None:
+    upright = photo()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn a quarter clockwise to see it upright"
+    turned = upright.transpose(Image.Transpose.ROTATE_90)
+    assert np.abs(np.asarray(read_image(encoded(turned, "PNG", exif=exif)), int) - np.asarray(upright, int)).max() == 0
+
+
+def test_cmyk_sixteen_bit_gray_alpha_and_palette_become_rgb() -> None:
+    image = photo()
+    cmyk = read_image(encoded(image.convert("CMYK"), "JPEG", quality=95))
+    assert np.abs(np.asarray(cmyk, int) - np.asarray(image, int)).mean() < 6
+    ramp = np.linspace(0, 65535, 60 * 40).reshape(40, 60).astype(np.uint16)
+    sixteen = np.asarray(read_image(encoded(Image.fromarray(ramp), "PNG")), int)
+    assert np.abs(sixteen - (ramp / 257.0)[..., None]).max() <= 0.5 + 1e-9, "scaled, not clipped at 255"
+    for mode in ("L", "LA", "RGBA", "P", "1"):
+        assert read_image(encoded(image.convert(mode), "PNG")).mode == "RGB"
+
+
+def test_an_animation_is_its_first_frame() -> None:
+    frames = [photo(), Image.new("RGB", (60, 40), "red")]
+    for format in ("GIF", "WEBP"):
+        data = encoded(
+            frames[0],
+            format,
+            save_all=True,
+            append_images=frames[1:],
+            **({"lossless": True} if format == "WEBP" else {}),
+        )
+        assert np.abs(np.asarray(read_image(data), int) - np.asarray(frames[0], int)).mean() < 12
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds almost nothing: what a decompression bomb looks like from outside."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", r"is empty \(0 bytes\)"),
+        (b"hello, this is no image", "is not an image we read; convert it to one of JPEG, PNG"),
+        (encoded(photo(), "JPEG")[:300], "truncated or damaged"),
+        (encoded(photo(), "PNG")[:200], "truncated or damaged"),
+        (
+            png_header(60_000, 60_000),
+            r"60000 x 60000 = 3,600,000,000 pixels; the limit is 64,000,000|more than 64,000,000",
+        ),
+        (png_header(9_000, 9_000), "81,000,000 pixels; the limit is 64,000,000; scale it down"),
+        (encoded(photo(), "TIFF"), "is not an image we read"),
+        (encoded(photo(), "PPM"), "is not an image we read"),
+    ],
+    ids=["empty", "text", "cut jpeg", "cut png", "bomb", "large", "tiff", "ppm"],
+)
+def test_bad_files_get_one_clear_line(data: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jpg"
+    path.write_bytes(data)
+    for source in (data, path):
+        with pytest.raises(ReactClipError, match=says) as caught:
+            read_image(source)
+        assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_limits_are_checked_before_decoding() -> None:
+    data = encoded(photo(), "PNG")
+    with pytest.raises(ReactClipError, match="bytes; the limit is 100"):
+        read_image(data, Limits(max_bytes=100))
+    with pytest.raises(ReactClipError, match="= 2,400 pixels; the limit is 2,000"):
+        read_image(data, Limits(max_pixels=2000))
+    with pytest.raises(ReactClipError, match="convert it to one of JPEG"):
+        read_image(data, Limits(formats=("JPEG",)))
+
+
+def test_a_strip_does_not_blow_up_when_it_is_resized() -> None:
+    strip = Image.new("RGB", (400_000, 1), "white")
+    assert to_pixels(strip, 224).shape == (3, 224, 224)
+    wide, cut = photo(2000, 20), photo(2000, 20).crop((920, 0, 1080, 20))
+    assert torch.allclose(to_pixels(wide, 24), to_pixels(cut, 24), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        ([], "the list of images is empty"),
+        (12, "images are of type int"),
+        ([np.zeros((4, 4))], "an image is of type ndarray"),
+        ([torch.zeros(3, 4, 4)], r"stack tensors into one \[B, 3, H, W\] batch"),
+        ("no/such/file.jpg", "does not exist"),
+        (Path(), "is a folder"),
+    ],
+)
+def test_things_that_are_no_images_are_named(images: object, says: str) -> None:
+    with pytest.raises(ReactClipError, match=says):
+        as_pixels(images, 24)  # type: ignore[arg-type]

@@ -1,0 +1,282 @@
+"""ReACT: equals the literal algorithm, spends only the passes it needs, and is blind to the batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import react_clip as rc
+import reference
+from react_clip import mappings, noise
+from react_clip.defenses import AOM, DefendCLIP, anchored, from_dict
+from react_clip.defenses.anchored import AnchoredDefense
+from toys import ToyEncoder, toy_classifier, toy_images
+
+F64 = torch.float64
+
+
+def _threshold_in_the_middle(guard: AnchoredDefense, images: torch.Tensor) -> float:
+    """A tau that splits these images, so that a test sees both sides of the gate."""
+    clf = toy_classifier(images.dtype)
+    return float(guard.replace(lazy=False, tau=0.0)(clf, images).score.median())
+
+
+# ---------------------------------------------------------------------- a second implementation
+
+
+@pytest.mark.parametrize(
+    "mapping", [mappings.Linear(), mappings.Logistic(0.2, 2.0, 0.5), mappings.PowerLaw(0.1, 0.5)], ids=repr
+)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_the_batched_algorithm_equals_the_literal_one(mapping: mappings.Mapping, lazy: bool) -> None:
+    images = toy_images(8, dtype=F64)
+    clf = toy_classifier(F64)
+    guard = rc.ReACT(mapping=mapping, views=4, lazy=lazy, max_batch=7)
+    guard = guard.replace(tau=_threshold_in_the_middle(guard, images))
+    out = guard(clf, images, seed=5)
+    assert 0 < out.gated.sum() < len(images), "both sides of the gate must be tried"
+
+    def encode(pixels: list[float]) -> list[float]:
+        return clf.encoder.raw_features(torch.tensor(pixels, dtype=F64).reshape(1, 3, 16, 16))[0].tolist()
+
+    keys = noise.stream_keys(images, 5)
+
+    def draw(branch: int, view: int, i: int) -> list[float]:
+        stream = noise.fork(noise.fork(keys[i : i + 1], branch), view)
+        return noise.normal(stream, (3, 16, 16)).double().flatten().tolist()
+
+    for i in range(len(images)):
+        augmented = guard.augmentation(images[i : i + 1], noise.fork(keys[i : i + 1], anchored._AUGMENT))
+        expected = reference.react(
+            encode,
+            clf.class_features.tolist(),
+            images[i].flatten().tolist(),
+            draw(anchored._LOW, 0, i),
+            draw(anchored._HIGH, 0, i),
+            augmented[0].flatten().tolist(),
+            [draw(anchored._ANCHOR, view, i) for view in range(guard.views)],
+            sigma_low=guard.sigma_low,
+            sigma_high=guard.sigma_high,
+            scale=lambda r: float(mapping(torch.tensor([r], dtype=F64))),
+            alpha=guard.alpha,
+            tau=guard.tau or 0.0,
+        )
+        assert out.features[i].tolist() == pytest.approx(expected.feature, abs=1e-9)
+        assert out.labels[i] == expected.label
+        assert out.drift[i] == pytest.approx(expected.drift, abs=1e-9)
+        assert out.sigma[i] == pytest.approx(expected.sigma, abs=1e-9)
+        assert bool(out.gated[i]) == expected.gated
+        if not math.isnan(out.instability[i]):
+            assert out.instability[i] == pytest.approx(expected.instability, abs=1e-8)
+            assert out.score[i] == pytest.approx(expected.score, abs=1e-8)
+
+
+# ---------------------------------------------------------------------- gate first
+
+
+def test_gate_first_equals_the_plain_fourteen_pass_algorithm() -> None:
+    images = toy_images(40)
+    clf = toy_classifier()
+    guard = rc.ReACT()
+    guard = guard.replace(tau=_threshold_in_the_middle(guard, images))
+    lazy, plain = guard(clf, images, seed=1), guard.replace(lazy=False)(clf, images, seed=1)
+    assert set(plain.passes.tolist()) == {14}
+    assert set(lazy.passes.tolist()) <= {3, 4, 13, 14}
+    assert len(set(lazy.passes.tolist())) >= 3, "the images must take different ways"
+    assert torch.equal(lazy.gated, plain.gated)
+    assert torch.equal(lazy.labels, plain.labels)
+    assert torch.allclose(lazy.features, plain.features, atol=1e-6)
+    measured = ~lazy.instability.isnan()
+    assert torch.allclose(lazy.instability[measured], plain.instability[measured], atol=1e-5)
+    assert torch.equal(lazy.gated, lazy.score >= guard.tau)
+
+
+@pytest.mark.parametrize(
+    "guard", [rc.ReACT(tau=0.6), rc.ReACT(lazy=False), AOM(), DefendCLIP(), rc.Undefended()], ids=repr
+)
+def test_passes_are_what_the_encoder_really_did(guard: rc.defenses.Defense) -> None:
+    clf = toy_classifier()
+    encoder = clf.encoder
+    assert isinstance(encoder, ToyEncoder)
+    out = guard(clf, toy_images(10))
+    assert encoder.encoded == int(out.passes.sum())
+    assert int(out.backward_passes.sum()) == 0
+
+
+def test_published_configurations_cost_what_is_published() -> None:
+    clf, images = toy_classifier(), toy_images(6)
+    assert AOM()(clf, images).passes.tolist() == [11] * 6
+    assert set(DefendCLIP(tau=-1e9)(clf, images).passes.tolist()) == {31}
+    assert set(DefendCLIP(tau=1e9)(clf, images).passes.tolist()) == {21}
+    assert set(rc.ReACT(tau=1e9)(clf, images).passes.tolist()) == {3}
+    assert set(rc.ReACT(tau=-1e9)(clf, images).passes.tolist()) == {13}
+
+
+def test_views_share_large_batches() -> None:
+    clf = toy_classifier()
+    encoder = clf.encoder
+    assert isinstance(encoder, ToyEncoder)
+    rc.ReACT(tau=-1e9, max_batch=1000)(clf, toy_images(20))
+    assert encoder.calls == 2, "one call for clean and probes, one for all anchor views"
+    encoder.calls = 0
+    rc.ReACT(tau=-1e9, max_batch=50)(clf, toy_images(20))
+    assert encoder.calls == math.ceil(60 / 50) + math.ceil(200 / 50)
+
+
+def test_aom_is_the_operator_without_a_gate() -> None:
+    clf, images = toy_classifier(), toy_images(5)
+    out = AOM()(clf, images, seed=3)
+    stream = noise.fork(noise.stream_keys(images, 3), anchored._ANCHOR)
+    with torch.no_grad():
+        plain = clf.encoder(images)
+        views = [
+            clf.encoder.encode_views(images + 0.1 * noise.normal(noise.fork(stream, i), (3, 16, 16))) for i in range(10)
+        ]
+    corrected = plain + 1.2 * (torch.stack(views).mean(0) - plain)
+    assert torch.allclose(out.features, corrected / corrected.norm(dim=1, keepdim=True), atol=1e-5)
+    assert out.gated.all()
+    gated = DefendCLIP(tau=-1e9)(clf, images, seed=3)
+    assert torch.allclose(gated.features, out.features, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- properties
+
+
+@settings(deadline=None, max_examples=25)
+@given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40), secret=st.booleans())
+def test_permuting_or_splitting_a_batch_changes_nothing(order: list[int], split: int, batch: int, secret: bool) -> None:
+    clf, images = toy_classifier(), toy_images(9)
+    seed = b"secret" if secret else 7
+    guard = rc.ReACT(tau=0.6, views=3)
+    whole = guard(clf, images, seed=seed)
+    parts = [guard.replace(max_batch=batch)(clf, part, seed=seed) for part in images[order].split(split)]
+    assert torch.allclose(torch.cat([part.features for part in parts]), whole.features[order], atol=1e-5)
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels[order])
+    assert torch.equal(torch.cat([part.passes for part in parts]), whole.passes[order])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.floats(-1, 3), st.floats(-1, 3))
+def test_the_gate_of_a_batch_is_monotone_in_tau(one: float, other: float) -> None:
+    clf, images = toy_classifier(), toy_images(6)
+    low, high = sorted((one, other))
+    opened = [rc.ReACT(tau=tau, views=1)(clf, images).gated for tau in (low, high)]
+    assert (opened[0] >= opened[1]).all()
+
+
+def test_alpha_zero_or_a_closed_gate_returns_the_plain_feature_bit_for_bit() -> None:
+    clf, images = toy_classifier(), toy_images(6)
+    for guard in (rc.ReACT(alpha=0.0, tau=-1e9, lazy=False), rc.ReACT(tau=1e9), rc.ReACT(tau=1e9, lazy=False)):
+        plain = guard(clf, images)
+        with torch.no_grad():
+            # The clean views share a batch with the probes; the same batch gives the same bits.
+            features, _ = guard._probe(clf.encoder, images, noise.stream_keys(images, 0))
+        assert torch.equal(plain.features, features)
+
+
+def test_an_encoder_that_never_moves_is_left_alone() -> None:
+    clf = toy_classifier()
+    for parameter in clf.encoder.tower[0].parameters():
+        parameter.data.zero_()
+    out = rc.ReACT()(clf, toy_images(3))
+    assert out.drift.tolist() == [0, 0, 0]
+    assert torch.isfinite(out.features).all()
+
+
+def test_gradients_flow_through_the_correction_when_asked_for() -> None:
+    clf = toy_classifier()
+    images = toy_images(3).requires_grad_()
+    net = rc.as_module(clf, rc.ReACT(tau=-1e9, views=2))
+    net(images).sum().backward()
+    assert images.grad is not None
+    assert images.grad.abs().sum() > 0
+    assert not net(toy_images(3)).requires_grad
+    with torch.no_grad():
+        assert not net(images).requires_grad
+
+
+# ---------------------------------------------------------------------- configuration
+
+finite = st.floats(-1e3, 1e3)
+configs = st.builds(
+    rc.ReACT,
+    sigma_low=st.floats(1e-4, 0.04),
+    sigma_high=st.floats(0.05, 0.9),
+    probe_samples=st.integers(1, 20),
+    views=st.integers(1, 50),
+    alpha=st.floats(0, 5),
+    tau=st.none() | finite,
+    mapping=st.builds(mappings.Linear, finite, finite)
+    | st.builds(mappings.Logistic, finite, finite, finite)
+    | st.builds(mappings.PowerLaw, finite, st.floats(0.1, 3)),
+    instability=st.booleans(),
+    lazy=st.booleans(),
+)
+
+
+@given(configs)
+def test_configurations_survive_json(config: rc.ReACT) -> None:
+    again = rc.ReACT.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
+    assert hash(again) == hash(config)
+    assert from_dict(config.to_dict()) == config
+
+
+def test_configurations_survive_a_file(tmp_path: Path) -> None:
+    guard = rc.ReACT(tau=0.4, mapping=mappings.PowerLaw(0.07, 0.5))
+    guard.save(tmp_path / "guard.json")
+    assert rc.ReACT.load(tmp_path / "guard.json") == guard
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sigma_low": 0.05, "sigma_high": 0.05}, "need 0 < sigma_low < sigma_high"),
+        ({"sigma_low": 0.06}, "sigma_low is 0.06 and sigma_high 0.05"),
+        ({"sigma_low": -0.1}, "need 0 < sigma_low"),
+        ({"views": 0}, "views is 0; it must be a whole number >= 1"),
+        ({"probe_samples": 1.5}, "probe_samples is 1.5"),
+        ({"max_batch": True}, "max_batch is True"),
+        ({"alpha": -1.0}, "alpha is -1.0; it must be >= 0"),
+        ({"alpha": math.inf}, "alpha is inf"),
+        ({"tau": math.nan}, "tau is nan"),
+        ({"tau": "0.7"}, "tau is '0.7'"),
+    ],
+)
+def test_impossible_configurations_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says) as caught:
+        rc.ReACT(**options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no valid JSON"),
+        ("[1, 2]", "holds a list"),
+        ('{"tau": 0.7, "taau": 1}', "react has no field 'taau'; its fields are"),
+        ('{"defense": "aom"}', "for defence 'aom', not 'react'"),
+        ('{"mapping": {"kind": "cubic"}}', "mapping kind 'cubic' is unknown; choose one of linear"),
+        ('{"mapping": {"kind": "linear", "c": 1}}', "mapping 'linear' takes a, b; got c"),
+        ('{"mapping": {"kind": "linear", "a": "x"}}', "must be a finite number"),
+        ('{"augmentation": {"twirl": 1}}', "augmentation is not understood"),
+    ],
+)
+def test_damaged_configuration_files_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "guard.json"
+    path.write_text(text)
+    with pytest.raises(rc.ReactClipError, match=says):
+        rc.ReACT.load(path)
+
+
+def test_a_missing_configuration_and_an_unknown_defence_are_named(tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"nowhere\.json cannot be read"):
+        rc.ReACT.load(tmp_path / "nowhere.json")
+    with pytest.raises(rc.ReactClipError, match="defence 'shield' is unknown; choose one of undefended, react"):
+        from_dict("shield")

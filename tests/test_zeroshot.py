@@ -1,0 +1,135 @@
+"""The classifier: prompts, ensembles, ready features, folders, and a cache that is written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import react_clip as rc
+from react_clip.preprocess import as_pixels
+from toys import ToyEncoder, toy_images
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(3):
+            Image.fromarray(rng.integers(0, 255, (20, 20, 3), np.uint8)).save(tmp_path / "photos" / name / f"{i}.png")
+    return tmp_path / "photos"
+
+
+def test_prompts_become_features_once(tiny_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = rc.load(tiny_folder)
+    encoded: list[str] = []
+    original = type(encoder)._text_features
+    monkeypatch.setattr(type(encoder), "_text_features", lambda self, p: encoded.extend(p) or original(self, p))
+    first = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a photo of a {}."])
+    assert encoded == ["a photo of a cat.", "a photo of a dog."]
+    again = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a photo of a {}."])
+    first(torch.rand(2, 3, 32, 32))
+    assert len(encoded) == 2, "neither a second classifier nor a batch encodes prompts again"
+    assert torch.equal(first.class_features, again.class_features)
+    for names, templates in ((["cat", "cow"], ["a photo of a {}."]), (["cat", "dog"], ["a {}."])):
+        before = len(encoded)
+        rc.ZeroShotClassifier(encoder, names, templates=templates)
+        assert len(encoded) == before + 2, "other names or templates are other features"
+    rc.ZeroShotClassifier(rc.load(tiny_folder, dtype="bf16"), ["cat", "dog"], templates=["a photo of a {}."])
+    assert len(encoded) == 8, "another precision is another feature"
+
+
+def test_an_ensemble_is_the_normalised_mean_of_its_prompts(tiny_folder: Path, own_cache: Path) -> None:
+    encoder = rc.load(tiny_folder)
+    clf = rc.ZeroShotClassifier(encoder, ["cat"], templates=["a {}.", "the {}!"])
+    mean = encoder.encode_text(["a cat.", "the cat!"]).mean(0)
+    assert torch.allclose(clf.class_features[0], mean / mean.norm(), atol=1e-6)
+
+
+def test_logits_are_a_hundred_cosines() -> None:
+    encoder = ToyEncoder()
+    features = torch.randn(4, 12) * 3
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("abcd"), features)
+    images = toy_images(2)
+    expected = 100 * torch.nn.functional.cosine_similarity(encoder(images)[:, None], features[None], dim=-1)
+    assert torch.allclose(clf(images), expected, atol=1e-4)
+
+
+def test_a_folder_gives_mean_features_and_is_cached_by_content(photos: Path, own_cache: Path) -> None:
+    encoder = ToyEncoder()
+    clf = rc.ZeroShotClassifier.from_folder(encoder, photos)
+    assert clf.names == ("cat", "dog")
+    mean = encoder(as_pixels(sorted((photos / "cat").iterdir()), 16)).mean(0)
+    assert torch.allclose(clf.class_features[0], mean / mean.norm(), atol=1e-6)
+    before = encoder.encoded
+    rc.ZeroShotClassifier.from_folder(encoder, photos)
+    assert encoder.encoded == before
+    Image.new("RGB", (20, 20), "red").save(photos / "cat" / "0.png")
+    changed = rc.ZeroShotClassifier.from_folder(encoder, photos)
+    assert encoder.encoded > before
+    assert not torch.allclose(changed.class_features[0], clf.class_features[0])
+
+
+def test_a_damaged_cache_file_is_computed_again(photos: Path, own_cache: Path) -> None:
+    encoder = ToyEncoder()
+    whole = rc.ZeroShotClassifier.from_folder(encoder, photos).class_features
+    [path] = own_cache.rglob("*.safetensors")
+    intact = path.read_bytes()
+    for damage in (b"", intact[: len(intact) // 2], b"garbage" * 100):
+        path.write_bytes(damage)
+        assert torch.equal(rc.ZeroShotClassifier.from_folder(encoder, photos).class_features, whole)
+        assert path.read_bytes() == intact
+    assert [p for p in own_cache.rglob("*") if p.is_file()] == [path], "no half-written file is left behind"
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ([], "the list of labels is empty"),
+        (["cat", "dog", "cat"], "label 'cat' is given 2 times"),
+        (["cat", "  "], "label 2 of 2 is blank"),
+        ("cat", "the labels are one string"),
+    ],
+)
+def test_impossible_label_lists_are_refused(names: list[str], says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says):
+        rc.ZeroShotClassifier.from_features(ToyEncoder(), names, torch.randn(max(1, len(names)), 12))
+
+
+def test_impossible_features_templates_and_folders_are_refused(tiny_folder: Path, photos: Path, tmp_path: Path) -> None:
+    encoder = ToyEncoder()
+    with pytest.raises(rc.ReactClipError, match=r"shape \[2, 7\]; 2 names and 'toy' need \[2, 12\]"):
+        rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], torch.randn(2, 7))
+    for row in (torch.zeros(12), torch.full((12,), torch.nan)):
+        with pytest.raises(rc.ReactClipError, match="NaN, infinity or an all-zero row"):
+            rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], torch.stack([row, torch.ones(12)]))
+    with pytest.raises(rc.ReactClipError, match=r"needs exactly one \{\}"):
+        rc.ZeroShotClassifier(rc.load(tiny_folder), ["cat"], templates=["a photo"])
+    with pytest.raises(rc.ReactClipError, match="is no folder"):
+        rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "missing")
+    (photos / "bird").mkdir()
+    with pytest.raises(rc.ReactClipError, match="bird holds no photos"):
+        rc.ZeroShotClassifier.from_folder(encoder, photos)
+    with pytest.raises(rc.ReactClipError, match="has no sub-folders"):
+        rc.ZeroShotClassifier.from_folder(encoder, photos / "bird")
+
+
+def test_without_a_text_tower_names_need_the_label_bank() -> None:
+    with pytest.raises(
+        rc.ReactClipError, match="'toy' has no text tower and the label bank belongs to 'clip-vit-b-16'"
+    ):
+        rc.ZeroShotClassifier(ToyEncoder(), ["cat"])
+    with pytest.raises(rc.ReactClipError, match="has no text tower; use ready class features"):
+        ToyEncoder().encode_text(["cat"])
+
+
+@pytest.mark.tower
+def test_the_offline_tower_names_things_through_the_bank(tower: rc.Encoder) -> None:
+    clf = rc.ZeroShotClassifier(tower, ["cat", "dog", "teapot"])
+    assert torch.equal(clf.class_features, rc.LabelBank.load().features(["cat", "dog", "teapot"]))
+    with pytest.raises(rc.ReactClipError, match="templates do nothing"):
+        rc.ZeroShotClassifier(tower, ["cat"], templates=["a {}."])
