@@ -51,7 +51,9 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--photos", type=Path, help="a folder with one sub-folder of photos per class, instead of names")
     group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
     group = parser.add_argument_group("defence")
-    group.add_argument("--config", type=Path, help="JSON written by `react-clip calibrate` or ReACT.save")
+    group.add_argument(
+        "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
+    )
     group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
 
 
@@ -93,8 +95,10 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder) -> ReACT:
-    """The defence: --config where given, else what suits the encoder."""
-    return ReACT.load(args.config) if args.config is not None else ReACT()
+    """The defence: --config where given, else what was calibrated for the encoder."""
+    if args.config is None:
+        return ReACT.for_encoder(encoder)
+    return ReACT() if args.config == "paper" else ReACT.load(args.config)
 
 
 def _read_lines(path: Path) -> list[str]:

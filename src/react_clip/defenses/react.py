@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar, Self
 
 from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.encoders import Encoder
+from react_clip.errors import ReactClipError
+
+# Which calibration suits which encoder: None is the paper's own, a name is a file of ours.
+_CALIBRATIONS = {
+    **dict.fromkeys(("openai/clip-vit-base-patch32", "open_clip:ViT-B-32/openai"), None),
+    "open_clip:ViT-B-32-quickgelu/openai": None,
+    **dict.fromkeys(("clip-vit-b-16", "openai/clip-vit-base-patch16"), "clip-vit-b-16"),
+    **dict.fromkeys(("open_clip:ViT-B-16/openai", "open_clip:ViT-B-16-quickgelu/openai"), "clip-vit-b-16"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,3 +38,23 @@ class ReACT(AnchoredDefense):
     """
 
     name: ClassVar[str] = "react"
+
+    @classmethod
+    def for_encoder(cls, encoder: Encoder | str) -> Self:
+        """The constants that suit an encoder: the paper's for ViT-B/32, ours for ViT-B/16.
+
+        >>> ReACT.for_encoder("openai/clip-vit-base-patch32") == ReACT()
+        True
+        """
+        name = encoder if isinstance(encoder, str) else encoder.name
+        name = name.partition("@")[0]
+        if name not in _CALIBRATIONS:
+            raise ReactClipError(
+                f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
+                f"calibrate folder:PHOTOS --model {name}` and load its result, or take the paper's constants knowingly "
+                "(rc.ReACT(), --config paper)"
+            )
+        calibration = _CALIBRATIONS[name]
+        if calibration is None:
+            return cls()
+        return cls.load(Path(str(files("react_clip") / "assets" / "calibrations" / f"{calibration}.json")))

@@ -54,7 +54,9 @@ def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, ro
         photos = list_class_photos(train)
         count = sum(len(paths) for paths in photos.values())
         return ClassSource(dataset, f"mean features of {count} train photos", train_folder=train)
-    wanted = f"{place.name}{_HEAD_SUFFIXES[0]} in --heads DIR" + (f" (it is not in {heads})" if heads is not None else "")
+    wanted = f"{place.name}{_HEAD_SUFFIXES[0]} in --heads DIR" + (
+        f" (it is not in {heads})" if heads is not None else ""
+    )
     raise ReactClipError(
         f"{dataset.name} has no class features: {encoder.name!r} has no text tower, and there is neither {wanted} nor "
         f"photos in {train}; add one of them or use a model with a text tower"
@@ -64,6 +66,6 @@ def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, ro
 def _check_dimension(encoder: Encoder, head: Head, path: Path) -> None:
     if head.features.shape[1] != encoder.dim:
         raise ReactClipError(
-            f"{path} has features of dimension {head.features.shape[1]}; {encoder.name!r} needs {encoder.dim}; give the "
-            "heads made with this model"
+            f"{path} has features of dimension {head.features.shape[1]}; {encoder.name!r} needs {encoder.dim}; give "
+            "the heads made with this model"
         )

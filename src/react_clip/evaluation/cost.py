@@ -58,7 +58,7 @@ def _count_passes(attack: Attack) -> Passes:
         count["forward"] += 1
         if images.requires_grad:
             images = images * 1.0
-            images.register_hook(lambda gradient: count.update(backward=count["backward"] + 1))
+            images.register_hook(lambda _: count.update(backward=count["backward"] + 1))  # type: ignore[no-untyped-call]
         wrong = images.flatten(1).sum(1, keepdim=True) * 1e-6 * torch.arange(10.0)
         return torch.cat([wrong[:, :1] + 1.0, wrong[:, 1:]], dim=1)
 
@@ -67,7 +67,7 @@ def _count_passes(attack: Attack) -> Passes:
 
 
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
-    """Passes per image: the most an anchored defence can need, what any other one needs on an example ``[1, 3, S, S]``."""
+    """Passes per image: the most an anchored defence can need; of any other one, what it needs on an example."""
     if isinstance(defense, AnchoredDefense):
         probes = 2 * defense.probe_samples if defense._needs_drift else 0
         augmented = int(defense.instability and (defense.tau is not None or not defense.lazy))
@@ -97,5 +97,7 @@ def set_cost(recipe: Recipe, images: int, size: int, defenses: list[Passes]) -> 
     shards = -(-images // recipe.batch)
     results = len(recipe.all_attacks) * len(recipe.defenses) * recipe.draws
     disk = images * 3 * size * size * _BYTES[recipe.store] * len(recipe.attacks)
-    disk += results * (images * _ROW_BYTES + shards * _SHARD_OVERHEAD) + shards * _SHARD_OVERHEAD * (1 + len(recipe.attacks))
+    disk += results * (images * _ROW_BYTES + shards * _SHARD_OVERHEAD) + shards * _SHARD_OVERHEAD * (
+        1 + len(recipe.attacks)
+    )
     return SetCost(total, disk)

@@ -16,8 +16,8 @@ from react_clip.preprocess import crop_to_size, read_image
 
 ROUNDING_NOTES = {
     "float16": (
-        "adversarial images are stored as float16 (steps of at most 0.12/255) and evaluated as stored: rounding can kill "
-        "an attack, though rarely one of 1/255 or more"
+        "adversarial images are stored as float16 (steps of at most 0.12/255) and evaluated as stored: rounding can "
+        "kill an attack, though rarely one of 1/255 or more"
     ),
     "uint8": (
         "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can kill an attack, "

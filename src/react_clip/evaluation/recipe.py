@@ -31,10 +31,20 @@ MEAN = "mean"
 
 GROUPS = ("downstream", "downstream-9", "imagenet-suite", "all")
 _NOT_IN_NINE = ("eurosat", "caltech256", "food101")
-_KEYS = (
-    "title, paper, model, dtype, attack_dtype, datasets, limit, attacks, defenses, draws, seed, scoring, threat, images, "
-    "batch, self_check"
-).split(", ")
+_KEYS = [
+    "title",
+    "paper",
+    "model",
+    "dtype",
+    "attack_dtype",
+    "datasets",
+    "limit",
+    "attacks",
+    "defenses",
+    "draws",
+    "seed",
+]
+_KEYS += ["scoring", "threat", "images", "batch", "self_check"]
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,9 @@ class Recipe:
 
     def with_sets_under(self, root: Path) -> Recipe:
         """Group words such as ``downstream`` or ``all`` written out as the sets they stand for."""
-        return self.replace(datasets=tuple(dict.fromkeys(name for word in self.datasets for name in _expand(word, root))))
+        return self.replace(
+            datasets=tuple(dict.fromkeys(name for word in self.datasets for name in _expand(word, root)))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values in the recipe's own format; :meth:`from_dict` gives the recipe back."""
@@ -168,7 +180,9 @@ class Recipe:
         _check_keys("the recipe", values, _KEYS)
         if missing := [key for key in ("model", "datasets", "defenses") if key not in values]:
             raise ReactClipError(f"the recipe has no {missing[0]!r}; it needs model, datasets and defenses")
-        fields = {key: value for key, value in values.items() if key not in ("images", "attacks", "defenses", "datasets")}
+        fields = {
+            key: value for key, value in values.items() if key not in ("images", "attacks", "defenses", "datasets")
+        }
         images = values.get("images", {})
         if not isinstance(images, Mapping):
             raise ReactClipError("images is no mapping; write images: {store: float16}")
@@ -262,7 +276,9 @@ def _entries(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ReactClipError(f"{name} is {_short(value)}; it must be a list such as [react]")
     for entry in value:
-        if not isinstance(entry, str | dict) or (isinstance(entry, dict) and any(not isinstance(k, str) for k in entry)):
+        if not isinstance(entry, str | dict) or (
+            isinstance(entry, dict) and any(not isinstance(k, str) for k in entry)
+        ):
             raise ReactClipError(f"{name} holds {_short(entry)}; an entry is a name or a mapping with names as keys")
     return value
 
@@ -280,7 +296,12 @@ def _check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None
 
 
 def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or len(value) > 300 or not value.isprintable() or (name != "paper" and not value.strip()):
+    if (
+        not isinstance(value, str)
+        or len(value) > 300
+        or not value.isprintable()
+        or (name != "paper" and not value.strip())
+    ):
         raise ReactClipError(f"{name} is {_short(value)}; it must be one line of text, at most 300 characters")
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,9 @@ def opened(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
 
 def _write_pid(descriptor: int) -> None:
     """Who holds the lock, for the message to others; the lock works without, so a full disk does not matter here."""
-    try:
+    with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
-    except OSError:
-        pass
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -112,7 +110,5 @@ def _logged(place: Path) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-        try:
+        with suppress(OSError):
             handler.close()
-        except OSError:
-            pass

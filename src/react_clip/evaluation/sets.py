@@ -14,7 +14,7 @@ from react_clip import data as data_room
 from react_clip.data import ImageDataset
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.classes import ClassSource, class_source
+from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.images import read_pixels, to_float
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.store import digest_of
@@ -80,16 +80,10 @@ def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Dat
         raise ReactClipError(f"{name} has no images; give at least one")
     if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
         raise ReactClipError(
-            f"labels span {int(labels.min())} to {int(labels.max())}; the classifier has classes 0 to {len(clf.names) - 1}"
+            f"labels span {int(labels.min())} to {int(labels.max())}; the classifier has {len(clf.names)} classes, so they "
+            f"must lie in 0 to {len(clf.names) - 1}"
         )
     return EvaluationSet(name, clf, attack_clf, pixels, labels, fingerprint, "the caller's classifier", notes)
-
-
-def find(recipe: Recipe, name: str, encoder: Encoder, root: Path, heads: Path | None) -> ClassSource:
-    """A set by name, its labels fitted to its classes; ``limit`` counts photos that have a class."""
-    dataset = data_room.load(name, root=root, split="test", seed=recipe.seed)
-    source = class_source(encoder, dataset, heads, root)
-    return source
 
 
 def from_recipe(
@@ -97,9 +91,11 @@ def from_recipe(
 ) -> Iterator[EvaluationSet]:
     """The recipe's sets, one after the other, so that only one is in memory."""
     for name in recipe.datasets:
-        source = find(recipe, name, encoder, root, heads)
+        # The limit counts photos that have a class, so it is applied after the labels are fitted to the classes.
+        dataset = data_room.load(name, root=root, split="test")
+        source = class_source(encoder, dataset, heads, root)
         clf, dataset = source.classifier(encoder, progress=progress)
-        dataset = dataset if recipe.limit is None else dataset.take(recipe.limit, recipe.seed)
+        dataset = dataset if recipe.limit is None else dataset.take(recipe.limit)
         yield EvaluationSet(
             name=name,
             clf=clf,
@@ -138,6 +134,6 @@ def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple
     clf.encoder.check(pixels)
     if labels.shape != (len(pixels),) or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ReactClipError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need {len(pixels)} class indices"
+            f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need one class index each"
         )
     return pixels.float(), labels.long()

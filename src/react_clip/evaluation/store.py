@@ -54,7 +54,9 @@ class ShardStore:
             log.warning("%s is damaged (%s); it is computed again", place, reason)
             return None
         if found != _canonical(about):
-            log.warning("%s was computed from something else (%s); it is computed again", place, _difference(found, about))
+            log.warning(
+                "%s was computed from something else (%s); it is computed again", place, _difference(found, about)
+            )
             return None
         return shard
 
@@ -99,7 +101,7 @@ def _read(place: Path) -> tuple[Shard, str]:
         raise FileNotFoundError
     with safe_open(place, framework="pt") as stored:
         header = stored.metadata() or {}
-        tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}  # noqa: SIM118 (not a dict)
+        tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
     if header.get("format") != _FORMAT:
         raise ValueError(f"its format is {header.get('format')!r}, not {_FORMAT!r}")
     if _digest(tensors) != header["sha256"]:
@@ -112,7 +114,7 @@ def _digest(tensors: Tensors) -> str:
     for name, tensor in tensors.items():
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         if tensor.numel():
-            digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -1,0 +1,279 @@
+r"""Algorithm 1 of the paper, and the choice of the threshold.
+
+For each budget: craft adversarial images against plain CLIP, take their mean drift :math:`\bar r_\epsilon`, sweep a
+fixed anchor scale and keep the one with the highest defended accuracy, :math:`\sigma_\epsilon^\star`. The pairs
+:math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a logistic curve and a power law.
+
+The threshold is what the paper leaves to a sweep. Here it follows from clean photos alone: the score that a wanted
+share of them stays below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from react_clip import mappings, storage
+from react_clip.attacks import PGD
+from react_clip.defenses import AOM, ReACT, Undefended
+from react_clip.errors import ReactClipError
+from react_clip.mappings import Linear, Logistic, Mapping, PowerLaw
+from react_clip.zeroshot import ZeroShotClassifier
+
+BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
+SIGMAS = tuple(round(0.01 * k, 2) for k in range(1, 21))
+CALIBRATION_VERSION = 1
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, the steps done and the steps in all."""
+
+
+@dataclass(frozen=True)
+class CalibrationPoint:
+    """One budget: its mean drift, the accuracy at every anchor scale, and the best scale."""
+
+    eps: float
+    mean_drift: float
+    best_sigma: float
+    accuracy: dict[str, float]
+    """Defended accuracy by anchor scale."""
+    images: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, what was fitted, and the defence that follows; ``save`` and ``load`` keep it as JSON."""
+
+    config: ReACT
+    points: tuple[CalibrationPoint, ...]
+    fits: dict[str, Mapping]
+    clean_pass: float | None
+    clean_images: int
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The calibration as JSON values; ``ReACT.load`` reads its ``config``."""
+        return {
+            "calibration_version": CALIBRATION_VERSION,
+            "config": self.config.to_dict(),
+            "points": [asdict(point) for point in self.points],
+            "fits": {name: mappings.to_dict(fit) for name, fit in self.fits.items()},
+            "clean_pass": self.clean_pass,
+            "clean_images": self.clean_images,
+            "provenance": self.provenance,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibration as JSON."""
+        storage.write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
+
+
+def calibrate(
+    clf: ZeroShotClassifier,
+    pixels: Tensor,
+    labels: Tensor,
+    *,
+    base: ReACT | None = None,
+    mapping: str = "linear",
+    budgets: Sequence[float] = BUDGETS,
+    sigmas: Sequence[float] = SIGMAS,
+    steps: int = 10,
+    clean_pass: float | None = 0.95,
+    batch: int = 64,
+    seed: int = 0,
+    provenance: dict[str, Any] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Calibration:
+    """Fit sigma(r) on labelled photos and choose tau on the same photos, unattacked.
+
+    Args:
+        clf: the classifier, undefended.
+        pixels: clean photos ``[N, 3, S, S]`` in [0, 1].
+        labels: their classes. Photos that plain CLIP gets wrong are not attacked (there is nothing to correct).
+        base: everything that is not calibrated (probe scales, M, alpha, T); the paper's by default.
+        mapping: which fit the resulting defence uses: ``linear``, ``logistic`` or ``power_law``.
+        budgets: attack strengths, in [0, 1] pixels.
+        sigmas: candidate anchor scales.
+        steps: PGD iterations.
+        clean_pass: share of clean photos to leave alone; ``None`` keeps the threshold of ``base``.
+        batch: images at a time.
+        seed: of attack and noise.
+        provenance: what to write down about model and data.
+        progress: called after every batch.
+    """
+    base = base or ReACT()
+    if mapping not in _FITTERS:
+        raise ReactClipError(f"mapping {mapping!r} is unknown; choose one of {', '.join(_FITTERS)}")
+    if len(set(budgets)) < 2:
+        raise ReactClipError(
+            f"{len(set(budgets))} budget is too few to fit a curve; give at least two, the paper takes four"
+        )
+    answers = _in_batches(pixels, batch, lambda part: Undefended()(clf, part).labels)
+    right = (answers == labels.to(answers.device)).nonzero().flatten()
+    if len(right) < 10:
+        raise ReactClipError(
+            f"plain CLIP gets only {len(right)} of {len(labels)} photos right; calibration needs at least 10, better "
+            "300: check the labels or give more photos"
+        )
+    tau = base.tau if clean_pass is None else choose_tau(clf, pixels, base, clean_pass, batch=batch, seed=seed)
+    points = [
+        _measure(clf, pixels[right.cpu()], labels[right.cpu()], base, eps, sigmas, steps, batch, seed, progress)
+        for eps in budgets
+    ]
+    fits = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
+    if mapping not in fits:
+        raise ReactClipError(f"the {mapping} curve does not fit these points; use mapping='linear' or more photos")
+    return Calibration(
+        config=base.replace(mapping=fits[mapping], tau=tau),
+        points=tuple(points),
+        fits=fits,
+        clean_pass=clean_pass,
+        clean_images=len(pixels),
+        provenance={**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping},
+    )
+
+
+def _measure(
+    clf: ZeroShotClassifier,
+    pixels: Tensor,
+    labels: Tensor,
+    base: ReACT,
+    eps: float,
+    sigmas: Sequence[float],
+    steps: int,
+    batch: int,
+    seed: int,
+    progress: Progress,
+) -> CalibrationPoint:
+    """Phases 1 to 3 at one budget: attack, drift, sweep of the anchor scale."""
+    stage = f"eps {eps * 255:g}/255"
+    attack = PGD(eps=eps, steps=steps)
+    # Only the drift is wanted here: a gate that never opens spends no anchor views.
+    probe = base.replace(tau=1e9, instability=False)
+    fixed = [
+        AOM(views=base.views, alpha=base.alpha, mapping=mappings.Constant(sigma), max_batch=base.max_batch)
+        for sigma in sigmas
+    ]
+    drifts: list[Tensor] = []
+    hits = torch.zeros(len(sigmas))
+    total = math.ceil(len(pixels) / batch)
+    for done, start in enumerate(range(0, len(pixels), batch), start=1):
+        part, truth = pixels[start : start + batch].to(clf.device), labels[start : start + batch].to(clf.device)
+        images = attack(clf, part, truth, seed=seed).images
+        drifts.append(probe(clf, images, seed=seed).drift)
+        hits += torch.tensor([float((guard(clf, images, seed=seed).labels == truth).sum()) for guard in fixed])
+        progress(stage, done, total)
+    accuracy = hits / len(pixels)
+    return CalibrationPoint(
+        eps=eps,
+        mean_drift=float(torch.cat(drifts).mean()),
+        best_sigma=best_scale(sigmas, accuracy.tolist()),
+        accuracy={f"{sigma:g}": round(float(a), 5) for sigma, a in zip(sigmas, accuracy.tolist(), strict=True)},
+        images=len(pixels),
+    )
+
+
+def best_scale(sigmas: Sequence[float], accuracy: Sequence[float]) -> float:
+    """The scale of highest accuracy; of several equal ones the middle one, since a plateau has no better edge.
+
+    >>> best_scale([0.02, 0.04, 0.06, 0.08], [0.5, 0.7, 0.7, 0.7])
+    0.06
+    """
+    best = max(accuracy)
+    tied = [sigma for sigma, value in zip(sigmas, accuracy, strict=True) if value == best]
+    return tied[len(tied) // 2]
+
+
+def choose_tau(
+    clf: ZeroShotClassifier, pixels: Tensor, base: ReACT, clean_pass: float, *, batch: int = 64, seed: int = 0
+) -> float:
+    """The smallest threshold that leaves at least ``clean_pass`` of these clean photos alone."""
+    if not 0 < clean_pass < 1:
+        raise ReactClipError(f"clean_pass is {clean_pass}; it is a share of clean photos, such as 0.95")
+    # Every J is wanted, no anchor is: one view is the least that the full diagnostics spend.
+    scorer = base.replace(lazy=False, views=1, tau=1e9)
+    scores = _in_batches(pixels, batch, lambda part: scorer(clf, part, seed=seed).score)
+    return threshold_for(scores, clean_pass)
+
+
+def threshold_for(scores: Tensor, clean_pass: float) -> float:
+    """Smallest tau with at least ``clean_pass`` of the scores below it (the gate opens at ``score >= tau``).
+
+    >>> threshold_for(torch.arange(100) / 100, 0.95)
+    0.940001
+    """
+    ordered = scores.double().sort().values
+    allowed_to_open = len(ordered) - math.ceil(clean_pass * len(ordered) - 1e-9)
+    # The gate opens at score >= tau: just above the largest score that must stay closed.
+    largest_closed = float(ordered[len(ordered) - allowed_to_open - 1])
+    return math.floor(largest_closed * 1e6 + 1) / 1e6
+
+
+def _in_batches(pixels: Tensor, batch: int, measure: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.cat([measure(pixels[start : start + batch]) for start in range(0, len(pixels), batch)])
+
+
+# ---------------------------------------------------------------------- phase 4: the fits
+
+
+def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> dict[str, Mapping]:
+    """Every curve that can be fitted to the points, by least squares.
+
+    >>> fit_mappings([0.0, 1.0, 2.0], [0.03, 0.072, 0.114])["linear"]
+    Linear(a=0.03, b=0.042)
+    """
+    r, sigma = np.asarray(drifts, float), np.asarray(sigmas, float)
+    fits = {}
+    for name, fitter in _FITTERS.items():
+        fitted = fitter(r, sigma)
+        if fitted is not None:
+            fits[name] = fitted
+    return fits
+
+
+def _fit_linear(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Linear:
+    b, a = np.polyfit(r, sigma, 1)
+    return Linear(a=round(float(a), 5), b=round(float(b), 5))
+
+
+def _fit_power_law(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> PowerLaw | None:
+    if (r <= 0).any() or (sigma <= 0).any():
+        return None
+    exponent, log_coefficient = np.polyfit(np.log(r), np.log(sigma), 1)
+    if exponent <= 0:
+        return None
+    return PowerLaw(coefficient=round(float(np.exp(log_coefficient)), 5), exponent=round(float(exponent), 5))
+
+
+def _fit_logistic(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Logistic | None:
+    """Three parameters; the ceiling is kept below twice the largest scale, or four points would let it run away."""
+    from scipy.optimize import curve_fit
+
+    if len(r) < 3:
+        return None
+
+    def curve(x: Any, ceiling: float, steepness: float, midpoint: float) -> Any:
+        return ceiling / (1.0 + np.exp(-steepness * (x - midpoint)))
+
+    top = float(sigma.max())
+    start = (1.2 * top, 1.0, float(np.median(r)))
+    try:
+        values, _ = curve_fit(curve, r, sigma, p0=start, bounds=([top / 2, 0.0, -10.0], [2 * top, 20.0, 20.0]))
+    except (RuntimeError, ValueError):
+        return None
+    return Logistic(*(round(float(value), 5) for value in values))
+
+
+_FITTERS: dict[str, Callable[[Any, Any], Mapping | None]] = {
+    "linear": _fit_linear,
+    "logistic": _fit_logistic,
+    "power_law": _fit_power_law,
+}

@@ -1,0 +1,106 @@
+"""``react-clip evaluate``: run a recipe, or check what it needs and costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from react_clip.cli.common import Subparsers, new_command, notice
+
+
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = new_command(
+        subparsers,
+        "evaluate",
+        run,
+        summary="Measure clean and robust accuracy of defences as a recipe says; continues a run that was interrupted.",
+        example="react-clip evaluate recipes/table1.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
+        "--datasets all --limit 100 --out runs/table1 (add --validate to check it and see its cost first)",
+    )
+    parser.add_argument("recipe", type=Path, help="a YAML file: model, data sets, attacks, defences")
+    parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
+    parser.add_argument(
+        "--validate", action="store_true", help="check recipe, data, weights and disk, print the cost, stop"
+    )
+    group = parser.add_argument_group("instead of what the recipe says")
+    group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16")
+    group.add_argument("--datasets", help="comma-separated names, or all (every folder below the data root)")
+    group.add_argument("--limit", type=int, help="images per set")
+    group.add_argument("--dtype", help="precision of the defended encoder: fp32, bf16 or fp16")
+    group.add_argument("--attack-dtype", help="precision of the attacked encoder")
+    group.add_argument("--draws", type=int, help="draws of the defences' noise")
+    group.add_argument("--batch", type=int, help="images per shard and per encoder call")
+    group = parser.add_argument_group("this machine")
+    group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
+    group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate or run; tables are written beside the result."""
+    from react_clip.evaluation import Recipe, run_recipe, validate
+    from react_clip.evaluation.run_dir import TABLES
+    from react_clip.report.tables import accuracy_table, write_tables
+
+    recipe = Recipe.load(args.recipe).replace(**_overrides(args))
+    folder = args.out or Path("runs") / args.recipe.stem
+    place = {"root": args.data, "heads": args.heads, "device": args.device}
+    if args.validate:
+        return _report(args, validate(recipe, folder, **place))
+    with _warnings_on_stderr(not args.quiet):
+        result = run_recipe(recipe, folder, progress=not args.quiet, **place)
+    write_tables(result, folder / TABLES)
+    if args.json:
+        print(result.to_json(), end="")
+    else:
+        print(accuracy_table(result).markdown())
+        for note in result.notes:
+            notice(args, f"note: {note}")
+        notice(args, f"result, per-image values and tables are in {folder}")
+    return 0
+
+
+def _report(args: argparse.Namespace, validation: Any) -> int:
+    if args.json:
+        print(json.dumps(validation.to_dict(), indent=2))
+    else:
+        print("\n".join(validation.lines()))
+    for problem in validation.problems:
+        print(f"react-clip: {problem}", file=sys.stderr)
+    return 0 if validation.ok else 2
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says instead of the recipe."""
+    given = {name: getattr(args, name) for name in ("model", "limit", "dtype", "attack_dtype", "draws", "batch")}
+    if args.datasets is not None:
+        given["datasets"] = tuple(name.strip() for name in args.datasets.split(",") if name.strip())
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class _AboveTheBar(logging.Handler):
+    """Log lines that do not tear the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line on stderr."""
+        tqdm.write(f"react-clip: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings_on_stderr(enabled: bool) -> Iterator[None]:
+    logger, handler = logging.getLogger("react_clip.evaluation"), _AboveTheBar(logging.WARNING)
+    if enabled:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,207 @@
+"""The typed result of a run: numbers with their intervals, and all that is needed to trust and repeat them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from react_clip import storage
+from react_clip.errors import ReactClipError
+from react_clip.evaluation.recipe import MEAN
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One defence under one attack on one set, or on the mean over sets. Shares lie in [0, 1]; NaN is not measured."""
+
+    dataset: str
+    attack: str
+    eps: float
+    defense: str
+    threat: str
+    scoring: str
+    n: int
+    attacked: int
+    """Images that were attacked; the rest passed through the defence unperturbed."""
+    accuracy: float
+    """Over the whole set, the mean over draws."""
+    low: float
+    high: float
+    worst: float
+    """Only images that are right in every draw."""
+    majority: float
+    """Only images that are right in more than half of the draws."""
+    leakage: float
+    """Attacked images that undefended CLIP gets wrong clean and the defence gets right (mean over draws)."""
+    leakage_share: float
+    """The same as a share of all images: what the accuracy owes to it."""
+    gate_rate: float
+    """Share of images whose gate opened, among those that undefended CLIP gets right clean."""
+    passes: float
+    """Encoder passes per image."""
+    backward_passes: float
+
+
+@dataclass(frozen=True)
+class AttackRow:
+    """What an attack did to undefended CLIP on one set."""
+
+    dataset: str
+    attack: str
+    eps: float
+    config: str
+    attacked: int
+    success_rate: float
+    """Share of attacked images that undefended CLIP gets wrong, as stored."""
+    lost_to_rounding: int
+    """Attacks that had succeeded and no longer do on the stored image (or in the precision of the defended encoder)."""
+    queries: float
+    """Forward passes the attack spent per attacked image."""
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """What one set was."""
+
+    name: str
+    images: int
+    classes: int
+    fingerprint: str
+    class_source: str
+    model_fingerprint: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """PGD-10 at 1/255 on undefended CLIP: if it does not hurt, the attack or the model is broken."""
+
+    enabled: bool
+    dataset: str
+    images: int
+    clean_accuracy: float
+    robust_accuracy: float
+    limit: float
+    """Largest share of the clean accuracy that may be left."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Everything a run reports; :meth:`save` writes it as ``result.json``."""
+
+    schema: int
+    title: str
+    paper: str
+    created: str
+    command: str
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    attack_dtype: str
+    model: str
+    threat: str
+    threat_meaning: str
+    scoring: str
+    draws: int
+    attack_seed: int
+    defense_seeds: tuple[int, ...]
+    recipe: dict[str, Any]
+    recipe_hash: str
+    self_check: SelfCheck
+    sets: tuple[SetInfo, ...]
+    attacks: tuple[AttackRow, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    def select(
+        self,
+        *,
+        dataset: str | None = None,
+        attack: str | None = None,
+        eps: float | None = None,
+        defense: str | None = None,
+    ) -> list[Row]:
+        """The rows that match; what is not given matches everything."""
+        return [
+            row
+            for row in self.rows
+            if (dataset is None or row.dataset == dataset)
+            and (attack is None or row.attack == attack)
+            and (eps is None or math.isclose(row.eps, eps, rel_tol=1e-6))
+            and (defense is None or row.defense == defense)
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
+        for row in self.select(dataset=MEAN):
+            budget = f" {row.eps * 255:.4g}/255" if row.eps else ""
+            interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
+            leaked = f", {row.leakage:g} leaked" if self.scoring == "attack_all" else ""
+            lines.append(f"  {row.attack}{budget}, {row.defense}: {100 * row.accuracy:.1f} % {interval}{leaked}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Strict JSON; NaN becomes null."""
+        return json.dumps(_without_nan(dataclasses.asdict(self)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the result, whole or not at all."""
+        storage.write_text(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> EvaluationResult:
+        """Read a ``result.json`` of this schema."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ReactClipError(f"{path} cannot be read: {error.strerror}; give the result.json of a run") from None
+        except ValueError as error:
+            raise ReactClipError(f"{path} is no valid JSON ({error}); run the evaluation again to write it") from None
+        found = data.get("schema") if isinstance(data, dict) else None
+        if found != SCHEMA:
+            raise ReactClipError(
+                f"{path} has result schema {found!r}; this version reads {SCHEMA}; run the evaluation again, or use "
+                "the version of react-clip that wrote it"
+            )
+        try:
+            typed: dict[str, Any] = {
+                **data,
+                "defense_seeds": tuple(data["defense_seeds"]),
+                "notes": tuple(data["notes"]),
+                "self_check": _read(SelfCheck, data["self_check"]),
+                "sets": tuple(_read(SetInfo, {**item, "notes": tuple(item["notes"])}) for item in data["sets"]),
+                "attacks": _read_all(AttackRow, data["attacks"]),
+                "rows": _read_all(Row, data["rows"]),
+            }
+            return cls(**typed)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ReactClipError(
+                f"{path} is no complete result ({error}); run the evaluation again to write it"
+            ) from None
+
+
+T = TypeVar("T")
+
+
+def _read_all(kind: type[T], items: Sequence[dict[str, Any]]) -> tuple[T, ...]:
+    return tuple(_read(kind, item) for item in items)
+
+
+def _read(kind: type[T], values: dict[str, Any]) -> T:
+    """A dataclass from JSON values; null is NaN, for only floats can be missing."""
+    return kind(**{name: math.nan if value is None else value for name, value in values.items()})
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,235 @@
+"""Running an evaluation: one data set from Python, or a whole recipe."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from react_clip import data as data_room
+from react_clip import encoders
+from react_clip.attacks import Attack
+from react_clip.defenses import Defense
+from react_clip.encoders.base import DTYPES
+from react_clip.errors import ReactClipError
+from react_clip.evaluation import records, run_dir, selfcheck, sets, summary
+from react_clip.evaluation.cost import defense_cost, set_cost
+from react_clip.evaluation.images import ROUNDING_NOTES
+from react_clip.evaluation.progress import Progress
+from react_clip.evaluation.recipe import CLEAN, THREATS, LabelledAttack, LabelledDefense, Recipe
+from react_clip.evaluation.result import SCHEMA, AttackRow, EvaluationResult, Row, SelfCheck, SetInfo
+from react_clip.evaluation.runner import Block, SetRunner
+from react_clip.evaluation.sets import Data, EvaluationSet
+from react_clip.evaluation.store import ShardStore, log
+from react_clip.zeroshot import ZeroShotClassifier
+
+
+def evaluate(
+    clf: ZeroShotClassifier,
+    defenses: Sequence[Defense] | Mapping[str, Defense],
+    data: Data,
+    *,
+    run_dir: str | Path,
+    attacks: Sequence[Attack | str] | Mapping[str, Attack] = (),
+    attack_clf: ZeroShotClassifier | None = None,
+    title: str = "Evaluation",
+    draws: int = 1,
+    seed: int = 0,
+    scoring: str = "leakage_free",
+    threat: str = "oblivious",
+    store: str = "float16",
+    batch: int = 64,
+    self_check: bool = True,
+    progress: bool = True,
+) -> EvaluationResult:
+    """Clean and robust accuracy of defences that all meet the same adversarial images.
+
+    Args:
+        clf: CLIP with its classes.
+        defenses: several share the images; a mapping gives them labels of their own.
+        data: a set from :func:`react_clip.data.load`, or ``(pixels [N, 3, S, S], labels [N])``.
+        run_dir: where the run lives. The same call on the same folder continues a run that was interrupted.
+        attacks: crafted against undefended CLIP. Clean images are always evaluated and need no mention.
+        attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision).
+        draws: how often each defence answers with fresh noise, with seeds ``seed, seed + 1, ...``.
+        scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
+            counts the leakage.
+        store: adversarial images are kept as ``float16`` or ``uint8``, or not at all (``none``).
+        self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
+    """
+    subject = sets.from_data(clf, attack_clf or clf, data, progress)
+    recipe = Recipe(
+        model=clf.encoder.name,
+        datasets=(subject.name,),
+        attacks=_labelled_attacks(attacks),
+        defenses=_labelled_defenses(defenses),
+        title=title,
+        dtype=_dtype_name(clf),
+        attack_dtype=_dtype_name(attack_clf or clf),
+        draws=draws,
+        seed=seed,
+        scoring=scoring,
+        threat=threat,
+        store=store,
+        batch=batch,
+        self_check=self_check,
+    )
+    return _run(recipe, [subject], Path(run_dir), progress=progress, command="")
+
+
+def run_recipe(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    root: Path | None = None,
+    heads: Path | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> EvaluationResult:
+    """Run every set of a recipe; ``root`` holds the photos, ``heads`` ready class features ``<set>.npz``."""
+    root = data_room.default_root() if root is None else root
+    recipe = recipe.with_sets_under(root)
+    encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
+    attack_encoder = encoder
+    if recipe.attack_dtype not in (None, recipe.dtype):
+        attack_encoder = encoders.load(recipe.model, device=device, dtype=str(recipe.attack_dtype))
+    subjects = sets.from_recipe(recipe, encoder, attack_encoder, root, heads, progress)
+    return _run(recipe, subjects, Path(folder), progress=progress, command=shlex.join(sys.argv))
+
+
+def _run(
+    recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool, command: str
+) -> EvaluationResult:
+    with run_dir.opened(folder, recipe) as store:
+        infos: list[SetInfo] = []
+        rows: list[Row] = []
+        attacks: list[AttackRow] = []
+        tables: list[Any] = []
+        witnesses: list[Block] = []
+        check = selfcheck.skipped()
+        device = ""
+        for subject in subjects:
+            device = sets.device_name(subject.clf.device)
+            log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
+            if recipe.self_check and recipe.own_self_check is None and not infos:
+                check = selfcheck.on_few_images(recipe, subject)
+                selfcheck.insist(check)
+            blocks = _run_set(recipe, subject, store, progress)
+            witnesses += [block for block in blocks if block.attack == recipe.own_self_check][:1]
+            tables.append(records.to_table(recipe, blocks))
+            rows += summary.set_rows(recipe, blocks)
+            attacks += summary.attack_rows(blocks)
+            infos.append(_info(subject))
+        records.write(folder / run_dir.PER_IMAGE, tables)
+        if recipe.self_check and recipe.own_self_check is not None:
+            check = selfcheck.from_blocks(recipe, witnesses)
+            selfcheck.insist(check)
+        result = _result(recipe, command, device, check, infos, attacks, rows)
+        result.save(folder / run_dir.RESULT)
+        log.info("finished: %s", folder / run_dir.RESULT)
+        return result
+
+
+def _run_set(recipe: Recipe, subject: EvaluationSet, store: ShardStore, progress: bool) -> list[Block]:
+    costs = [defense_cost(item.defense, subject.clf, subject.batch(0, 1)) for item in recipe.defenses]
+    work = set_cost(recipe, len(subject), subject.clf.encoder.image_size, costs).passes.work
+    with Progress(subject.name, work, enabled=progress) as bar:
+        return SetRunner(recipe, subject, store, costs, bar).run()
+
+
+def _info(subject: EvaluationSet) -> SetInfo:
+    return SetInfo(
+        name=subject.name,
+        images=len(subject),
+        classes=len(subject.clf.names),
+        fingerprint=subject.fingerprint,
+        class_source=subject.class_source,
+        model_fingerprint=sets.model_fingerprint(subject.clf),
+        notes=subject.notes,
+    )
+
+
+def _result(
+    recipe: Recipe,
+    command: str,
+    device: str,
+    check: SelfCheck,
+    infos: list[SetInfo],
+    attacks: list[AttackRow],
+    rows: list[Row],
+) -> EvaluationResult:
+    notes = [ROUNDING_NOTES[recipe.store]] if recipe.attacks else []
+    if not check.enabled:
+        notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
+    if lost := sum(row.lost_to_rounding for row in attacks):
+        total = sum(row.attacked for row in attacks)
+        notes.append(f"{lost} of {total} attacks had succeeded and no longer do on the image as stored")
+    return EvaluationResult(
+        schema=SCHEMA,
+        title=recipe.title,
+        paper=recipe.paper,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        versions=_versions(),
+        device=device,
+        dtype=recipe.dtype,
+        attack_dtype=recipe.attack_dtype or recipe.dtype,
+        model=recipe.model,
+        threat=recipe.threat,
+        threat_meaning=THREATS[recipe.threat],
+        scoring=recipe.scoring,
+        draws=recipe.draws,
+        attack_seed=recipe.seed,
+        defense_seeds=recipe.seeds,
+        recipe=recipe.to_dict(),
+        recipe_hash=recipe.fingerprint(),
+        self_check=check,
+        sets=tuple(infos),
+        attacks=tuple(attacks),
+        rows=(*rows, *summary.mean_rows(rows)),
+        notes=tuple(notes),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("react-clip", "torch", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _dtype_name(clf: ZeroShotClassifier) -> str:
+    for name, dtype in DTYPES.items():
+        if dtype == clf.encoder.dtype:
+            return name
+    raise ReactClipError(f"the encoder computes in {clf.encoder.dtype}; an evaluation runs in {', '.join(DTYPES)}")
+
+
+def _labelled_attacks(attacks: Sequence[Attack | str] | Mapping[str, Attack]) -> tuple[LabelledAttack, ...]:
+    pairs = attacks.items() if isinstance(attacks, Mapping) else [(None, attack) for attack in attacks]
+    found = []
+    for label, attack in pairs:
+        if attack == CLEAN.label:
+            continue
+        if not isinstance(attack, Attack):
+            raise ReactClipError(f"an attack is {attack!r}; give 'clean' or an object such as attacks.PGD(eps=4/255)")
+        found.append(LabelledAttack(label or attack.name, attack))
+    return tuple(found)
+
+
+def _labelled_defenses(defenses: Sequence[Defense] | Mapping[str, Defense]) -> tuple[LabelledDefense, ...]:
+    pairs = defenses.items() if isinstance(defenses, Mapping) else [(None, defense) for defense in defenses]
+    found = []
+    for label, defense in pairs:
+        if not isinstance(defense, Defense):
+            raise ReactClipError(f"a defence is {defense!r}; give an object such as ReACT() or Undefended()")
+        found.append(LabelledDefense(label or defense.name, defense))
+    return tuple(found)

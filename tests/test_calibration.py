@@ -1,0 +1,140 @@
+"""Calibration: Algorithm 1 on a small model, the fits, and a threshold that keeps its promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import react_clip as rc
+from react_clip import mappings
+from react_clip.attacks import PGD
+from react_clip.calibration import Calibration, best_scale, calibrate, choose_tau, fit_mappings, threshold_for
+from react_clip.cli import main
+from react_clip.defenses import AOM
+from toys import toy_classifier, toy_images
+
+
+@pytest.fixture(scope="module")
+def result() -> Calibration:
+    clf, images = toy_classifier(), toy_images(40)
+    labels = clf(images).argmax(1)
+    labels[:4] = (labels[:4] + 1) % 5  # four photos that plain CLIP gets wrong
+    return calibrate(
+        clf, images, labels, budgets=(4 / 255, 32 / 255), sigmas=(0.02, 0.3), steps=3, batch=16, clean_pass=0.9
+    )
+
+
+def test_each_point_is_what_algorithm_1_says(result: Calibration) -> None:
+    clf, images = toy_classifier(), toy_images(40)
+    images, labels = images[4:], clf(images).argmax(1)[4:]
+    for point in result.points:
+        attacked = PGD(eps=point.eps, steps=3)(clf, images, labels, seed=0).images
+        drift = rc.ReACT(lazy=False)(clf, attacked).drift.mean()
+        assert point.images == 36
+        assert point.mean_drift == pytest.approx(float(drift), rel=1e-3)
+        for sigma, accuracy in point.accuracy.items():
+            guard = AOM(alpha=2.0, mapping=mappings.Constant(float(sigma)))
+            expected = (guard(clf, attacked).labels == labels).float().mean()
+            assert accuracy == pytest.approx(float(expected), abs=1.01 / 36)
+        assert point.accuracy[f"{point.best_sigma:g}"] == max(point.accuracy.values())
+    assert result.config.mapping == result.fits["linear"]
+
+
+def test_the_threshold_leaves_the_wanted_share_alone(result: Calibration) -> None:
+    clf, images = toy_classifier(), toy_images(40)
+    opened = result.config(clf, images).gated.float().mean()
+    assert opened <= 0.1
+    assert result.config.replace(tau=(result.config.tau or 0) - 0.2)(clf, images).gated.float().mean() > opened
+
+
+@given(st.lists(st.floats(-1, 5, width=32), min_size=1, max_size=60), st.floats(0.05, 0.99))
+def test_any_scores_give_the_smallest_threshold_that_keeps_the_promise(values: list[float], share: float) -> None:
+    scores = torch.tensor(values)
+    tau = threshold_for(scores, share)
+    assert (scores >= tau).float().mean() <= 1 - share + 1e-6
+    needed = next(n for n in range(1, len(values) + 1) if n >= share * len(values) - 1e-9)
+    assert 0 < tau - sorted(values)[needed - 1] <= 1.1e-6, "a lower threshold would open one gate too many"
+
+
+def test_fits_recover_the_curves_they_came_from() -> None:
+    r = [0.2, 0.7, 1.3, 2.3]
+    for curve in (mappings.Linear(0.03, 0.03), mappings.Logistic(0.12, 2.0, 0.8), mappings.PowerLaw(0.06, 0.6)):
+        sigma = curve(torch.tensor(r, dtype=torch.float64)).tolist()
+        fitted = fit_mappings(r, sigma)[curve.kind]
+        again = fitted(torch.tensor(r, dtype=torch.float64))
+        assert torch.allclose(again, torch.tensor(sigma, dtype=torch.float64), atol=2e-4), curve
+    assert "power_law" not in fit_mappings([-0.1, 0.5, 1.0], [0.01, 0.02, 0.03])
+
+
+def test_a_plateau_gives_its_middle() -> None:
+    assert best_scale([1, 2, 3, 4, 5], [0.1, 0.9, 0.9, 0.9, 0.2]) == 3
+
+
+def test_a_calibration_file_is_a_configuration(result: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    result.save(path)
+    assert rc.ReACT.load(path) == result.config
+    written = json.loads(path.read_text())
+    assert len(written["points"]) == 2
+    assert set(written["fits"]) >= {"linear"}
+    assert written["provenance"]["attack"] == "pgd-3"
+
+
+def test_impossible_calibrations_are_refused() -> None:
+    clf, images = toy_classifier(), toy_images(12)
+    labels = clf(images).argmax(1)
+    with pytest.raises(rc.ReactClipError, match="mapping 'cubic' is unknown; choose one of linear"):
+        calibrate(clf, images, labels, mapping="cubic")
+    with pytest.raises(rc.ReactClipError, match="gets only 0 of 12 photos right"):
+        calibrate(clf, images, (labels + 1) % 5)
+    with pytest.raises(rc.ReactClipError, match="too few to fit"):
+        calibrate(clf, images, labels, budgets=(0.1,))
+    with pytest.raises(rc.ReactClipError, match=r"clean_pass is 95\.0"):
+        choose_tau(clf, images, rc.ReACT(), 95.0)
+
+
+def test_the_command_writes_a_file_and_a_picture(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = rc.load(tiny_folder)
+    rng = np.random.default_rng(0)
+    # Photos sorted into folders by what the small CLIP itself says, so that it gets them right.
+    clf = rc.ZeroShotClassifier(encoder, ["cat", "dog", "teapot"], templates=["This is a photo of a {}."])
+    for i in range(24):
+        array = rng.integers(0, 255, (32, 32, 3), np.uint8)
+        name = rc.Undefended()(clf, [Image.fromarray(array)]).names[0]
+        (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(tmp_path / "photos" / name / f"{i}.png")
+    for name in ("cat", "dog", "teapot"):
+        if not (tmp_path / "photos" / name).exists():
+            (tmp_path / "photos" / name).mkdir()
+            Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "photos" / name / "x.png")
+    out = tmp_path / "calibration.json"
+    arguments = ["calibrate", f"folder:{tmp_path / 'photos'}", "--model", str(tiny_folder), "--steps", "2", "--quiet"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "tau" in printed
+    assert "linear" in printed
+    assert rc.ReACT.load(out).tau is not None
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert out.with_suffix(".svg").read_text().startswith("<?xml")
+    assert json.loads(out.read_text())["provenance"]["data"]["photos"] >= 24
+    assert main([*arguments, "--out", str(out), "--limit", "0"]) == 2
+    assert "--limit is 0" in capsys.readouterr().err
+
+
+def test_encoders_get_the_constants_that_suit_them(tiny_folder: Path) -> None:
+    assert rc.ReACT.for_encoder("openai/clip-vit-base-patch32") == rc.ReACT()
+    assert rc.ReACT.for_encoder("openai/clip-vit-base-patch32@main") == rc.ReACT()
+    ours = rc.ReACT.for_encoder("clip-vit-b-16")
+    assert ours == rc.ReACT.for_encoder("open_clip:ViT-B-16/openai")
+    assert ours != rc.ReACT()
+    with pytest.raises(rc.ReactClipError, match=r"no calibration for .*run `react-clip calibrate folder:PHOTOS"):
+        rc.ReACT.for_encoder(rc.load(tiny_folder))

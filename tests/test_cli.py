@@ -1,0 +1,225 @@
+"""The command line as people use it: real processes, real files, exit codes, one line for bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import react_clip as rc
+from react_clip.cli import COMMANDS, main
+from react_clip.preprocess import to_pixels
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(3):
+        Image.fromarray(rng.integers(0, 255, (50, 40, 3), np.uint8)).save(folder / f"photo{i}.png")
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_folder: Path) -> list[str]:
+    """Options that run a command on the small CLIP."""
+    return ["--model", str(tiny_folder), "--labels", "cat, dog, teapot", "--config", "paper", "--quiet"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stopped:
+            main([name, "--help"])
+        assert stopped.value.code == 0
+        text = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert f"example: react-clip {name}" in text
+        assert "--json" in text
+
+
+def test_a_real_process_answers_and_fails_with_code_2(command: list[str], photos: Path, tiny: list[str]) -> None:
+    good = subprocess.run([*command, "classify", str(photos), *tiny], capture_output=True, text=True, check=False)
+    assert good.returncode == 0, good.stderr
+    assert len(good.stdout.splitlines()) == 3
+    bad = subprocess.run([*command, "classify", "nowhere.jpg", *tiny], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert bad.stdout == ""
+    assert bad.stderr == "react-clip: nowhere.jpg does not exist; check the path\n"
+
+
+def test_classify_gives_json_with_diagnostics(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str]
+) -> None:
+    code, out, _ = run(capsys, "classify", photos, *tiny, "--json", "--top", 2)
+    assert code == 0
+    results = json.loads(out)["results"]
+    assert [Path(row["file"]).name for row in results] == ["photo0.png", "photo1.png", "photo2.png"]
+    for row in results:
+        assert len(row["answers"]) == 2
+        assert row["answers"][0]["probability"] >= row["answers"][1]["probability"]
+        assert row["passes"] in (3, 4, 13, 14)
+        assert row["gated"] == (row["score"] >= 0.7)
+
+
+def test_one_bad_photo_costs_one_line_not_the_job(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str]
+) -> None:
+    (photos / "photo1.png").write_bytes(b"no image")
+    code, out, err = run(capsys, "classify", photos, *tiny, "--json")
+    assert code == 2
+    assert len(json.loads(out)["results"]) == 2
+    assert "is not an image we read" in json.loads(out)["errors"][0]["error"]
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+def test_embed_writes_defended_features(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path, suffix: str
+) -> None:
+    out = tmp_path / "out" / f"features.{suffix}"
+    assert run(capsys, "embed", photos, *tiny, "--out", out)[0] == 0
+    if suffix == "npy":
+        features = torch.from_numpy(np.load(out, allow_pickle=False))
+        files = json.loads(out.with_suffix(".files.json").read_text())["files"]
+    else:
+        with safe_open(out, "pt") as stream:
+            features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
+    assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
+    clf = rc.ZeroShotClassifier(rc.load(tiny_folder), ["cat", "dog", "teapot"])
+    expected = rc.ReACT()(clf, sorted(photos.iterdir()), seed=0).features
+    assert torch.allclose(features, expected, atol=1e-5)
+
+
+def test_embed_leaves_nothing_when_it_cannot_finish(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    for path in photos.iterdir():
+        path.write_bytes(b"")
+    code, _, err = run(capsys, "embed", photos, *tiny, "--out", tmp_path / "out.npy")
+    assert code == 2
+    assert "none of the 3 files could be read; nothing was written" in err
+    assert not list(tmp_path.glob("out*"))
+    code, _, err = run(capsys, "embed", photos, *tiny, "--out", tmp_path / "out.txt")
+    assert code == 2
+    assert "must end in .npy or .safetensors" in err
+
+
+def test_attack_writes_photos_within_the_budget(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    code, out, _ = run(
+        capsys, "attack", photos, *tiny, "--eps", "8/255", "--steps", 3, "--out", tmp_path / "adv", "--json"
+    )
+    assert code == 0
+    for row in json.loads(out)["results"]:
+        attacked, clean = to_pixels(row["attacked"], 32), to_pixels(row["file"], 32)
+        assert 0 < (attacked - clean).abs().max() <= 8 / 255 + 1e-6
+
+
+def test_the_demo_tells_the_story_and_writes_one_page(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    options = [*tiny, "--steps", 2, "--out", tmp_path / "page"]
+    code, out, _ = run(capsys, "demo", photos / "photo0.png", photos / "photo1.png", *options)
+    assert code == 0
+    assert str(tmp_path / "page" / "index.html") in out
+    assert out.count("16/255") == 2
+    for word in ("CLIP says", "defended CLIP says", "r", "J", "score", "sigma", "passes"):
+        assert word in out
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count("<img") == 2 * (1 + 4 * 2), "each photo clean, and four times attacked with its perturbation"
+    assert not re.search(r'(src|href)="(?!data:)', page), "the page stands alone"
+    code, out, _ = run(capsys, "demo", photos / "photo0.png", *options, "--json")
+    scenes = json.loads(out)["photos"][0]["scenes"]
+    assert [scene["eps"] for scene in scenes] == [0, 1, 4, 8, 16]
+
+
+def test_the_demo_brings_its_own_photos() -> None:
+    from react_clip.cli.demo import bundled_photos
+
+    found = bundled_photos()
+    assert len(found) >= 6
+    assert all(to_pixels(path, 224).shape == (3, 224, 224) for path in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--labels", ""], "--labels is empty"),
+        (["--labels", " , "], "--labels is empty"),
+        (["--labels", "cat, cat"], "label 'cat' is given 2 times"),
+        (["--labels", "cat,,dog"], "label 2 of 3 is blank"),
+        (["--labels-file", "missing.txt"], "missing.txt cannot be read"),
+        (["--photos", "missing"], "missing is no folder"),
+        (["--labels", "cat", "--photos", "x"], "--labels and --photos are both given"),
+        (["--labels", "cat", "--config", "missing.json"], "missing.json cannot be read"),
+        (["--labels", "cat"], "there is no calibration for"),
+        ([], "needs names; give --labels"),
+    ],
+)
+def test_bad_options_get_one_line(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, arguments: list[str], says: str
+) -> None:
+    code, out, err = run(capsys, "classify", photos / "photo0.png", "--model", tiny_folder, "--quiet", *arguments)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--eps", "8"], "8/255"),
+        (["--attack", "magic"], "magic"),
+        (["--steps", "0"], "steps"),
+    ],
+)
+def test_bad_attacks_get_one_line(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    code, _, err = run(capsys, "attack", photos, *tiny, "--out", tmp_path / "adv", *arguments)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "adv").exists()
+
+
+def test_labels_come_from_a_file_or_a_folder_too(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "labels.txt").write_text("cat\n\ndog\n")
+    base = [
+        "classify",
+        photos / "photo0.png",
+        "--model",
+        tiny_folder,
+        "--config",
+        "paper",
+        "--quiet",
+        "--json",
+        "--top",
+        5,
+    ]
+    code, out, _ = run(capsys, *base, "--labels-file", tmp_path / "labels.txt")
+    assert code == 0
+    assert {answer["label"] for answer in json.loads(out)["results"][0]["answers"]} == {"cat", "dog"}
+    for name in ("red", "blue"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), name).save(tmp_path / "classes" / name / "0.png")
+    code, out, _ = run(capsys, *base, "--photos", tmp_path / "classes")
+    assert code == 0
+    assert {answer["label"] for answer in json.loads(out)["results"][0]["answers"]} == {"red", "blue"}
