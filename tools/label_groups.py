@@ -331,6 +331,7 @@ GROUPS = {
     "fence": "chainlink fence, picket fence, split-rail fence",
     "roof": "tile roof, thatched roof, dome",
     "sign": "street sign, stop sign",
+    "city": "skyscraper, streetcar, traffic light, street sign",
     "harbor": "dock, pier, breakwater",
     "landscape": "@mountain, @beach, @lake, valley, cliff, promontory, geyser, grassland, forest, sea, cloud",
     "mountain": "mountain, alp, volcano",

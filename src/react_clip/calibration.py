@@ -205,16 +205,16 @@ def choose_tau(
 
 
 def threshold_for(scores: Tensor, clean_pass: float) -> float:
-    """Smallest tau with at least ``clean_pass`` of the scores below it (the gate opens at ``score >= tau``).
+    """Smallest tau, to four digits, with at least ``clean_pass`` of the scores below it (the gate opens at equality).
 
     >>> threshold_for(torch.arange(100) / 100, 0.95)
-    0.940001
+    0.9401
     """
-    ordered = scores.double().sort().values
-    allowed_to_open = len(ordered) - math.ceil(clean_pass * len(ordered) - 1e-9)
-    # The gate opens at score >= tau: just above the largest score that must stay closed.
-    largest_closed = float(ordered[len(ordered) - allowed_to_open - 1])
-    return math.floor(largest_closed * 1e6 + 1) / 1e6
+    ordered = scores.float().cpu().sort().values
+    largest_closed = ordered[math.ceil(clean_pass * len(ordered) - 1e-9) - 1]
+    # One fp32 step above it, then up to four digits: casting tau to fp32 can no longer round it back onto the score.
+    above = float(torch.nextafter(largest_closed, torch.tensor(torch.inf)))
+    return math.ceil(above * 1e4) / 1e4
 
 
 def _in_batches(pixels: Tensor, batch: int, measure: Callable[[Tensor], Tensor]) -> Tensor:

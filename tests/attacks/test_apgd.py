@@ -11,7 +11,7 @@ from react_clip.attacks.apgd import checkpoints
 from react_clip.attacks.losses import cross_entropy
 from react_clip.attacks.problem import Problem, Steps, budgets
 
-from .conftest import Task
+from .conftest import Record, Task
 
 
 @pytest.mark.parametrize("steps", [1, 5, 10, 50, 100, 1000])
@@ -22,6 +22,63 @@ def test_checkpoints_follow_the_paper(steps: int) -> None:
     assert marks[-1] <= steps
     if steps == 1000:
         assert marks == [220, 410, 570, 700, 800, 870, 930, 990]
+
+
+def plain_apgd(net: torch.nn.Module, start: Tensor, x: Tensor, y: Tensor, eps: float, steps: int) -> list[Tensor]:
+    """The paper's algorithm for one image, with plain numbers and lists; returns all points visited."""
+
+    def project(point: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(point, (x - eps).clamp(0, 1)), (x + eps).clamp(0, 1))
+
+    def loss_and_slope(point: Tensor) -> tuple[float, Tensor]:
+        point = point.clone().requires_grad_()
+        value = torch.nn.functional.cross_entropy(net(point), y)
+        return value.item(), torch.autograd.grad(value, point)[0]
+
+    marks, visited, eta = checkpoints(steps), [start], 2 * eps
+    point, previous = start, start
+    value, slope = loss_and_slope(point)
+    best = (value, point, slope)
+    history, mark, best_at_mark, eta_at_mark = [value], 0, value, 0.0
+    for k in range(1, steps + 1):
+        target = project(point + eta * slope.sign())
+        a = 1.0 if k == 1 else 0.75
+        point, previous = project(point + a * (target - point) + (1 - a) * (point - previous)), point
+        value, slope = loss_and_slope(point)
+        visited.append(point)
+        history.append(value)
+        if value > best[0]:
+            best = (value, point, slope)
+        if k in marks:
+            rises = sum(later > earlier for earlier, later in zip(history, history[1:], strict=False))
+            if rises < 0.75 * (k - mark) or (eta == eta_at_mark and best[0] == best_at_mark):
+                value, point, slope = best
+                eta_at_mark, eta = eta, eta / 2
+            else:
+                eta_at_mark = eta
+            best_at_mark, mark, history = best[0], k, [value]
+    return visited
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_visits_the_points_of_a_plain_loop(task: Task, row: int) -> None:
+    x, y = (part[row : row + 1] for part in task.head(6))
+    record = Record(task.net)
+    APGD(eps=12 / 255, steps=60)(record, x, y, seed=row)
+    visited = record.seen[1:-1]  # less the clean and the last pass
+    expected = plain_apgd(task.net, visited[0], x, y, 12 / 255, 60)
+    assert len({point.sum().item() for point in expected}) > 5, "a walk that stands still proves nothing"
+    torch.testing.assert_close(torch.cat(visited), torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def test_each_restart_has_its_own_start(task: Task) -> None:
+    x, y = task.head(1)
+    record = Record(task.net)
+    result = APGD(eps=1e-4, steps=1, restarts=3)(record, x, y)
+    assert not result.success
+    starts = torch.cat(record.seen[1:-1:2])
+    assert len(starts) == 3
+    assert bool((torch.pdist(starts.flatten(1)) > 1e-4).all())
 
 
 @pytest.mark.parametrize("eps", [4 / 255, 8 / 255])
@@ -89,19 +146,19 @@ def test_eot_averages_gradient_loss_and_logits() -> None:
 
 
 def test_eot_sees_through_noise(task: Task) -> None:
-    """Under strong logit noise (from the caller's generator) averaged gradients break more than single ones."""
+    """Under strong pixel noise averaged gradients break more: 17 against 10 of 80 images for this seed."""
     x, y = task.head(80)
 
     def broken(eot: int) -> int:
         generator = torch.Generator().manual_seed(0)
 
         def noisy(images: Tensor) -> Tensor:
-            return task.net((images + 0.25 * torch.randn(images.shape, generator=generator)).clamp(0, 1))
+            return task.net((images + 0.5 * torch.randn(images.shape, generator=generator)).clamp(0, 1))
 
         images = APGD(eps=8 / 255, steps=15, eot=eot)(noisy, x, y).images
         return int((task.net(images).argmax(1) != y).sum())
 
-    assert broken(10) > broken(1)
+    assert broken(10) > 1.3 * broken(1)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])

@@ -43,6 +43,17 @@ def test_relay_passes_on_only_what_stands_and_keeps_what_broke() -> None:
     assert kept.broken(y).tolist() == [True, True, False, True]
 
 
+def test_relay_lets_a_broken_tie_win() -> None:
+    """Classes with one and the same name tie exactly; argmax decides, and the relay must go by it."""
+    x, y, row = torch.full((1, 1, 1, 1), 0.5), torch.tensor([1]), torch.tensor([0])
+    problem = Problem(lambda x: x, x, y, budgets(0.5, x), row, row, row.clone(), Steps(1))
+    clean, tied = torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    assert not Found(x, clean).broken(y)
+    kept = relay(problem, clean, [lambda part, rows: Found(part.x - 0.25, tied)])
+    assert kept.images.item() == 0.25
+    assert kept.broken(y)
+
+
 def test_never_weaker_than_its_first_member(task: Task) -> None:
     x, y = task.head(80)
     alone, both = (a(task.net, x, y, eps=6 / 255) for a in (APGD(), AutoAttack(version="ttc")))

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from react_clip import ReACT, ReactClipError, __version__, data
-from react_clip.calibration import BUDGETS, Calibration, calibrate
+from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
 from react_clip.cli.common import Subparsers, add_model_options, load_encoder, new_command, notice
 from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.images import read_pixels, to_float
@@ -39,6 +39,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--limit", type=int, help="at most so many photos")
     parser.add_argument("--mapping", default="linear", help="linear, logistic or power_law (%(default)s)")
     parser.add_argument("--clean-pass", type=float, default=0.95, help="share of clean photos left alone (%(default)s)")
+    parser.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.20 in steps of 0.01)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of attack and noise (%(default)s)")
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ReactClipError(f"--{name} is {value}; it must be at least 1")
+    sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
     encoder = load_encoder(args)
     root = args.data or data.default_root()
     photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             torch.tensor(photos.labels),
             base=ReACT(max_batch=max(64, args.batch)),
             mapping=args.mapping,
+            sigmas=sigmas,
             steps=args.steps,
             clean_pass=args.clean_pass,
             batch=args.batch,
@@ -98,6 +101,16 @@ def run(args: argparse.Namespace) -> int:
         _describe(result)
         notice(args, f"written to {args.out}; use it with --config {args.out} or rc.ReACT.load({str(args.out)!r})")
     return 0
+
+
+def _read_scales(text: str) -> tuple[float, ...]:
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ReactClipError(f"--sigmas is {text!r}; give numbers such as 0.02,0.05,0.1") from None
+    if not all(0 < scale <= 1 for scale in scales):
+        raise ReactClipError(f"--sigmas is {text!r}; every anchor scale lies in (0, 1]")
+    return scales
 
 
 def _plot(args: argparse.Namespace, result: Calibration, path: Path) -> None:

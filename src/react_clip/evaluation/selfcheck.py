@@ -80,8 +80,8 @@ def insist(check: SelfCheck) -> None:
     if left > check.limit:
         fall = f"{100 * check.clean_accuracy:.1f} % to {100 * check.robust_accuracy:.1f} %"
         raise ReactClipError(
-            f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} ({fall}), "
-            f"the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is reported; check pixel "
-            "range, normalisation, attack_dtype and class features, or set self_check: false for a tower finetuned to be "
-            "robust (finished work is kept)"
+            f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} "
+            f"({fall}), the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is "
+            "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for a tower "
+            "finetuned to be robust (finished work is kept)"
         )

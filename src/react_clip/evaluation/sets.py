@@ -80,8 +80,8 @@ def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Dat
         raise ReactClipError(f"{name} has no images; give at least one")
     if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
         raise ReactClipError(
-            f"labels span {int(labels.min())} to {int(labels.max())}; the classifier has {len(clf.names)} classes, so they "
-            f"must lie in 0 to {len(clf.names) - 1}"
+            f"labels span {int(labels.min())} to {int(labels.max())}; the classifier has {len(clf.names)} classes, so "
+            f"they must lie in 0 to {len(clf.names) - 1}"
         )
     return EvaluationSet(name, clf, attack_clf, pixels, labels, fingerprint, "the caller's classifier", notes)
 

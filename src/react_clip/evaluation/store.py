@@ -62,7 +62,8 @@ class ShardStore:
 
     def write(self, path: tuple[str, ...], about: dict[str, Any], tensors: Tensors, note: str = "") -> Shard:
         """Keep a finished shard."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+        # Clones, because safetensors refuses tensors that share memory, as diagnostics may that nobody measured.
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
         digest = _digest(tensors)
         header = {"format": _FORMAT, "about": _canonical(about), "sha256": digest, "note": note}
         # Serialised in memory and written by Python, so that a full disk is an OSError like any other.
@@ -114,7 +115,7 @@ def _digest(tensors: Tensors) -> str:
     for name, tensor in tensors.items():
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

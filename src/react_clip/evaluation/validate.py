@@ -101,8 +101,8 @@ def validate(
     needed, free = sum(report.disk_bytes for report in reports), _free(Path(folder))
     if needed > free:
         problems.append(
-            f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another --out, "
-            "or set images: {store: uint8} or {store: none}"
+            f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another "
+            "--out, or set images: {store: uint8} or {store: none}"
         )
     return Validation(
         title=recipe.title,

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Every number in docs/results.md: run from the repository root, with a GPU, as
+#   bash benchmarks/run_recipes.sh DATA HEADS OUT [NAME ...]
+# DATA holds <set>/{test,train}/<class>/ photos, HEADS the class features <set>.npz. Interrupted runs continue.
+# Towers run in bf16 (features, noise and reductions in fp32); precision-fp32 is the control.
+set -euo pipefail
+data=$1 heads=$2 out=$3
+shift 3
+wanted=("$@")
+
+evaluate() { # NAME RECIPE LIMIT OPTION...
+  local name=$1 recipe=$2 limit=$3
+  shift 3
+  if ((${#wanted[@]})) && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+  local begin=$SECONDS
+  python3 -m react_clip evaluate "recipes/$recipe.yaml" --model clip-vit-b-16 --data "$data" --heads "$heads" \
+    --limit "$limit" --batch 256 --quiet --out "$out/$name" "$@"
+  echo "-- $name: $((SECONDS - begin)) s"
+}
+bf16=(--dtype bf16 --attack-dtype bf16)
+
+evaluate precision-fp32 first-look 320
+evaluate first-look first-look 320 "${bf16[@]}"
+evaluate table1 table1 200 --datasets all "${bf16[@]}"
+evaluate step-quarter step-quarter 200 --datasets all "${bf16[@]}"
+evaluate table5-pgd100 table5 100 --datasets all "${bf16[@]}"
+evaluate table6-cw table6 200 --datasets all "${bf16[@]}"
+evaluate table7-autoattack table7 100 --datasets all "${bf16[@]}"
+evaluate table1-extended table1-extended 200 --datasets all "${bf16[@]}"
+evaluate table2 table2 100 --datasets all "${bf16[@]}"
+evaluate table3 table3 100 --datasets all "${bf16[@]}"
+evaluate table4 table4 100 --datasets all "${bf16[@]}"
+evaluate anchor-scale anchor-scale 100 --datasets all "${bf16[@]}"
+evaluate sweep-views sweep-views 100 --datasets all "${bf16[@]}"
+evaluate sweep-alpha sweep-alpha 100 --datasets all "${bf16[@]}"

@@ -1,0 +1,91 @@
+"""Put the numbers of ``benchmarks/results`` into the documents, so that no number in them is typed by hand.
+
+    python tools/fill_docs.py          # rewrite README.md and docs/*.md
+    python tools/fill_docs.py --check  # fail if a document does not say what the result files say
+
+A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
+``<!-- paper: TABLE -->`` (the paper's own values) or ``<!-- calibration: FILE -->``; everything up to ``<!-- end -->`` is
+replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from react_clip.evaluation import EvaluationResult
+from react_clip.report.tables import all_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"(<!-- (table|paper|calibration): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def run_table(run: str, name: str) -> str:
+    """A table of a finished run, its caption below it and the file it came from."""
+    result = EvaluationResult.load(RESULTS / run / "result.json")
+    table = next(table for table in all_tables(result) if table.name == name)
+    caption, _, body = table.markdown().partition("\n\n")
+    device = f"{result.device}, towers in {result.dtype}"
+    return f"{body}\n*{caption} {device}; `benchmarks/results/{run}/result.json`, made by `{result.command}`.*\n"
+
+
+def paper_table(name: str) -> str:
+    """Values printed in the paper."""
+    values = dict(json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))[name])
+    columns = [column if column == "clean" else f"{column}/255" for column in values.pop("columns")]
+    lines = ["| the paper, ViT-B/32 | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    lines += [f"| {row} | " + " | ".join(f"{value:.1f}" for value in numbers) + " |" for row, numbers in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def calibration_table(file: str) -> str:
+    """The points of a calibration and what followed."""
+    data = json.loads((ROOT / file).read_text(encoding="utf-8"))
+    lines = ["| budget | mean r | best sigma | accuracy there |", "|---|---:|---:|---:|"]
+    for point in data["points"]:
+        best = point["accuracy"][f"{point['best_sigma']:g}"]
+        lines.append(
+            f"| {point['eps'] * 255:g}/255 | {point['mean_drift']:.2f} | {point['best_sigma']:.2f} | {100 * best:.1f} |"
+        )
+    mapping, tau = data["config"]["mapping"], data["config"]["tau"]
+    lines += ["", f"sigma = {mapping['a']:.4f} + {mapping['b']:.4f} r, tau = {tau:.4f}."]
+    where = data["provenance"]
+    lines += ["", f"*{where['device']}, {where['dtype']}; `{file}`, made by `{where['command']}`.*"]
+    return "\n".join(lines) + "\n"
+
+
+def filled(text: str) -> str:
+    """A document with every marked place up to date."""
+
+    def fill(match: re.Match[str]) -> str:
+        kind, arguments = match[2], match[3].split()
+        make = {"table": run_table, "paper": paper_table, "calibration": calibration_table}[kind]
+        return f"{match[1]}{make(*arguments)}{match[4]}"
+
+    return MARK.sub(fill, text)
+
+
+def main() -> int:
+    """Rewrite or check the documents."""
+    parser = argparse.ArgumentParser(description="Put the numbers of benchmarks/results into the documents.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        before = path.read_text(encoding="utf-8")
+        after = filled(before)
+        if after != before:
+            stale.append(path)
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'updated'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
