@@ -19,17 +19,17 @@ evaluate() { # NAME RECIPE LIMIT OPTION...
 }
 bf16=(--dtype bf16 --attack-dtype bf16)
 
-evaluate precision-fp32 first-look 320
+evaluate precision-fp32 first-look 100
 evaluate first-look first-look 320 "${bf16[@]}"
 evaluate table1 table1 200 --datasets all "${bf16[@]}"
-evaluate step-quarter step-quarter 200 --datasets all "${bf16[@]}"
-evaluate table5-pgd100 table5 100 --datasets all "${bf16[@]}"
-evaluate table6-cw table6 200 --datasets all "${bf16[@]}"
-evaluate table7-autoattack table7 100 --datasets all "${bf16[@]}"
-evaluate table1-extended table1-extended 200 --datasets all "${bf16[@]}"
+evaluate step-quarter step-quarter 100 --datasets all "${bf16[@]}"
+evaluate table5-pgd100 table5 50 --datasets all "${bf16[@]}"
+evaluate table6-cw table6 50 --datasets all "${bf16[@]}"
+evaluate table7-autoattack table7 50 --datasets all "${bf16[@]}"
+evaluate table1-extended table1-extended 50 --datasets all "${bf16[@]}"
 evaluate table2 table2 100 --datasets all "${bf16[@]}"
 evaluate table3 table3 100 --datasets all "${bf16[@]}"
 evaluate table4 table4 100 --datasets all "${bf16[@]}"
-evaluate anchor-scale anchor-scale 100 --datasets all "${bf16[@]}"
-evaluate sweep-views sweep-views 100 --datasets all "${bf16[@]}"
-evaluate sweep-alpha sweep-alpha 100 --datasets all "${bf16[@]}"
+evaluate anchor-scale anchor-scale 50 --datasets all "${bf16[@]}"
+evaluate sweep-views sweep-views 50 --datasets all "${bf16[@]}"
+evaluate sweep-alpha sweep-alpha 50 --datasets all "${bf16[@]}"

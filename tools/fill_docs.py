@@ -4,8 +4,8 @@
     python tools/fill_docs.py --check  # fail if a document does not say what the result files say
 
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
-``<!-- paper: TABLE -->`` (the paper's own values) or ``<!-- calibration: FILE -->``; everything up to ``<!-- end -->`` is
-replaced.
+``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values) or
+``<!-- calibration: FILE -->``; everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from react_clip.report.tables import all_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"(<!-- (table|paper|calibration): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|drift|paper|calibration): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def run_table(run: str, name: str) -> str:
@@ -58,12 +58,37 @@ def calibration_table(file: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def drift_table(run: str) -> str:
+    """Mean drift of the images that undefended CLIP gets right, clean and attacked, per set."""
+    import pyarrow.parquet as parquet
+
+    columns = ["dataset", "eps", "defense", "attacked", "label", "clean_prediction", "r"]
+    rows = parquet.read_table(RESULTS / run / "per_image.parquet", columns=columns).to_pylist()
+    measured = [row for row in rows if row["r"] == row["r"] and row["label"] == row["clean_prediction"]]
+    first = measured[0]["defense"]
+    drifts: dict[tuple[str, float], list[float]] = {}
+    for row in measured:
+        if row["defense"] == first and (row["attacked"] or row["eps"] == 0):
+            drifts.setdefault((row["dataset"], row["eps"]), []).append(row["r"])
+    budgets = sorted({eps for _, eps in drifts})
+    titles = ["clean" if eps == 0 else f"{eps * 255:.4g}/255" for eps in budgets]
+    lines = ["| mean r | " + " | ".join(titles) + " |", "|---|" + "---:|" * len(budgets)]
+    for name in dict.fromkeys(name for name, _ in drifts):
+        means = [sum(drifts[name, eps]) / len(drifts[name, eps]) for eps in budgets]
+        lines.append(f"| {name} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    return (
+        "\n".join(lines)
+        + f"\n\n*Images that undefended CLIP gets right; `benchmarks/results/{run}/per_image.parquet`.*\n"
+    )
+
+
 def filled(text: str) -> str:
     """A document with every marked place up to date."""
 
     def fill(match: re.Match[str]) -> str:
         kind, arguments = match[2], match[3].split()
-        make = {"table": run_table, "paper": paper_table, "calibration": calibration_table}[kind]
+        makers = {"table": run_table, "drift": drift_table, "paper": paper_table, "calibration": calibration_table}
+        make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"
 
     return MARK.sub(fill, text)

@@ -198,7 +198,8 @@ def measure(bank: LabelBank, data: Path, heads: Path | None, kept: Path | None, 
         rows[photo.set].append(row)
 
     def score(set_name: str, candidates: Sequence[str], k: int = 1) -> dict[str, float]:
-        return accuracy(features[rows[set_name]], [truth[r] for r in rows[set_name]], candidates, bank.features, k)
+        own = [row for row in rows[set_name] if truth[row] in candidates]
+        return accuracy(features[own], [truth[row] for row in own], candidates, bank.features, k)
 
     imagenet = bank.sets[IMAGENET]
     numbers: dict[str, object] = {
@@ -207,7 +208,7 @@ def measure(bank: LabelBank, data: Path, heads: Path | None, kept: Path | None, 
         "imagenet_top1_whole_vocabulary": score(IMAGENET, bank.vocabulary()),
         "own_classes_top1": {name: score(name, tuple(dict.fromkeys(bank.sets[name]))) for name in rows},
         "whole_vocabulary_top1": {
-            name: score(name, bank.vocabulary()) for name in rows if set(bank.sets[name]) <= set(bank.vocabulary())
+            name: score(name, bank.vocabulary()) for name in rows if set(bank.sets[name]) & set(bank.vocabulary())
         },
         "groups": group_accuracy(bank, features[rows[IMAGENET]], [truth[r] for r in rows[IMAGENET]]),
     }

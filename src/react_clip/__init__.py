@@ -5,18 +5,22 @@
 0.7
 """
 
-from react_clip import attacks, defenses
+from react_clip import attacks, data, defenses
 from react_clip.bank import LabelBank
+from react_clip.calibration import Calibration, calibrate
 from react_clip.defenses import Defended, ReACT, Undefended, as_module
 from react_clip.encoders import Encoder, load, pull
 from react_clip.errors import ReactClipError
+from react_clip.evaluation import EvaluationResult, evaluate
 from react_clip.zeroshot import ZeroShotClassifier
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
     "Defended",
     "Encoder",
+    "EvaluationResult",
     "LabelBank",
     "ReACT",
     "ReactClipError",
@@ -24,7 +28,10 @@ __all__ = [
     "ZeroShotClassifier",
     "as_module",
     "attacks",
+    "calibrate",
+    "data",
     "defenses",
+    "evaluate",
     "load",
     "pull",
 ]

@@ -40,7 +40,7 @@ class LabelBank:
 
     >>> bank = LabelBank.load()
     >>> bank
-    LabelBank(clip-vit-b-16: 1238 names, 187 groups)
+    LabelBank(clip-vit-b-16: 1296 names, 238 groups)
     >>> bank.groups["guitar"]
     ('acoustic guitar', 'electric guitar')
     >>> bank.features(["cats", "Golden Retriever"]).shape
@@ -75,7 +75,8 @@ class LabelBank:
         """Unit fp32 features ``[len(labels), D]`` of entries and groups.
 
         Case, spaces, hyphens, underscores and a simple plural do not matter. A group's feature is the mean of its
-        members' features, scaled to unit length.
+        members' features, scaled to unit length; photos labelled with the very word ("cat") weigh as much as all
+        members together.
         """
         if isinstance(labels, str) or not labels:
             raise ReactClipError(f"labels are {labels!r}; give a list of at least one name, such as ['cat', 'dog']")
@@ -97,8 +98,8 @@ class LabelBank:
                 return self._lookup[candidate]
         shown = label if len(label) <= 40 else label[:37] + "..."
         raise ReactClipError(
-            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names, a model with a text tower, "
-            "ready features (ZeroShotClassifier.from_features) or a folder of photos (ZeroShotClassifier.from_folder)"
+            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names, a model with a text "
+            "tower, ready features (ZeroShotClassifier.from_features) or a folder of photos (from_folder)"
         )
 
     def _nearest(self, key: str) -> str:
@@ -109,8 +110,12 @@ class LabelBank:
 
     def _feature(self, label: str) -> Tensor:
         members = self.groups.get(label, (label,))
-        mean = self._matrix[[self._index[member] for member in members]].mean(0)
-        return functional.normalize(mean)
+        feature = functional.normalize(self._matrix[[self._index[member] for member in members]].mean(0))
+        if label in self.groups and label in self._index:
+            # The word's own photos differ in kind from those of breeds and models: many are small and blurred. As one
+            # member among a hundred they would not count, and small photos would go to whichever group is small.
+            feature = functional.normalize(feature + self._matrix[self._index[label]])
+        return feature
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:

@@ -52,7 +52,7 @@ class CountCalls:
 class Record:
     """A model that remembers every image it is shown."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: Callable[[Tensor], Tensor]) -> None:
         self.net, self.seen = net, list[Tensor]()
 
     def __call__(self, x: Tensor) -> Tensor:

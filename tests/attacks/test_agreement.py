@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from react_clip.attacks import APGD, FAB, Attack, AutoAttack, Square
+from react_clip.attacks import APGD, FAB, Attack, AutoAttack, Square, autoattack
 
 from .conftest import SIZE, Task
 
@@ -36,8 +36,8 @@ PAIRS: dict[str, tuple[Attack, Theirs]] = {
         lambda net, eps: APGDAttack_targeted(net, n_iter=50, eps=eps, n_target_classes=4, device="cpu"),
     ),
     "fab-t": (
-        FAB(steps=50, targets=4),
-        lambda net, eps: FABAttack_PT(net, n_iter=50, eps=eps, targeted=True, n_target_classes=4, device="cpu"),
+        FAB(steps=30, targets=4),
+        lambda net, eps: FABAttack_PT(net, n_iter=30, eps=eps, targeted=True, n_target_classes=4, device="cpu"),
     ),
 }
 
@@ -120,15 +120,15 @@ class IgnoreLastRowAndColumn(nn.Module):
 def test_square_agrees(task: Task, eps: float) -> None:
     """On a model that does not look at the last row and column.
 
-    pyautoattack draws window positions from [0, side - window), end excluded, so it never repaints those. On 8 x 8
-    pixels that costs it a quarter of the image (robust accuracy 0.61 instead of 0.41 at 8/255), on 224 x 224 nothing.
+    pyautoattack draws window positions from [0, side - window), end excluded, so it never repaints those. Of 8 x 8
+    pixels that is a quarter (robust accuracy 0.62 instead of 0.42 at 8/255 and 1000 queries), of 224 x 224 under 1 %.
     The paper draws from all positions, and so do we.
     """
     x, y = task.x[:IMAGES], task.y[:IMAGES]
     x = torch.nn.functional.pad(x, (0, 1, 0, 1), value=0.5)
     net = IgnoreLastRowAndColumn(task.net)
-    ours = Square(eps=eps, queries=800)(net, x, y).success
-    adversary = SquareAttack(net, n_queries=800, eps=eps, resc_schedule=False, device="cpu")
+    ours = Square(eps=eps, queries=500)(net, x, y).success
+    adversary = SquareAttack(net, n_queries=500, eps=eps, resc_schedule=False, device="cpu")
     theirs = net(adversary.perturb(x, y)).argmax(1) != y
     assert_agree(ours, theirs, most_discordant=0.1)
 
@@ -142,12 +142,16 @@ def test_square_reaches_the_whole_image(task: Task) -> None:
 
 
 @pytest.mark.parametrize("version", ["standard", "ttc"])
-def test_autoattack_agrees(task: Task, version: str) -> None:
+def test_autoattack_agrees(task: Task, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full length but for Square: 1500 queries instead of 5000 on either side, for the sake of the clock."""
+    shorter = [Square(queries=1500) if isinstance(m, Square) else m for m in autoattack._VERSIONS[version]]
+    monkeypatch.setitem(autoattack._VERSIONS, version, tuple(shorter))
     x, y = task.x[:40], task.y[:40]
     eps = 8 / 255
     names = {"ttc": ["apgd-ce", "apgd-dlr"], "standard": ["apgd-ce", "apgd-t", "fab-t", "square"]}[version]
     adversary = TheirAutoAttack(task.net, attacks=names, version="custom", eps=eps, seed=0, device="cpu")
     adversary.apgd.n_restarts = adversary.fab.n_restarts = 1
+    adversary.square.n_queries = 1500
     adversary.apgd_targeted.n_target_classes = adversary.fab.n_target_classes = 4  # theirs needs more classes than that
     images, _ = adversary.run_standard_evaluation(x, y, batch_size=len(x))
     theirs = task.net(images).argmax(1) != y

@@ -33,7 +33,7 @@ every_attack = pytest.mark.parametrize("attack", EVERY, ids=repr)
 
 @pytest.fixture(autouse=True)
 def _short_autoattack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AutoAttack's logic does not depend on how long its members run; the full lengths run in test_agreement."""
+    """AutoAttack's logic does not depend on how long its members run; longer ones run in test_agreement."""
     members = (
         APGD(steps=8),
         APGD(loss="dlr-targeted", steps=5, targets=2),

@@ -165,6 +165,7 @@ def test_lengths_as_fractions() -> None:
     [
         ("choose one of apgd, autoattack, cw, fab, pgd, square", {"kind": "deepfool"}),
         ("kind None does not exist", {"eps": 0.1}),
+        ("kind ['pgd'] does not exist", {"kind": ["pgd"]}),
         ("it has eps, steps, step_size, loss, random_start", {"kind": "pgd", "stepsize": 1}),
         ("eps is 'four/255'", {"kind": "pgd", "eps": "four/255"}),
         ("eps is '4/0'", {"kind": "pgd", "eps": "4/0"}),

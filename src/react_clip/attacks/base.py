@@ -147,7 +147,7 @@ def from_dict(config: Mapping[str, Any]) -> Attack:
     """
     values = dict(config)
     kind = values.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ReactClipError(f"attack kind {kind!r} does not exist; choose one of {', '.join(names())}")
     known = [f.name for f in fields(_KINDS[kind])]
     unknown = sorted(set(values) - set(known))

@@ -71,8 +71,7 @@ class Problem:
 
     def fork(self, branch: int) -> Problem:
         """The same problem on another branch of the random streams."""
-        # As a tensor, so that the product inside wraps around as 64-bit integers do.
-        return replace(self, keys=noise.fork(self.keys, torch.tensor(branch, device=self.keys.device)))
+        return replace(self, keys=noise.fork(self.keys, branch))
 
     def uniform(self, count: int) -> Tensor:
         """``[n, count]`` numbers uniform in [0, 1), from each image's own stream."""

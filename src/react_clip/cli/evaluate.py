@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.evaluation.run_dir import TABLES
     from react_clip.report.tables import accuracy_table, write_tables
 
-    recipe = Recipe.load(args.recipe).replace(**_overrides(args))
+    recipe = Recipe.load(args.recipe, model=args.model).replace(**_overrides(args))
     folder = args.out or Path("runs") / args.recipe.stem
     place = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from react_clip.attacks import Attack
-from react_clip.defenses import Defense
+from react_clip.defenses import Defense, Undefended
 from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.evaluation.recipe import Recipe
 from react_clip.zeroshot import ZeroShotClassifier
@@ -72,6 +72,8 @@ def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> 
         probes = 2 * defense.probe_samples if defense._needs_drift else 0
         augmented = int(defense.instability and (defense.tau is not None or not defense.lazy))
         return Passes(1 + probes + augmented + defense.views)
+    if isinstance(defense, Undefended):
+        return Passes(1)
     defended = defense(clf, example, seed=0)
     return Passes(int(defended.passes.max()), int(defended.backward_passes.max()))
 

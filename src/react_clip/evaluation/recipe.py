@@ -18,7 +18,7 @@ from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
 from react_clip.attacks import PGD, Attack
-from react_clip.defenses import Defense
+from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import yaml_text
@@ -29,7 +29,6 @@ THREATS = {"oblivious": "the attacker knows CLIP, its weights and its prompts, b
 MEAN = "mean"
 """What the rows over all sets are called; no set may have this name."""
 
-GROUPS = ("downstream", "downstream-9", "imagenet-suite", "all")
 _NOT_IN_NINE = ("eurosat", "caltech256", "food101")
 _KEYS = [
     "title",
@@ -151,7 +150,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values in the recipe's own format; :meth:`from_dict` gives the recipe back."""
         attacks = [{**item.attack.to_dict(), "label": item.label} for item in self.attacks if item.attack is not None]
-        return {
+        values: dict[str, Any] = {
             "title": self.title,
             "paper": self.paper,
             "model": self.model,
@@ -169,6 +168,9 @@ class Recipe:
             "batch": self.batch,
             "self_check": self.self_check,
         }
+        # As JSON and YAML see them: tuples are lists, so that what is read back compares equal.
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
 
     def fingerprint(self) -> str:
         """SHA-256 of the whole configuration."""
@@ -192,15 +194,16 @@ class Recipe:
         return cls(
             datasets=tuple(_names("datasets", values["datasets"])),
             attacks=tuple(item for entry in _entries("attacks", values.get("attacks", [])) for item in _attacks(entry)),
-            defenses=tuple(_defense(entry) for entry in _entries("defenses", values["defenses"])),
+            defenses=tuple(_defense(entry, values["model"]) for entry in _entries("defenses", values["defenses"])),
             store="none" if store is None else store,
             **fields,
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Recipe:
-        """Read a YAML file."""
-        return cls.from_dict(yaml_text.read_mapping(Path(path)))
+    def load(cls, path: str | Path, *, model: str | None = None) -> Recipe:
+        """Read a YAML file; ``model`` replaces the recipe's, and with it what ``calibrated: true`` stands for."""
+        values = yaml_text.read_mapping(Path(path))
+        return cls.from_dict(values if model is None else {**values, "model": model})
 
 
 def fingerprint(values: Any) -> str:
@@ -243,9 +246,14 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     return found
 
 
-def _defense(entry: Any) -> LabelledDefense:
+def _defense(entry: Any, model: Any) -> LabelledDefense:
+    """One entry of the list: a name, or a mapping with its fields; ``calibrated`` starts from what suits the model."""
     values = {"defense": entry} if isinstance(entry, str) else dict(entry)
     label = values.pop("label", None)
+    if values.pop("calibrated", False):
+        if values.get("defense") != ReACT.name:
+            raise ReactClipError(f"defence {_short(values.get('defense'))} cannot be calibrated; only {ReACT.name} can")
+        values = {**ReACT.for_encoder(str(model)).to_dict(), **values}
     if label is not None:
         _check_text("a defence's label", label)
     kind = values.get("defense")

@@ -99,7 +99,7 @@ def run_recipe(
     if recipe.attack_dtype not in (None, recipe.dtype):
         attack_encoder = encoders.load(recipe.model, device=device, dtype=str(recipe.attack_dtype))
     subjects = sets.from_recipe(recipe, encoder, attack_encoder, root, heads, progress)
-    return _run(recipe, subjects, Path(folder), progress=progress, command=shlex.join(sys.argv))
+    return _run(recipe, subjects, Path(folder), progress=progress, command=shlex.join(["react-clip", *sys.argv[1:]]))
 
 
 def _run(
@@ -197,8 +197,11 @@ def _result(
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("react-clip", "torch", "transformers"):
+    from react_clip import __version__
+
+    # Ours by import: a checkout that was never installed has a version too.
+    found = {"python": platform.python_version(), "react-clip": __version__}
+    for package in ("torch", "transformers"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

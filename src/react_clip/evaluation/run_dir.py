@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from react_clip import storage
 from react_clip.errors import ReactClipError
@@ -24,6 +21,8 @@ _LOCK, _LOG, _SHARDS = ".lock", "run.log", "shards"
 @contextmanager
 def opened(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
     """Hold the folder for this process and this recipe; gives the store of its shards."""
+    import fcntl  # not on Windows, where the rest of the package is still of use
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
@@ -57,7 +56,7 @@ def _write_pid(descriptor: int) -> None:
 def _claim(folder: Path, recipe: Recipe) -> None:
     """Write the recipe into a fresh folder; refuse a folder that holds another one."""
     place = folder / RECIPE
-    ours = _plain(recipe.to_dict())
+    ours = recipe.to_dict()
     if not place.exists():
         if taken := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
             raise ReactClipError(f"{folder} has a {taken[0]} but no {RECIPE}; choose another --out")
@@ -73,12 +72,6 @@ def _claim(folder: Path, recipe: Recipe) -> None:
             f"{folder} holds the run {theirs.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
             f"{', '.join(keys) or 'keys'}); choose another --out"
         )
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON sees them: tuples are lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))
-    return plain
 
 
 def _sweep(folder: Path, store: ShardStore) -> None:

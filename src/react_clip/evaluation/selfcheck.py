@@ -82,6 +82,6 @@ def insist(check: SelfCheck) -> None:
         raise ReactClipError(
             f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} "
             f"({fall}), the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is "
-            "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for a tower "
-            "finetuned to be robust (finished work is kept)"
+            "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for "
+            "a tower finetuned to be robust (finished work is kept)"
         )

@@ -1,8 +1,8 @@
 """The store of a run: finished pieces of work, each one file that is there whole or not at all.
 
-A shard is a safetensors file. Its header says what it was computed from (``about``) and carries the SHA-256 of its
-tensors. Reading compares both, so that a truncated file, a flipped bit or a shard of other weights, data or settings is
-never mistaken for a result: it is reported in the log and computed again.
+A shard is a safetensors file. Its header (one JSON text, ``react-clip``) says what it was computed from and carries the
+SHA-256 of its tensors. Reading compares both, so that a truncated file, a flipped bit or a shard of other weights, data
+or settings is never mistaken for a result: it is reported in the log and computed again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ log = logging.getLogger("react_clip.evaluation")
 
 Tensors = dict[str, Tensor]
 _FORMAT = "react-clip shard 1"
+_HEADER = "react-clip"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class ShardStore:
             shard, found = _read(place)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("%s is damaged (%s); it is computed again", place, reason)
             return None
@@ -66,8 +67,9 @@ class ShardStore:
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
         digest = _digest(tensors)
         header = {"format": _FORMAT, "about": _canonical(about), "sha256": digest, "note": note}
+        # One entry, because safetensors writes several in no fixed order: the same content is to be the same file.
         # Serialised in memory and written by Python, so that a full disk is an OSError like any other.
-        content = save(tensors, header)
+        content = save(tensors, {_HEADER: _canonical(header)})
         with storage.atomic_path(self._place(path)) as temporary:
             temporary.write_bytes(content)
         return Shard(tensors, digest)
@@ -101,10 +103,10 @@ def _read(place: Path) -> tuple[Shard, str]:
     if not place.is_file():
         raise FileNotFoundError
     with safe_open(place, framework="pt") as stored:
-        header = stored.metadata() or {}
+        header = json.loads((stored.metadata() or {})[_HEADER])
         tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
-    if header.get("format") != _FORMAT:
-        raise ValueError(f"its format is {header.get('format')!r}, not {_FORMAT!r}")
+    if header["format"] != _FORMAT:
+        raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
     if _digest(tensors) != header["sha256"]:
         raise ValueError("its content does not match its hash")
     return Shard(tensors, header["sha256"]), header["about"]

@@ -1,0 +1,352 @@
+"""Recipes over folders of photos: classes, several sets, the command line and its validation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evaluation_toys import CLASSES, ToyEncoder, ToyWithText, toy_classifier, toy_photos, write_head, write_photos
+from safetensors import safe_open
+
+import react_clip as rc
+from react_clip import data, encoders
+from react_clip.cli import evaluate as command
+from react_clip.encoders.base import resolve_dtype
+from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
+from react_clip.evaluation.classes import class_source
+from react_clip.evaluation.cost import Passes, attack_cost, defense_cost, set_cost
+from react_clip.evaluation.images import read_pixels
+from react_clip.evaluation.store import ShardStore
+
+RECIPE = """
+title: Toys
+model: toy
+datasets: [toys, others]
+attacks: [clean, {kind: pgd, steps: 10, eps: 1/255}]
+defenses: [undefended, {defense: react, views: 2, label: ReACT small}]
+batch: 8
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe, two sets and a head for each; every model name loads the toy."""
+    (tmp_path / "toys.yaml").write_text(RECIPE)
+    write_photos(tmp_path / "data", "toys")
+    write_photos(tmp_path / "data", "others", count=15, seed=1)
+    for name in ("toys", "others"):
+        write_head(tmp_path / "heads" / f"{name}.npz")
+
+    def load(name: str, **options: Any) -> encoders.Encoder:
+        if name == "missing":
+            raise rc.ReactClipError("no model is called 'missing'; choose another")
+        encoder = ToyWithText() if name == "toy-text" else ToyEncoder()
+        encoder.tower.to(resolve_dtype(options["dtype"]))
+        return encoder
+
+    monkeypatch.setattr(encoders, "load", load)
+    monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["evaluate", "toys.yaml", "--data", "data", "--heads", "heads", *args])
+    code = options.run(options)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[str], rows_of: Any) -> None:
+    code, out, err = call("--quiet", capsys=capsys)
+    assert code == 0
+    assert "| ReACT small |" in out
+    assert "oblivious" in out
+    assert err == ""
+    folder = place / "runs" / "toys"
+    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "per_image.parquet", "result.json", "tables"}
+    result = EvaluationResult.load(folder / "result.json")
+    assert [info.name for info in result.sets] == ["toys", "others"]
+    assert [info.class_source for info in result.sets] == ["head toys.npz", "head others.npz"]
+    assert result.sets[0].fingerprint == data.load("toys", root=place / "data").fingerprint()
+    assert {row["dataset"] for row in rows_of(folder)} == {"toys", "others"}
+    for mean in result.select(dataset="mean"):
+        parts = result.select(attack=mean.attack, defense=mean.defense)[:2]
+        expected = metrics.mean_over_sets([part.accuracy for part in parts], [part.n for part in parts])
+        assert (mean.accuracy, mean.low, mean.high) == (expected.value, expected.low, expected.high)
+        assert mean.n == 35
+
+
+def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any) -> None:
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
+    run_recipe(recipe, "a", root=place / "data", heads=place / "heads", progress=False)
+    dataset = data.load("toys", root=place / "data")
+    pixels = read_pixels(dataset, 32).float() / 255
+    attacks = {item.label: item.attack for item in recipe.attacks if item.attack}
+    defenses = {item.label: item.defense for item in recipe.defenses}
+    evaluate(
+        toy_classifier(),
+        defenses,
+        (pixels, torch.tensor(dataset.labels)),
+        attacks=attacks,
+        run_dir="b",
+        batch=8,
+        progress=False,
+    )
+    evaluate(toy_classifier(), defenses, dataset, attacks=attacks, run_dir="c", batch=8, progress=False)
+    first, second, third = (rows_of(place / name) for name in "abc")
+    for row in (*first, *second, *third):
+        del row["dataset"]
+    assert first == second == third
+
+
+def test_json_is_the_result_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--json", "--quiet", "--datasets", "toys", "--limit", "10", "--draws", "2", "--batch", "4", "--out", "o")
+    code, out, _ = call(*options, capsys=capsys)
+    assert code == 0
+    result = json.loads(out)
+    assert out == (place / "o" / "result.json").read_text()
+    assert result["recipe"]["datasets"] == ["toys"]
+    assert (result["recipe"]["limit"], result["draws"], result["recipe"]["batch"]) == (10, 2, 4)
+    assert result["sets"][0]["images"] == 10
+    assert any("took 10 of 20" in note for note in result["sets"][0]["notes"])
+    assert result["command"]
+
+
+def test_the_bar_goes_to_stderr_and_reaches_its_end(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call("--datasets", "toys", "--json", capsys=capsys)
+    assert code == 0
+    json.loads(out)
+    assert "toys:" in err
+    assert "100%" in err
+
+
+def test_validate_counts_and_promises(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call("--validate", capsys=capsys)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "toys: 20 images, 5 classes, head toys.npz"
+    # Clean: 1 plain + 1 undefended + (1 + 2 + 1 + 2) ReACT; attacked: 11 for PGD-10, and the same again.
+    assert lines[2] == f"cost: at most {35 * (8 + 11 + 8):,} forward and {35 * 10:,} backward passes"
+    assert not (place / "runs").exists()
+    code, out, _ = call("--validate", "--json", capsys=capsys)
+    assert json.loads(out)["forward_passes"] == 35 * 27
+    assert json.loads(out)["ok"] is True
+
+
+def test_the_cost_bounds_what_a_run_spends(place: Path, rows_of: Any) -> None:
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
+    promised = validate(recipe, "r", root=place / "data", heads=place / "heads")
+    run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    rows = rows_of(place / "r")
+    spent = sum(row["passes"] for row in rows) + sum(row["queries"] for row in rows if row["defense"] == "undefended")
+    assert spent <= promised.forward_passes
+    files = [path for path in (place / "r").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= promised.disk_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "missing"), "no model is called 'missing'"),
+        (("--datasets", "toys,nothing"), "data set 'nothing' is not known, .* known are cifar10"),
+        (("--datasets", "folder:nowhere"), "nowhere is not a folder"),
+    ],
+)
+def test_validate_finds_what_is_missing(
+    place: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    code, _, err = call("--validate", *options, capsys=capsys)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert re.search(message, line)
+
+
+def test_validate_collects_all_problems(place: Path) -> None:
+    write_head(place / "heads" / "toys.npz", name="fruit")
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys", "nothing", "others"))
+    report = validate(recipe, "runs", root=place / "data", heads=place / "heads")
+    assert not report.ok
+    assert [bool(one.problem) for one in report.sets] == [True, True, False]
+    assert "the head knows 0 of the 5 classes" in report.problems[0]
+    assert len(report.problems) == 2
+
+
+def test_validate_looks_at_the_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    recipe = Recipe.load(place / "toys.yaml")
+    report = validate(recipe, place / "deep" / "er", root=place / "data", heads=place / "heads")
+    assert "but 0.0 MB are free; free some" in report.problems[0]
+
+
+def test_class_features_come_from_head_prompts_or_train_photos(place: Path) -> None:
+    dataset = data.load("toys", root=place / "data")
+    root, heads = place / "data", place / "heads"
+    assert class_source(ToyEncoder(), dataset, heads, root).description == "head toys.npz"
+    prompts = class_source(ToyWithText(), dataset, None, root)
+    assert prompts.description == "prompts (This is a photo of a {}.)"
+    clf, _ = prompts.classifier(ToyWithText())
+    assert torch.equal(clf.class_features, torch.eye(CLASSES))
+    with pytest.raises(rc.ReactClipError, match=r"no text tower, and there is neither toys\.npz .* nor photos in"):
+        class_source(ToyEncoder(), dataset, None, root)
+    write_photos(root, "toys", "train", count=50, seed=9)
+    train = class_source(ToyEncoder(), dataset, None, root)
+    assert train.description == "mean features of 50 train photos"
+    clf, aligned = train.classifier(ToyEncoder())
+    assert clf.names == aligned.class_names == dataset.class_names
+    assert aligned.labels == dataset.labels
+    pixels, labels = toy_photos(50, seed=9)
+    sums = torch.zeros(CLASSES, CLASSES).index_add(0, labels, ToyEncoder()(pixels))
+    assert torch.allclose(clf.class_features, sums / sums.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+def test_train_folders_may_be_called_otherwise_than_the_classes(place: Path) -> None:
+    """Flowers102's folders are ``001.pink primrose`` here and ``001`` in the registry."""
+    names = data.get("flowers102").class_names
+    for split, seed in (("test", 0), ("train", 9)):
+        write_photos(place / "data", "flowers102", split, seed=seed)
+        for number in range(CLASSES):
+            folder = place / "data" / "flowers102" / split
+            (folder / f"class_{number}").rename(folder / f"{number + 1:03d}.{names[number]}")
+    dataset = data.load("flowers102", root=place / "data")
+    clf, aligned = class_source(ToyEncoder(), dataset, None, place / "data").classifier(ToyEncoder())
+    assert clf.names == names[:CLASSES]
+    assert [clf.names[label] for label in aligned.labels] == [names[label] for label in dataset.labels]
+
+
+def test_a_head_that_does_not_fit_is_refused(place: Path) -> None:
+    dataset = data.load("toys", root=place / "data")
+    for head, message in (
+        ({"name": "fruit"}, "the head knows 0 of the 5 classes of toys"),
+        ({"dim": 7}, "features of dimension 7; 'toy' needs 5"),
+    ):
+        write_head(place / "heads" / "toys.npz", **head)
+        with pytest.raises(rc.ReactClipError, match=message):
+            class_source(ToyEncoder(), dataset, place / "heads", place / "data")
+
+
+def test_a_head_that_lacks_a_class_drops_its_photos(place: Path) -> None:
+    write_head(place / "heads" / "toys.npz", classes=4)
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",), limit=14)
+    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    assert result.sets[0].images == 14
+    assert (result.sets[0].classes, result.sets[0].notes[0][:16]) == (4, "dropped 4 photos")
+
+
+def test_duplicate_class_names_are_a_tie_not_an_error(place: Path) -> None:
+    folders = [f"class_{number}" for number in range(CLASSES)]
+    features = torch.eye(CLASSES).numpy()
+    np.savez(place / "heads" / "toys.npz", names=["thing"] * CLASSES, folders=folders, features=features)
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
+    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    assert result.sets[0].classes == CLASSES
+
+
+def test_a_classifier_in_another_order_is_refused(place: Path) -> None:
+    dataset = data.load("toys", root=place / "data")
+    encoder, names = ToyEncoder(), list(reversed(dataset.class_names))
+    turned = rc.ZeroShotClassifier.from_features(encoder, names, torch.eye(CLASSES))
+    with pytest.raises(rc.ReactClipError, match="in another order"):
+        evaluate(turned, [rc.Undefended()], dataset, run_dir="r", progress=False)
+    fewer = rc.ZeroShotClassifier.from_features(encoder, names[:3], torch.eye(CLASSES)[:3])
+    with pytest.raises(rc.ReactClipError, match="3 classes and toys has 5"):
+        evaluate(fewer, [rc.Undefended()], dataset, run_dir="r", progress=False)
+
+
+def test_a_failing_set_keeps_the_finished_ones(place: Path) -> None:
+    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys", "nothing"))
+    with pytest.raises(rc.ReactClipError, match="'nothing' is not known"):
+        run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    before = {path: path.stat().st_mtime_ns for path in (place / "r" / "shards").rglob("*.safetensors")}
+    assert before
+    write_photos(place / "data", "nothing", count=10, seed=2)
+    write_head(place / "heads" / "nothing.npz")
+    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    assert len(result.sets) == 2
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_the_attacked_encoder_may_have_another_precision(place: Path) -> None:
+    recipe = Recipe.load(place / "toys.yaml").replace(
+        datasets=("toys",), dtype="bf16", attack_dtype="fp32", model="toy-text"
+    )
+    result = run_recipe(recipe, "r", root=place / "data", progress=False)
+    assert (result.dtype, result.attack_dtype) == ("bf16", "fp32")
+    assert result.sets[0].class_source.startswith("prompts")
+    shard = next((place / "r" / "shards").glob("toys/pgd*/images/*.safetensors"))
+    with safe_open(shard, framework="pt") as stored:
+        about = json.loads(json.loads(stored.metadata()["react-clip"])["about"])
+    assert about["model"] != about["attacked_model"]
+
+
+class Ledger:
+    """A progress bar that keeps the books."""
+
+    def __init__(self) -> None:
+        self.passes = self.skipped = 0
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def done(self, passes: int) -> None:
+        self.passes += passes
+
+    def skip(self, passes: int) -> None:
+        self.skipped += passes
+
+
+def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
+    recipe = Recipe.from_dict(
+        {
+            "model": "toy",
+            "datasets": ["data"],
+            "attacks": [{"kind": "pgd", "eps": ["1/255", "2/255"]}, {"kind": "apgd", "steps": 5}],
+            "defenses": ["undefended", "aom", "react"],
+            "batch": 16,
+        }
+    )
+    clf = toy_classifier()
+    subject = sets.from_data(clf, clf, toy_photos(), progress=False)
+    costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
+    planned = set_cost(recipe, len(subject), 32, costs).passes.work
+    for resumed in (False, True):
+        ledger: Any = Ledger()
+        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, ledger).run()
+        assert ledger.passes + ledger.skipped == planned
+        assert (ledger.passes == 0) == resumed
+
+
+def test_costs_are_those_of_the_protocol() -> None:
+    clf, example = toy_classifier(), toy_photos(1)[0]
+    for guard, forward in (
+        (rc.Undefended(), 1),
+        (rc.ReACT(), 14),
+        (rc.defenses.AOM(), 11),
+        (rc.defenses.DefendCLIP(), 31),
+    ):
+        assert defense_cost(guard, clf, example) == Passes(forward)
+    assert attack_cost(rc.attacks.PGD(steps=100)) == Passes(101, 100)
+    assert attack_cost(rc.attacks.Square(queries=50)) == Passes(52)
+
+    class TwoBackward:
+        """A defence nobody has heard of."""
+
+        name = "unheard"
+
+        def __call__(self, clf: Any, images: Any, seed: Any = 0) -> Any:
+            return SimpleNamespace(passes=torch.tensor([5]), backward_passes=torch.tensor([2]))
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"defense": self.name}
+
+    assert defense_cost(TwoBackward(), clf, example) == Passes(5, 2)

@@ -1,0 +1,177 @@
+"""Kills, races, full disks and damaged files: a run goes on where it was and ends with the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import evaluation_toys
+import pytest
+import torch
+from evaluation_toys import toy_run
+
+import react_clip as rc
+from react_clip.evaluation import EvaluationResult, run_dir
+from react_clip.evaluation.recipe import Recipe
+from react_clip.evaluation.store import ShardStore
+
+
+def program(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, evaluation_toys.__file__, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def numbers(result: EvaluationResult) -> dict[str, Any]:
+    values = dataclasses.asdict(result)
+    del values["created"]
+    return values
+
+
+def assert_same(folder: Path, finished: tuple[Path, EvaluationResult], rows_of: Any) -> None:
+    assert rows_of(folder) == rows_of(finished[0])
+    assert repr(numbers(EvaluationResult.load(folder / "result.json"))) == repr(numbers(finished[1]))
+    assert not list(folder.rglob("*.part"))
+
+
+def test_killed_again_and_again_it_ends_with_the_same_numbers(finished: Any, rows_of: Any, tmp_path: Path) -> None:
+    ended = program("kill", tmp_path / "run", 8)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended -9") >= 4, "the children were to be killed, not to finish"
+    assert_same(tmp_path / "run", finished, rows_of)
+
+
+def test_of_two_runs_on_one_folder_one_is_refused(finished: Any, rows_of: Any, tmp_path: Path) -> None:
+    ended = program("race", tmp_path / "run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "is in use by process" in ended.stderr
+    assert_same(tmp_path / "run", finished, rows_of)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_finished(finished: Any, rows_of: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = program("starve", folder, 20_000)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert "cannot write" in ended.stderr
+    assert "free some space or choose another place" in ended.stderr
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    assert len(kept) >= 5
+    toy_run(folder)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "finished shards must not be computed again"
+    assert_same(folder, finished, rows_of)
+
+
+def test_the_lock_names_its_holder(tmp_path: Path) -> None:
+    toy_run(tmp_path, attacks=[], draws=1)
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    refused = pytest.raises(rc.ReactClipError, match=rf"is in use by process {os.getpid()}; .* another --out")
+    with run_dir.opened(tmp_path, recipe), refused:
+        toy_run(tmp_path, attacks=[], draws=1)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "truncated": lambda path, _: path.write_bytes(path.read_bytes()[:-7]),
+    "emptied": lambda path, _: path.write_bytes(b""),
+    "flipped in its numbers": lambda path, _: flip(path, -3),
+    "flipped in its header": lambda path, _: flip(path, 40),
+    "flipped in its length": lambda path, _: flip(path, 3),
+    "replaced by text": lambda path, _: path.write_text("hello, I am not a shard"),
+    "replaced by another shard": lambda path, other: shutil.copy(other, path),
+}
+
+
+@pytest.fixture(scope="module")
+def copy_to_damage(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(finished[0], tmp_path_factory.mktemp("damaged") / "run"))
+
+
+@pytest.mark.parametrize("kind", ["images", "react/draw-1", "plain"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_noticed_and_computed_again(
+    kind: str, damage: str, copy_to_damage: Path, finished: Any, rows_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = "clean" if kind == "plain" else "pgd-10*"
+    path, other = sorted(copy_to_damage.glob(f"shards/data/{group}/{kind}/*.safetensors"))[1:3]
+    before = path.read_bytes()
+    DAMAGES[damage](path, other)
+    with caplog.at_level(logging.WARNING):
+        toy_run(copy_to_damage)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert str(path) in warnings[0]
+    assert "computed again" in warnings[0]
+    assert path.read_bytes() == before
+    assert_same(copy_to_damage, finished, rows_of)
+    assert "computed again" in (copy_to_damage / "run.log").read_text()
+
+
+def test_a_finished_run_is_read_back_without_the_encoder(
+    copy_to_damage: Path, finished: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("nothing is left to encode")
+
+    monkeypatch.setattr(evaluation_toys.ToyEncoder, "_image_features", refuse)
+    toy_run(copy_to_damage)
+    assert_same(copy_to_damage, finished, rows_of)
+
+
+def test_leftovers_of_a_killed_run_are_swept(copy_to_damage: Path) -> None:
+    leftovers = [copy_to_damage / ".result.json.abc.part", copy_to_damage / "shards/data/.000000.safetensors.x.part"]
+    for path in leftovers:
+        path.write_text("half of something")
+    toy_run(copy_to_damage)
+    assert not any(path.exists() for path in leftovers)
+
+
+def test_another_recipe_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    toy_run(tmp_path, attacks=[], draws=1, title="first")
+    with pytest.raises(
+        rc.ReactClipError, match=r"holds the run 'first', .* not 'second' .*draws.*; choose another --out"
+    ):
+        toy_run(tmp_path, attacks=[], draws=2, title="second")
+
+
+def test_other_data_or_weights_are_not_mistaken_for_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy_run(tmp_path, attacks=[], draws=1)
+    with caplog.at_level(logging.WARNING):
+        again = toy_run(tmp_path, attacks=[], draws=1, data=evaluation_toys.toy_photos(seed=1))
+    assert "computed from something else (other data" in caplog.text
+    fresh = toy_run(tmp_path.with_name("fresh"), attacks=[], draws=1, data=evaluation_toys.toy_photos(seed=1))
+    assert repr(again.rows) == repr(fresh.rows)
+
+
+def test_a_damaged_recipe_is_one_line(tmp_path: Path) -> None:
+    toy_run(tmp_path, attacks=[], draws=1)
+    (tmp_path / "recipe.yaml").write_text("title: [")
+    with pytest.raises(rc.ReactClipError, match="remove it to continue, or choose another --out"):
+        toy_run(tmp_path, attacks=[], draws=1)
+    (tmp_path / "recipe.yaml").unlink()
+    with pytest.raises(rc.ReactClipError, match=r"has a result\.json but no recipe\.yaml"):
+        toy_run(tmp_path, attacks=[], draws=1)
+
+
+def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rc.ReactClipError, match="choose another --out"):
+        toy_run(tmp_path / "file" / "run", attacks=[], draws=1)
+
+
+def test_labels_cannot_leave_the_folder(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path / "shards")
+    store.write(("folder:../../up", "..", "/etc"), {}, {"x": torch.zeros(1)})
+    assert all(path.is_relative_to(tmp_path / "shards") for path in tmp_path.rglob("*.safetensors"))
+    assert len(list((tmp_path / "shards").rglob("*.safetensors"))) == 1
