@@ -1,7 +1,7 @@
 """Make the label bank that ships in the package: mean image features of labelled photos, plain names, groups.
 
-    python tools/make_label_bank.py data/ --heads heads/ --photo-features /tmp/photos.safetensors
-    python tools/make_label_bank.py data/ --heads heads/ --photo-features /tmp/photos.safetensors \
+    python tools/make_label_bank.py data/ --heads heads/ --photo-features photos.safetensors
+    python tools/make_label_bank.py data/ --heads heads/ --photo-features photos.safetensors \
         --measure benchmarks/results/label-bank.json
 
 DATA_DIR holds ``<set>/train/<class>/*`` (and ``<set>/test`` for --measure). HEADS_DIR holds ``<set>.npz`` files, of
