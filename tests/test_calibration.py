@@ -81,6 +81,10 @@ def test_a_calibration_file_is_a_configuration(result: Calibration, tmp_path: Pa
     path = tmp_path / "calibration.json"
     result.save(path)
     assert rc.ReACT.load(path) == result.config
+    assert Calibration.load(path) == result
+    result.config.save(tmp_path / "config.json")
+    with pytest.raises(rc.ReactClipError, match="is no calibration of version 1"):
+        Calibration.load(tmp_path / "config.json")
     written = json.loads(path.read_text())
     assert len(written["points"]) == 2
     assert set(written["fits"]) >= {"linear"}

@@ -75,6 +75,24 @@ class Calibration:
         """Write the calibration as JSON."""
         storage.write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
 
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration back, points and all; :meth:`ReACT.load` reads its defence alone."""
+        config = ReACT.load(path)
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data.get("calibration_version") != CALIBRATION_VERSION:
+            raise ReactClipError(
+                f"{path} is no calibration of version {CALIBRATION_VERSION}; run `react-clip calibrate` again"
+            )
+        return cls(
+            config=config,
+            points=tuple(CalibrationPoint(**point) for point in data["points"]),
+            fits={name: mappings.from_dict(fit) for name, fit in data["fits"].items()},
+            clean_pass=data["clean_pass"],
+            clean_images=data["clean_images"],
+            provenance=data["provenance"],
+        )
+
 
 def calibrate(
     clf: ZeroShotClassifier,
@@ -109,7 +127,7 @@ def calibrate(
         provenance: what to write down about model and data.
         progress: called after every batch.
     """
-    base = base or ReACT()
+    base = (base or ReACT()).replace(max_batch=max(batch, ReACT().max_batch))
     if mapping not in _FITTERS:
         raise ReactClipError(f"mapping {mapping!r} is unknown; choose one of {', '.join(_FITTERS)}")
     if len(set(budgets)) < 2:
@@ -132,7 +150,8 @@ def calibrate(
     if mapping not in fits:
         raise ReactClipError(f"the {mapping} curve does not fit these points; use mapping='linear' or more photos")
     return Calibration(
-        config=base.replace(mapping=fits[mapping], tau=tau),
+        # How many views fit into one call is this machine's business, not the encoder's.
+        config=base.replace(mapping=fits[mapping], tau=tau, max_batch=ReACT().max_batch),
         points=tuple(points),
         fits=fits,
         clean_pass=clean_pass,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from react_clip import ReACT, ReactClipError, __version__, data
+from react_clip import ReactClipError, __version__, data
 from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
 from react_clip.cli.common import Subparsers, add_model_options, load_encoder, new_command, notice
 from react_clip.evaluation.classes import class_source
@@ -64,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
             clf,
             pixels,
             torch.tensor(photos.labels),
-            base=ReACT(max_batch=max(64, args.batch)),
             mapping=args.mapping,
             sigmas=sigmas,
             steps=args.steps,

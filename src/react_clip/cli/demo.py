@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip import Defended, ReactClipError, Undefended, ZeroShotClassifier
+from react_clip import Defended, ReACT, ReactClipError, Undefended, ZeroShotClassifier
 from react_clip.attacks import PGD
 from react_clip.cli.common import (
     Subparsers,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         PhotoStory(path.name, pixels[i].cpu(), [scene.of(i) for scene in scenes]) for i, path in enumerate(files)
     ]
     page = args.out / "index.html"
-    write_page(page, stories, model=encoder.name, guard=repr(guard), steps=args.steps, classes=len(clf.names))
+    write_page(page, stories, model=encoder.name, guard=_summary(guard), steps=args.steps, classes=len(clf.names))
     if args.json:
         print(json.dumps({"page": str(page), "photos": [as_json(story) for story in stories]}, indent=2))
     else:
@@ -78,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
         print("\nThese attacks do not know the defence; an attacker who does can defeat it.")
         print(f"Page with the photos and perturbations: {page.resolve()}")
     return 0
+
+
+def _summary(guard: ReACT) -> str:
+    """The constants that matter to a reader, in one line."""
+    return f"ReACT with tau = {guard.tau:g}, sigma = {guard.mapping}, alpha = {guard.alpha:g}, M = {guard.views}"
 
 
 def bundled_photos() -> list[Path]:

@@ -96,7 +96,7 @@ def _card(story: PhotoStory, scene: Scene) -> str:
     if scene.eps:
         magnified = ((scene.pixels - story.pixels) * 255 / scene.eps / 2 + 0.5).clamp(0, 1)
         pictures += _picture(magnified, f"the perturbation, magnified {255 / scene.eps / 2:.0f} times")
-    instability = "not needed" if math.isnan(scene.instability) else f"{scene.instability:.3f}"
+    instability = "\u2013" if math.isnan(scene.instability) else f"{scene.instability:.3f}"
     values = {
         "r": f"{scene.drift:.3f}",
         "J": instability,
