@@ -34,9 +34,14 @@ def calibration_figure(result: Calibration) -> Figure:
     for point in result.points:
         axes.plot(point.mean_drift, point.best_sigma, marker="*", markersize=11, color="#222222", linestyle="none")
         axes.annotate(
-            f"{point.eps * 255:g}/255", (point.mean_drift, point.best_sigma), xytext=(0, -15),
-            textcoords="offset points", ha="center", fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-        )  # fmt: skip
+            f"{point.eps * 255:g}/255",
+            (point.mean_drift, point.best_sigma),
+            xytext=(0, -15),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+        )
     axes.set_xlim(0, 1.5 * max(drifts))
     axes.set_ylim(0, 1.15 * top)
     axes.set_xlabel("mean relative cross-noise drift r")
