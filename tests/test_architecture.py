@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
-    *("errors", "storage", "functional", "mappings", "noise", "augment", "preprocess", "encoders", "bank", "zeroshot"),
-    *("defenses", "attacks", "calibration", "data", "evaluation", "report", "serve", "cli", "__main__"),
+    *("errors", "optional", "storage", "functional", "mappings", "noise", "augment", "preprocess", "encoders", "bank"),
+    *("zeroshot", "defenses", "attacks", "calibration", "data", "evaluation", "report", "serve", "cli", "__main__"),
 ]
 FORBIDDEN = {
     "serve": {"attacks", "evaluation"},

@@ -5,26 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from react_clip import Defended
 from react_clip.cli.common import (
+    PhotoReader,
     Subparsers,
     add_label_options,
     add_model_options,
+    add_photo_argument,
     build_classifier,
     build_guard,
-    expand_inputs,
     load_encoder,
     new_command,
-    read_batches,
 )
-
-_BATCH = 32
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -36,7 +31,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         summary="Name what is on photos, defended against adversarial perturbations.",
         example="react-clip classify holiday/ --labels 'beach, mountain, city'",
     )
-    parser.add_argument("photos_in", nargs="+", type=Path, metavar="PHOTO", help="image files or folders of them")
+    add_photo_argument(parser)
     parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
     add_model_options(parser)
     add_label_options(parser)
@@ -44,28 +39,20 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches; a file that cannot be read costs one line, not the job."""
-    files = expand_inputs(args.photos_in)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
+    reader = PhotoReader(args, encoder)
     rows: list[dict[str, Any]] = []
-    failed: list[dict[str, str]] = []
-
-    def on_error(path: Path, reason: str) -> None:
-        failed.append({"file": str(path), "error": reason})
-        tqdm.write(f"react-clip: {reason}", file=sys.stderr)
-
-    with tqdm(total=len(files), unit="photo", disable=args.quiet or None) as bar:
-        for paths, pixels in read_batches(files, encoder.image_size, _BATCH, on_error):
-            rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))
-            bar.update(len(paths))
+    for paths, pixels in reader:
+        rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))
     if args.json:
-        print(json.dumps({"results": rows, "errors": failed}, indent=2))
+        print(json.dumps({"results": rows, "errors": reader.failed}, indent=2))
     else:
         for row in rows:
             answers = ", ".join(f"{answer['label']} {answer['probability']:.0%}" for answer in row["answers"])
             print(f"{row['file']}: {answers}{'  [corrected]' if row['gated'] else ''}")
-    return 2 if failed else 0
+    return reader.exit_code
 
 
 def describe(paths: list[Path], out: Defended, top: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from react_clip import ReACT, ReactClipError, ZeroShotClassifier, load, pull
 from react_clip.bank import LabelBank
@@ -55,6 +56,13 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
     group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
+
+
+def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
+    """The photos a command works on."""
+    parser.add_argument(
+        "photos_in", nargs=nargs, type=Path, metavar="PHOTO", help=f"image files or folders of them{note}"
+    )
 
 
 def notice(args: argparse.Namespace, line: str) -> None:
@@ -128,18 +136,37 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_batches(
-    files: Sequence[Path], size: int, batch: int, on_error: Callable[[Path, str], None]
-) -> Iterator[tuple[list[Path], Tensor]]:
-    """Readable photos as pixel batches; each unreadable one is handed to ``on_error`` and left out."""
-    for start in range(0, len(files), batch):
-        good: list[Path] = []
-        pixels: list[Tensor] = []
-        for path in files[start : start + batch]:
-            try:
-                pixels.append(to_pixels(path, size))
-                good.append(path)
-            except ReactClipError as error:
-                on_error(path, str(error))
-        if good:
-            yield good, torch.stack(pixels)
+class PhotoReader:
+    """Photos as pixel batches under a progress bar; one that cannot be read costs one line, not the job."""
+
+    def __init__(self, args: argparse.Namespace, encoder: Encoder, *, batch: int = 32) -> None:
+        self._files = expand_inputs(args.photos_in)
+        self._size = encoder.image_size
+        self._batch = batch
+        self._quiet = args.quiet
+        self.failed: list[dict[str, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[tuple[list[Path], Tensor]]:
+        with tqdm(total=len(self._files), unit="photo", disable=self._quiet or None) as bar:
+            for start in range(0, len(self._files), self._batch):
+                chunk = self._files[start : start + self._batch]
+                good = [(path, pixels) for path in chunk if (pixels := self._read(path)) is not None]
+                if good:
+                    yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
+                bar.update(len(chunk))
+
+    @property
+    def exit_code(self) -> int:
+        """2 if any photo could not be read."""
+        return 2 if self.failed else 0
+
+    def _read(self, path: Path) -> Tensor | None:
+        try:
+            return to_pixels(path, self._size)
+        except ReactClipError as error:
+            self.failed.append({"file": str(path), "error": str(error)})
+            tqdm.write(f"react-clip: {error}", file=sys.stderr)
+            return None

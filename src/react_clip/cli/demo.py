@@ -19,6 +19,7 @@ from react_clip.cli.common import (
     Subparsers,
     add_label_options,
     add_model_options,
+    add_photo_argument,
     build_classifier,
     build_guard,
     expand_inputs,
@@ -47,9 +48,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         summary="Attack photos at four strengths; show what CLIP and defended CLIP say, in the terminal and on a page.",
         example="react-clip demo my.jpg --labels 'cat, dog, teapot'",
     )
-    parser.add_argument(
-        "photos_in", nargs="*", type=Path, metavar="PHOTO", help="your photos (bundled ones by default)"
-    )
+    add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     add_model_options(parser)

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from react_clip import ReactClipError
 from react_clip.cli.common import (
+    PhotoReader,
     Subparsers,
     add_label_options,
     add_model_options,
+    add_photo_argument,
     build_classifier,
     build_guard,
-    expand_inputs,
     load_encoder,
     new_command,
     notice,
-    read_batches,
 )
 from react_clip.storage import atomic_path, write_text
-
-_BATCH = 32
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -40,7 +36,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         summary="Write defended unit features of photos to .npy or .safetensors (labels only serve the gate).",
         example="react-clip embed photos/ --out features.safetensors",
     )
-    parser.add_argument("photos_in", nargs="+", type=Path, metavar="PHOTO", help="image files or folders of them")
+    add_photo_argument(parser)
     parser.add_argument(
         "--out", type=Path, required=True, help="features.npy (+ .files.json beside it) or .safetensors"
     )
@@ -52,26 +48,19 @@ def run(args: argparse.Namespace) -> int:
     """Embed in batches; a file that cannot be read costs one line and its row, not the job."""
     if args.out.suffix not in (".npy", ".safetensors"):
         raise ReactClipError(f"--out is {args.out}; its name must end in .npy or .safetensors")
-    files = expand_inputs(args.photos_in)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
+    reader = PhotoReader(args, encoder)
     done: list[str] = []
-    failed: list[str] = []
     features: list[Tensor] = []
-
-    def on_error(path: Path, reason: str) -> None:
-        failed.append(str(path))
-        tqdm.write(f"react-clip: {reason}", file=sys.stderr)
-
-    with tqdm(total=len(files), unit="photo", disable=args.quiet or None) as bar:
-        for paths, pixels in read_batches(files, encoder.image_size, _BATCH, on_error):
-            features.append(guard(clf, pixels, seed=args.seed).features.cpu())
-            done += [str(path) for path in paths]
-            bar.update(len(paths))
+    for paths, pixels in reader:
+        features.append(guard(clf, pixels, seed=args.seed).features.cpu())
+        done += [str(path) for path in paths]
     if not done:
-        raise ReactClipError(f"none of the {len(files)} files could be read; nothing was written")
+        raise ReactClipError(f"none of the {len(reader)} files could be read; nothing was written")
     write_features(args.out, torch.cat(features), done, encoder.name)
+    failed = [failure["file"] for failure in reader.failed]
     summary = {"out": str(args.out), "photos": len(done), "failed": failed, "dim": encoder.dim}
     if args.json:
         print(json.dumps(summary))
@@ -79,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         notice(
             args, f"{len(done)} x {encoder.dim} features in {args.out}" + (f", {len(failed)} failed" if failed else "")
         )
-    return 2 if failed else 0
+    return reader.exit_code
 
 
 def write_features(path: Path, features: Tensor, files: list[str], model: str) -> None:

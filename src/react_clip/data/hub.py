@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from react_clip.data.dataset import ImageDataset
-from react_clip.data.optional import require
 from react_clip.data.spec import DatasetSpec
 from react_clip.data.tagged import Tagged, build
 from react_clip.errors import ReactClipError
+from react_clip.optional import require
 
 LABELS = ("label", "labels", "fine_label", "cls", "class")
 
@@ -29,7 +29,7 @@ def find_tables(root: Path, name: str, splits: tuple[str, ...]) -> list[Path]:
 
 def load_tables(tables: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
     """Read tables found by ``find_tables``; photos stay encoded until they are opened."""
-    datasets = require("datasets", f"reading {tables[0]}")
+    datasets = require("datasets", f"reading {tables[0]}", extra="data")
     try:
         if tables[0].is_dir():
             table = datasets.load_from_disk(str(tables[0]))
@@ -61,7 +61,7 @@ def _read(table: Any, column: str, row: int) -> bytes:
 
 def fetch(spec: DatasetSpec, root: Path, split: str) -> None:
     """Download the split's shards or parquet files from the Hub into ``<root>/<name>``."""
-    hub = require("huggingface_hub", f"downloading {spec.hub}")
+    hub = require("huggingface_hub", f"downloading {spec.hub}", extra="data")
     theirs = spec.hub_split if split == "test" else split
     try:
         hub.snapshot_download(

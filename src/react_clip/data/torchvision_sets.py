@@ -15,9 +15,9 @@ import numpy as np
 
 from react_clip.data.dataset import ImageDataset, Photo
 from react_clip.data.labels import ClassIndex
-from react_clip.data.optional import require
 from react_clip.data.spec import DatasetSpec
 from react_clip.errors import ReactClipError
+from react_clip.optional import require
 
 _BY_NAME = {"test": {"split": "test"}, "train": {"split": "train"}}
 
@@ -77,7 +77,7 @@ def fetch(spec: DatasetSpec, root: Path) -> None:
 
 
 def _construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
-    datasets = require("torchvision.datasets", f"reading {spec.name}")
+    datasets = require("torchvision.datasets", f"reading {spec.name}", extra="data")
     try:
         if arguments.get("download"):
             root.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, GELU, QUICK_GELU, Encoder, check_activation, quiet_libraries
 from react_clip.errors import ReactClipError
+from react_clip.optional import require
 
 PREFIX = "open_clip:"
 
@@ -34,13 +35,7 @@ class OpenCLIPEncoder(Encoder):
 
 def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> Encoder:
     """Load ``open_clip:MODEL/PRETRAINED`` with the activation the weights were trained with."""
-    try:
-        import open_clip
-    except ImportError:
-        raise ReactClipError(
-            f"{name!r} needs open_clip; install it with `pip install 'react-clip[open_clip]'`"
-        ) from None
-
+    open_clip = require("open_clip", repr(name), extra="open_clip")
     model_name, _, pretrained = name.removeprefix(PREFIX).partition("/")
     if model_name not in open_clip.list_models():
         close = [known for known in open_clip.list_models() if model_name.lower()[:5] in known.lower()][:8]

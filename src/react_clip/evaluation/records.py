@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from react_clip import storage
-from react_clip.evaluation.optional import require
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.runner import Block
+from react_clip.optional import require
 
 
 def to_table(recipe: Recipe, blocks: Sequence[Block]) -> Any:
     """The blocks of one set as a pyarrow table, one row per image, attack, defence and draw."""
-    pa = require("pyarrow", "writing per-image results")
+    pa = require("pyarrow", "writing per-image results", extra="eval")
     return pa.concat_tables([_block_table(pa, recipe, block) for block in blocks]).combine_chunks()
 
 
@@ -62,8 +62,8 @@ def _block_table(pa: Any, recipe: Recipe, block: Block) -> Any:
 
 def write(path: Path, tables: Sequence[Any]) -> None:
     """One compressed file, whole or not at all."""
-    pa = require("pyarrow", "writing per-image results")
-    parquet = require("pyarrow.parquet", "writing per-image results")
+    pa = require("pyarrow", "writing per-image results", extra="eval")
+    parquet = require("pyarrow.parquet", "writing per-image results", extra="eval")
     merged = pa.concat_tables(tables).unify_dictionaries()
     sink = pa.BufferOutputStream()
     parquet.write_table(merged, sink, compression="zstd")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.optional import require
+from react_clip.optional import require
 
 MAX_BYTES = 64 * 1024
 
@@ -36,7 +36,7 @@ def parse_mapping(text: str) -> dict[str, Any]:
     >>> parse_mapping("title: a\\ndatasets: [b]")
     {'title': 'a', 'datasets': ['b']}
     """
-    require("yaml", "reading recipes")
+    require("yaml", "reading recipes", extra="eval")
     import yaml
 
     class Strict(yaml.SafeLoader):
@@ -70,7 +70,7 @@ def parse_mapping(text: str) -> dict[str, Any]:
 
 def write_mapping(values: dict[str, Any]) -> str:
     """YAML text that :func:`parse_mapping` reads back to the same values."""
-    require("yaml", "writing recipes")
+    require("yaml", "writing recipes", extra="eval")
     import yaml
 
     class Plain(yaml.SafeDumper):

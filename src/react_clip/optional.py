@@ -1,0 +1,22 @@
+"""Packages that only some rooms need, imported where they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from react_clip.errors import ReactClipError
+
+
+def require(module: str, purpose: str, *, extra: str) -> Any:
+    """Import a module of an extra, or say how to install it.
+
+    >>> require("json", "reading this", extra="eval").dumps([1])
+    '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        command = f"pip install 'react-clip[{extra}]'"
+        raise ReactClipError(f"{purpose} needs {package}, which is missing; {command}") from error
