@@ -130,4 +130,5 @@ def test_the_root_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tm
     assert data.default_root() == tmp_path
     assert str(tmp_path) in data.get("dtd").how_to_get
     monkeypatch.delenv("REACT_CLIP_DATA")
-    assert data.default_root().parts[-2:] == ("react-clip", "data")
+    monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path / "cache"))
+    assert data.default_root() == tmp_path / "cache" / "data"
