@@ -86,6 +86,16 @@ def test_a_damaged_cache_file_is_computed_again(photos: Path, own_cache: Path) -
     assert [p for p in own_cache.rglob("*") if p.is_file()] == [path], "no half-written file is left behind"
 
 
+def test_a_cache_that_cannot_be_written_costs_nothing(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("a file where the cache should be")
+    monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path / "file"))
+    assert rc.ZeroShotClassifier.from_folder(ToyEncoder(), photos).names == ("cat", "dog")
+    with pytest.raises(rc.ReactClipError, match=r"cannot write .*set REACT_CLIP_CACHE"):
+        rc.pull("clip-vit-b-16")
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors.torch import save
+from torch import Tensor
+
 from react_clip.errors import ReactClipError
 
 
@@ -44,7 +47,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         raise ReactClipError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another place"
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -54,6 +57,14 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically."""
+    # Serialised in memory and written by Python, so that a full disk is an OSError like any other.
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def sha256_of(path: Path) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ from react_clip.bank import LabelBank
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import as_pixels
-from react_clip.storage import atomic_path, cache_dir
+from react_clip.storage import cache_dir, write_tensors
 
 DEFAULT_TEMPLATES = ("This is a photo of a {}.",)
 PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
@@ -201,6 +202,7 @@ def _cached(key: str, shape: tuple[int, int], compute: Callable[[], Tensor]) -> 
     except (OSError, SafetensorError, KeyError):
         pass
     features = compute()
-    with atomic_path(path) as temporary:
-        save_file({"features": features.contiguous()}, temporary)
+    # A cache that cannot be written (read-only home, full disk) costs time on the next start, not the answer now.
+    with suppress(ReactClipError):
+        write_tensors(path, {"features": features})
     return features

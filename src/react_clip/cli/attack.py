@@ -17,7 +17,6 @@ from react_clip.cli.common import (
     add_model_options,
     add_photo_argument,
     build_classifier,
-    expand_inputs,
     load_encoder,
     new_command,
     notice,
@@ -49,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     """Attack the answer that undefended CLIP gives; images are written at the encoder's size."""
     config = {"kind": args.attack, "eps": args.eps} | ({"steps": args.steps} if args.steps is not None else {})
     attack = attacks.from_dict(config)
-    _refuse_equal_names([path.stem for path in expand_inputs(args.photos_in)])
+    reader = PhotoReader(args, batch=_BATCH)
+    _refuse_equal_names([path.stem for path in reader.files])
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
-    reader = PhotoReader(args, encoder, batch=_BATCH)
     rows = []
-    for paths, clean in reader:
+    for paths, clean in reader.batches(encoder.image_size):
         pixels = clean.to(clf.device)
         answers = clf(pixels).argmax(-1)
         result = attack(clf, pixels, answers, seed=args.seed)

@@ -39,12 +39,12 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches; a file that cannot be read costs one line, not the job."""
+    reader = PhotoReader(args)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
-    reader = PhotoReader(args, encoder)
     rows: list[dict[str, Any]] = []
-    for paths, pixels in reader:
+    for paths, pixels in reader.batches(encoder.image_size):
         rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))
     if args.json:
         print(json.dumps({"results": rows, "errors": reader.failed}, indent=2))

@@ -139,21 +139,18 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
 class PhotoReader:
     """Photos as pixel batches under a progress bar; one that cannot be read costs one line, not the job."""
 
-    def __init__(self, args: argparse.Namespace, encoder: Encoder, *, batch: int = 32) -> None:
-        self._files = expand_inputs(args.photos_in)
-        self._size = encoder.image_size
+    def __init__(self, args: argparse.Namespace, *, batch: int = 32) -> None:
+        self.files = expand_inputs(args.photos_in)
         self._batch = batch
         self._quiet = args.quiet
         self.failed: list[dict[str, str]] = []
 
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __iter__(self) -> Iterator[tuple[list[Path], Tensor]]:
-        with tqdm(total=len(self._files), unit="photo", disable=self._quiet or None) as bar:
-            for start in range(0, len(self._files), self._batch):
-                chunk = self._files[start : start + self._batch]
-                good = [(path, pixels) for path in chunk if (pixels := self._read(path)) is not None]
+    def batches(self, size: int) -> Iterator[tuple[list[Path], Tensor]]:
+        """Paths and pixels of the photos that can be read."""
+        with tqdm(total=len(self.files), unit="photo", disable=self._quiet or None) as bar:
+            for start in range(0, len(self.files), self._batch):
+                chunk = self.files[start : start + self._batch]
+                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size)) is not None]
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
                 bar.update(len(chunk))
@@ -163,9 +160,9 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path) -> Tensor | None:
+    def _read(self, path: Path, size: int) -> Tensor | None:
         try:
-            return to_pixels(path, self._size)
+            return to_pixels(path, size)
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
             tqdm.write(f"react-clip: {error}", file=sys.stderr)

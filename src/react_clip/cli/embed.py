@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from react_clip import ReactClipError
@@ -24,7 +23,7 @@ from react_clip.cli.common import (
     new_command,
     notice,
 )
-from react_clip.storage import atomic_path, write_text
+from react_clip.storage import atomic_path, write_tensors, write_text
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -48,17 +47,17 @@ def run(args: argparse.Namespace) -> int:
     """Embed in batches; a file that cannot be read costs one line and its row, not the job."""
     if args.out.suffix not in (".npy", ".safetensors"):
         raise ReactClipError(f"--out is {args.out}; its name must end in .npy or .safetensors")
+    reader = PhotoReader(args)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
-    reader = PhotoReader(args, encoder)
     done: list[str] = []
     features: list[Tensor] = []
-    for paths, pixels in reader:
+    for paths, pixels in reader.batches(encoder.image_size):
         features.append(guard(clf, pixels, seed=args.seed).features.cpu())
         done += [str(path) for path in paths]
     if not done:
-        raise ReactClipError(f"none of the {len(reader)} files could be read; nothing was written")
+        raise ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
     write_features(args.out, torch.cat(features), done, encoder.name)
     failed = [failure["file"] for failure in reader.failed]
     summary = {"out": str(args.out), "photos": len(done), "failed": failed, "dim": encoder.dim}
@@ -74,10 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def write_features(path: Path, features: Tensor, files: list[str], model: str) -> None:
     """Features and the file each row belongs to, whole or not at all."""
     if path.suffix == ".safetensors":
-        with atomic_path(path) as temporary:
-            save_file(
-                {"features": features.contiguous()}, temporary, metadata={"files": json.dumps(files), "model": model}
-            )
+        write_tensors(path, {"features": features}, {"files": json.dumps(files), "model": model})
         return
     write_text(path.with_suffix(".files.json"), json.dumps({"model": model, "files": files}, indent=1) + "\n")
     with atomic_path(path) as temporary, temporary.open("wb") as stream:

@@ -63,6 +63,16 @@ def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None)
     target = tower_dir()
     if is_pulled() and not force:
         return target
+    try:
+        _pull_into(target, say)
+    except OSError as error:
+        raise ReactClipError(
+            f"cannot write {target}: {error.strerror or error}; free some space or set REACT_CLIP_CACHE"
+        ) from error
+    return target
+
+
+def _pull_into(target: Path, say: Callable[[str], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}.") as scratch:
         folder = Path(scratch)
@@ -74,7 +84,6 @@ def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None)
         finished.mkdir()
         _write(finished, weights)
         _replace_folder(finished, target)
-    return target
 
 
 def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:

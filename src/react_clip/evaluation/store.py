@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from react_clip import storage
@@ -68,10 +67,7 @@ class ShardStore:
         digest = _digest(tensors)
         header = {"format": _FORMAT, "about": _canonical(about), "sha256": digest, "note": note}
         # One entry, because safetensors writes several in no fixed order: the same content is to be the same file.
-        # Serialised in memory and written by Python, so that a full disk is an OSError like any other.
-        content = save(tensors, {_HEADER: _canonical(header)})
-        with storage.atomic_path(self._place(path)) as temporary:
-            temporary.write_bytes(content)
+        storage.write_tensors(self._place(path), tensors, {_HEADER: _canonical(header)})
         return Shard(tensors, digest)
 
     def sweep(self) -> None:
