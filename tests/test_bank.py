@@ -10,14 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from react_clip import encoders
 from react_clip.bank import BANK_FILE, TENSOR, LabelBank, match_key
-from react_clip.encoders import offline
+from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import as_pixels
-
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
-PETS = SHARED / "data" / "oxford_pets" / "test"
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +208,14 @@ def test_inconsistent_files_are_refused(tmp_path: Path, change: dict[str, object
 
 @pytest.mark.tower
 @pytest.mark.shared
-@pytest.mark.skipif(not PETS.is_dir(), reason="the photos of ../shared are not here")
-@pytest.mark.skipif(not offline.is_pulled(), reason="clip-vit-b-16 is not pulled")
-def test_cats_and_dogs_are_told_apart(bank: LabelBank):
+def test_cats_and_dogs_are_told_apart(bank: LabelBank, tower: Encoder, shared: Path):
     # Oxford Pets spells cat breeds with a capital letter and dog breeds without.
-    breeds = sorted(PETS.iterdir())
+    breeds = sorted((shared / "data" / "oxford_pets" / "test").iterdir())
     chosen = [b for b in breeds if b.name[0].isupper()] + [b for b in breeds if b.name[0].islower()][:12]
     photos = [sorted(breed.iterdir())[0] for breed in chosen]
     assert len(photos) == 24
-    encoder = encoders.load(bank.encoder, device="cpu")
+    assert tower.name == bank.encoder
     with torch.no_grad():
-        found = (encoder(as_pixels(photos, encoder.image_size)) @ bank.features(["cat", "dog"]).T).argmax(1)
+        found = (tower(as_pixels(photos, tower.image_size)) @ bank.features(["cat", "dog"]).T).argmax(1)
     right = [(choice == 0) == breed.name[0].isupper() for choice, breed in zip(found.tolist(), chosen, strict=True)]
     assert sum(right) / len(right) >= 0.9

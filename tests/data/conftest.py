@@ -1,4 +1,4 @@
-"""Photos small enough to make on the spot, and the real ones where they are."""
+"""Photos small enough to make on the spot; no test of this room reaches the network."""
 
 from __future__ import annotations
 
@@ -43,15 +43,6 @@ def pets(tmp_path: Path, save_photo: SavePhoto) -> Path:
         for photo in range(count):
             save_photo(tmp_path / "oxford_pets" / "test" / folder / f"{photo}.jpg", 100 * number + photo)
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The photos and heads beside the repository."""
-    folder = Path(__file__).resolve().parents[2].parent / "shared"
-    if not (folder / "data").is_dir():
-        pytest.skip("needs the real photos of ../shared, which are not here")
-    return folder
 
 
 @pytest.fixture(autouse=True)
