@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -57,6 +59,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path, *, missing: str, invalid: str) -> Any:
+    """A JSON file's content; ``missing`` and ``invalid`` are the ways out that an error names."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReactClipError(f"{path} cannot be read: {error.strerror}; {missing}") from None
+    except ValueError as error:
+        raise ReactClipError(f"{path} is no valid JSON ({error}); {invalid}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

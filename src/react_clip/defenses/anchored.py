@@ -216,14 +216,9 @@ class AnchoredDefense:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a configuration, or the ``config`` of a calibration file."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ReactClipError(f"{path} cannot be read: {error.strerror}; check the path") from None
-        except ValueError as error:
-            raise ReactClipError(
-                f"{path} is no valid JSON ({error}); write it again with save() or calibrate"
-            ) from None
+        data = storage.read_json(
+            Path(path), missing="check the path", invalid="write it again with save() or calibrate"
+        )
         if not isinstance(data, dict):
             raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
         return cls.from_dict(data.get("config", data))

@@ -158,12 +158,9 @@ class EvaluationResult:
     @classmethod
     def load(cls, path: str | Path) -> EvaluationResult:
         """Read a ``result.json`` of this schema."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ReactClipError(f"{path} cannot be read: {error.strerror}; give the result.json of a run") from None
-        except ValueError as error:
-            raise ReactClipError(f"{path} is no valid JSON ({error}); run the evaluation again to write it") from None
+        data = storage.read_json(
+            Path(path), missing="give the result.json of a run", invalid="run the evaluation again to write it"
+        )
         found = data.get("schema") if isinstance(data, dict) else None
         if found != SCHEMA:
             raise ReactClipError(
