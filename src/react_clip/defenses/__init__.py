@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from react_clip.defenses.base import Defended, Defense, as_module
+from react_clip.defenses.config import Configuration
 from react_clip.defenses.fixed_anchor import AOM, DefendCLIP
 from react_clip.defenses.react import ReACT
 from react_clip.defenses.undefended import Undefended
@@ -12,16 +13,16 @@ from react_clip.errors import ReactClipError
 
 __all__ = ["AOM", "DefendCLIP", "Defended", "Defense", "ReACT", "Undefended", "as_module", "from_dict", "names"]
 
-_ANCHORED: dict[str, type[ReACT] | type[AOM]] = {cls.name: cls for cls in (ReACT, AOM, DefendCLIP)}
+_DEFENSES: dict[str, type[Configuration]] = {cls.name: cls for cls in (Undefended, ReACT, AOM, DefendCLIP)}
 
 
 def names() -> list[str]:
     """Every defence by the name that recipes and tables use.
 
-    >>> names()
-    ['undefended', 'react', 'aom', 'defend-clip']
+    >>> names()[:3]
+    ['undefended', 'react', 'aom']
     """
-    return [Undefended().name, *_ANCHORED]
+    return list(_DEFENSES)
 
 
 def from_dict(data: dict[str, Any] | str) -> Defense:
@@ -32,8 +33,8 @@ def from_dict(data: dict[str, Any] | str) -> Defense:
     """
     values = {"defense": data} if isinstance(data, str) else dict(data)
     kind = values.get("defense")
-    if kind == Undefended().name:
-        return Undefended()
-    if kind not in _ANCHORED:
+    if kind not in _DEFENSES:
         raise ReactClipError(f"defence {kind!r} is unknown; choose one of {', '.join(names())}")
-    return _ANCHORED[kind].from_dict(values)
+    defense = _DEFENSES[kind].from_dict(values)
+    assert isinstance(defense, Defense)
+    return defense

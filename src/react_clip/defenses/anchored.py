@@ -12,19 +12,16 @@ of those images whose gate opened.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from react_clip import functional, mappings, noise, storage
+from react_clip import functional, mappings, noise
 from react_clip.augment import WeakAugmentation
-from react_clip.defenses.base import Defended, prepare, unmeasured
+from react_clip.defenses.base import Defended, encode_in_batches, prepare, unmeasured
+from react_clip.defenses.config import Configuration
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -37,7 +34,7 @@ _LOW, _HIGH, _AUGMENT, _ANCHOR = range(4)
 
 
 @dataclass(frozen=True)
-class AnchoredDefense:
+class AnchoredDefense(Configuration):
     """Fields shared by the defences that correct a feature through a noise anchor; see :class:`ReACT`."""
 
     name: ClassVar[str] = "anchored"
@@ -61,21 +58,13 @@ class AnchoredDefense:
     """Most views in one encoder call."""
 
     def __post_init__(self) -> None:
-        for name in ("sigma_low", "sigma_high", "alpha", "tau"):
-            value = getattr(self, name)
-            if name == "tau" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ReactClipError(f"{name} is {value!r}; it must be a finite number")
+        self._check_numbers("sigma_low", "sigma_high", "alpha", *(["tau"] if self.tau is not None else []))
         if not 0 < self.sigma_low < self.sigma_high <= 1:
             raise ReactClipError(
                 f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
                 "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
             )
-        for name in ("probe_samples", "views", "max_batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ReactClipError(f"{name} is {value!r}; it must be a whole number >= 1")
+        self._check_counts("probe_samples", "views", "max_batch")
         if self.alpha < 0:
             raise ReactClipError(f"alpha is {self.alpha}; it must be >= 0 (0 corrects nothing, the paper's is 2.0)")
 
@@ -91,7 +80,8 @@ class AnchoredDefense:
             return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
 
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
-        features, drift = self._probe(clf.encoder, pixels, keys)
+        features, low, high = self._probe(clf.encoder, pixels, keys)
+        drift = functional.relative_drift(low, high)
         instability = self._measure_instability(clf, pixels, keys, features, drift)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         gated = torch.ones_like(drift, dtype=torch.bool) if self.tau is None else functional.gate(score, self.tau)
@@ -108,6 +98,8 @@ class AnchoredDefense:
         return Defended(
             features=output,
             logits=clf.logits(output),
+            drift_low=low,
+            drift_high=high,
             drift=drift,
             instability=instability,
             score=score,
@@ -122,11 +114,12 @@ class AnchoredDefense:
     def _needs_drift(self) -> bool:
         return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
 
-    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Clean features and r(x): the clean views first, then ``probe_samples`` views per image and scale."""
+    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Clean features and their drift at both scales: the clean views first, then the probes of each scale."""
         images, samples = len(pixels), self.probe_samples
         if not self._needs_drift:
-            return _encode(encoder, images, self.max_batch, lambda i, j: pixels[i:j]), unmeasured(pixels)
+            nan = unmeasured(pixels)
+            return encode_in_batches(encoder, images, self.max_batch, lambda i, j: pixels[i:j]), nan, nan
         streams = [noise.fork(noise.fork(keys, scale), i) for scale in (_LOW, _HIGH) for i in range(samples)]
         probe_keys = torch.cat(streams)
         sigma = pixels.new_tensor([self.sigma_low, self.sigma_high]).repeat_interleave(samples * images)
@@ -137,10 +130,10 @@ class AnchoredDefense:
             at = slice(max(start - images, 0), max(stop - images, 0))
             return torch.cat([clean, _noisy(pixels[image_of[at]], probe_keys[at], sigma[at])])
 
-        unit = _encode(encoder, images * (1 + 2 * samples), self.max_batch, views)
+        unit = encode_in_batches(encoder, images * (1 + 2 * samples), self.max_batch, views)
         features = unit[:images]
         low, high = unit[images:].reshape(2, samples, images, -1).mean(1)
-        return features, functional.relative_drift(functional.drift(features, low), functional.drift(features, high))
+        return features, functional.drift(features, low), functional.drift(features, high)
 
     def _measure_instability(
         self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor, features: Tensor, drift: Tensor
@@ -158,7 +151,7 @@ class AnchoredDefense:
         if not len(rows):
             return result
         streams = noise.fork(keys, _AUGMENT)[rows]
-        augmented = _encode(
+        augmented = encode_in_batches(
             clf.encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
         )
         divergence = functional.js_divergence(clf.logits(features[rows]), clf.logits(augmented))
@@ -169,7 +162,7 @@ class AnchoredDefense:
         stream = noise.fork(keys[rows], _ANCHOR)
         view_keys = torch.stack([noise.fork(stream, i) for i in range(self.views)], 1).flatten()
         image_of = rows.repeat_interleave(self.views)
-        unit = _encode(
+        unit = encode_in_batches(
             encoder,
             len(image_of),
             self.max_batch,
@@ -179,55 +172,21 @@ class AnchoredDefense:
 
     # ------------------------------------------------------------------ configuration
 
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["mapping"] = mappings.to_dict(self.mapping)
-        values["augmentation"] = dataclasses.asdict(self.augmentation)
-        return {"defense": self.name, **values}
+    def _write_field(self, name: str) -> Any:
+        if name == "mapping":
+            return mappings.to_dict(self.mapping)
+        return dataclasses.asdict(self.augmentation) if name == "augmentation" else getattr(self, name)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Read a configuration back; fields left out keep their defaults, unknown ones are refused."""
-        values = dict(data)
-        kind = values.pop("defense", cls.name)
-        if kind != cls.name:
-            raise ReactClipError(f"this configuration is for defence {kind!r}, not {cls.name!r}")
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ReactClipError(f"{cls.name} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}")
-        if isinstance(values.get("mapping"), dict):
-            values["mapping"] = mappings.from_dict(values["mapping"])
-        if isinstance(values.get("augmentation"), dict):
+    def _read_field(cls, name: str, value: Any) -> Any:
+        if name == "mapping" and isinstance(value, dict):
+            return mappings.from_dict(value)
+        if name == "augmentation" and isinstance(value, dict):
             try:
-                values["augmentation"] = WeakAugmentation(**values["augmentation"])
+                return WeakAugmentation(**value)
             except TypeError as error:
                 raise ReactClipError(f"augmentation is not understood: {error}") from None
-        return cls(**values)
-
-    def save(self, path: str | Path) -> None:
-        """Write the configuration as JSON."""
-        storage.write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a configuration, or the ``config`` of a calibration file."""
-        data = storage.read_json(
-            Path(path), missing="check the path", invalid="write it again with save() or calibrate"
-        )
-        if not isinstance(data, dict):
-            raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
-        return cls.from_dict(data.get("config", data))
-
-
-def _encode(encoder: Encoder, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
-    """Unit features of ``count`` views, in as few, as large calls as allowed; ``views(start, stop)`` builds a range."""
-    ranges = [(start, min(start + max_batch, count)) for start in range(0, count, max_batch)]
-    return torch.cat([encoder.encode_views(views(start, stop)) for start, stop in ranges])
+        return value
 
 
 def _noisy(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from react_clip.encoders.base import Encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import Images, as_pixels
 from react_clip.zeroshot import ZeroShotClassifier
@@ -21,6 +23,10 @@ class Defended:
     """Unit features ``[B, D]``, for retrieval too."""
     logits: Tensor
     """``[B, K]``"""
+    drift_low: Tensor
+    """How far the feature moves under the weak probe noise."""
+    drift_high: Tensor
+    """The same under the stronger probe noise."""
     drift: Tensor
     """r(x), the relative cross-noise drift."""
     instability: Tensor
@@ -82,6 +88,50 @@ def prepare(clf: ZeroShotClassifier, images: Images) -> Tensor:
 def unmeasured(pixels: Tensor) -> Tensor:
     """NaN per image: the value of a diagnostic that a defence does not compute."""
     return torch.full((len(pixels),), torch.nan, device=pixels.device)
+
+
+def answer(
+    clf: ZeroShotClassifier,
+    *,
+    features: Tensor,
+    logits: Tensor | None = None,
+    passes: Tensor | int,
+    backward_passes: Tensor | int = 0,
+    score: Tensor | None = None,
+    gated: Tensor | None = None,
+) -> Defended:
+    """The result of a defence that measures neither r nor J; what it does not know is NaN.
+
+    ``logits`` are those of the features unless a defence has its own; a defence without a gate acts on every image.
+    """
+    count, device = len(features), features.device
+    nan = torch.full((count,), torch.nan, device=device)
+    return Defended(
+        features=features,
+        logits=clf.logits(features) if logits is None else logits,
+        drift_low=nan,
+        drift_high=nan,
+        drift=nan,
+        instability=nan,
+        score=nan if score is None else score,
+        gated=torch.ones(count, dtype=torch.bool, device=device) if gated is None else gated,
+        sigma=nan,
+        passes=_per_image(passes, count, device),
+        backward_passes=_per_image(backward_passes, count, device),
+        class_names=clf.names,
+    )
+
+
+def _per_image(passes: Tensor | int, count: int, device: torch.device) -> Tensor:
+    if isinstance(passes, Tensor):
+        return passes.long()
+    return torch.full((count,), passes, dtype=torch.long, device=device)
+
+
+def encode_in_batches(encoder: Encoder, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
+    """Unit features of ``count`` views, in as few, as large calls as allowed; ``views(start, stop)`` builds a range."""
+    ranges = [(start, min(start + max_batch, count)) for start in range(0, count, max_batch)]
+    return torch.cat([encoder.encode_views(views(start, stop)) for start, stop in ranges])
 
 
 class DefendedModule(nn.Module):
