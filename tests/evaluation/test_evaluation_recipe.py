@@ -143,7 +143,7 @@ def test_what_a_recipe_needs() -> None:
         (b"title: &a [1]\npaper: *a", "an alias"),
         (b"title: !!python/object/apply:os.system [ls]", "not valid YAML"),
         (b"[" * 3000, "not valid YAML"),
-        (b"# " + b"x" * 70_000, "more than 65,536 bytes"),
+        (b"# " + b"x" * 270_000, "more than 262,144 bytes"),
         (b"\xff\xfe\x00", "no UTF-8 text"),
         (b"title: \x00", "not valid YAML"),
         (b"", "a recipe is a mapping"),

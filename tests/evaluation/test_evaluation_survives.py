@@ -56,7 +56,7 @@ def test_of_two_runs_on_one_folder_one_is_refused(finished: Any, rows_of: Any, t
 
 def test_a_full_disk_is_one_line_and_keeps_what_is_finished(finished: Any, rows_of: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = program("starve", folder, 20_000)
+    ended = program("starve", folder, 30_000)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert "cannot write" in ended.stderr

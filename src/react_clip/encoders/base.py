@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip import functional
+from react_clip.encoders.memory import ViewMemory
 from react_clip.errors import ReactClipError
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -47,6 +48,7 @@ class Encoder(nn.Module, ABC):
         self.image_size = image_size
         self.dim = dim
         self.has_text = has_text
+        self._memory: ViewMemory | None = None
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
 
@@ -75,7 +77,18 @@ class Encoder(nn.Module, ABC):
 
     def encode_views(self, pixels: Tensor) -> Tensor:
         """Unit features of noisy views: the internal door that skips the range check, and only that."""
-        return functional.normalize(self.raw_features(pixels))
+        if self._memory is None or pixels.requires_grad or pixels.dtype == torch.float64:
+            return functional.normalize(self.raw_features(pixels))
+        return self._memory.recall(pixels, lambda: functional.normalize(self.raw_features(pixels)))
+
+    @contextmanager
+    def remembering(self, memory: ViewMemory) -> Iterator[None]:
+        """Within this block, a batch of views that the memory knows is not encoded again."""
+        before, self._memory = self._memory, memory
+        try:
+            yield
+        finally:
+            self._memory = before
 
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
@@ -94,6 +107,42 @@ class Encoder(nn.Module, ABC):
             )
         features = self._text_features(list(prompts))
         return functional.normalize(features if features.dtype == torch.float64 else features.float())
+
+    @torch.no_grad()
+    def embed_prompts(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Token embeddings ``[N, T, width]`` of prompts and the position of each end token ``[N]``.
+
+        What :meth:`encode_embedded` reads: whoever tunes prompts replaces some of the embeddings in between. Position 0
+        holds the start token, and T ends with the longest prompt.
+        """
+        if not self.has_text:
+            raise ReactClipError(
+                f"{self.name!r} has no text tower, so there are no prompts to embed; use a complete CLIP such as "
+                "openai/clip-vit-base-patch32"
+            )
+        return self._embed_prompts(list(prompts))
+
+    def encode_embedded(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        """Unit features ``[N, dim]`` of embedded prompts; gradients flow to the embeddings, which may be of any dtype.
+
+        Equals :meth:`encode_text` when the embeddings are those of :meth:`embed_prompts`.
+        """
+        features = self._embedded_features(embeddings.to(self.dtype), ends)
+        return functional.normalize(features if features.dtype == torch.float64 else features.float())
+
+    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings and ends, as the tower's tokenizer and table give them."""
+        raise self._fixed_prompts()
+
+    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        """Projected text features of embeddings without positions, as the tower gives them."""
+        raise self._fixed_prompts()
+
+    def _fixed_prompts(self) -> ReactClipError:
+        return ReactClipError(
+            f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use a "
+            "complete CLIP such as openai/clip-vit-base-patch32"
+        )
 
     def check(self, pixels: Tensor) -> None:
         """Refuse what is not float pixels in [0, 1] of this encoder's size."""

@@ -21,7 +21,7 @@ from react_clip.attacks import PGD, Attack
 from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import yaml_text
+from react_clip.evaluation import grid, yaml_text
 
 SCORINGS = ("leakage_free", "attack_all")
 STORES = ("float16", "uint8", "none")
@@ -194,7 +194,9 @@ class Recipe:
         return cls(
             datasets=tuple(_names("datasets", values["datasets"])),
             attacks=tuple(item for entry in _entries("attacks", values.get("attacks", [])) for item in _attacks(entry)),
-            defenses=tuple(_defense(entry, values["model"]) for entry in _entries("defenses", values["defenses"])),
+            defenses=tuple(
+                item for entry in _entries("defenses", values["defenses"]) for item in _defenses(entry, values["model"])
+            ),
             store="none" if store is None else store,
             **fields,
         )
@@ -246,10 +248,13 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     return found
 
 
-def _defense(entry: Any, model: Any) -> LabelledDefense:
-    """One entry of the list: a name, or a mapping with its fields; ``calibrated`` starts from what suits the model."""
+def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
+    """One entry of the list: a name, or a mapping with its fields.
+
+    ``calibrated`` starts from what suits the model; ``grid`` makes one defence of every combination of its values.
+    """
     values = {"defense": entry} if isinstance(entry, str) else dict(entry)
-    label = values.pop("label", None)
+    label, sweep = values.pop("label", None), values.pop("grid", None)
     if values.pop("calibrated", False):
         if values.get("defense") != ReACT.name:
             raise ReactClipError(f"defence {_short(values.get('defense'))} cannot be calibrated; only {ReACT.name} can")
@@ -259,8 +264,15 @@ def _defense(entry: Any, model: Any) -> LabelledDefense:
     kind = values.get("defense")
     if not isinstance(kind, str):
         raise ReactClipError(f"a defence is {_short(kind)}; choose one of {', '.join(defense_room.names())}")
-    defense = defense_room.from_dict(values)
-    return LabelledDefense(label or defense.name, defense)
+    if sweep is None:
+        defense = defense_room.from_dict(values)
+        return [LabelledDefense(label or defense.name, defense)]
+    # From all fields, so that a dotted one leads into its default.
+    complete = defense_room.from_dict(values).to_dict()
+    return [
+        LabelledDefense(name, defense_room.from_dict(config))
+        for name, config in grid.expand(complete, label or kind, sweep)
+    ]
 
 
 def _expand(word: str, root: Path) -> list[str]:

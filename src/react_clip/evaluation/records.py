@@ -46,6 +46,8 @@ def _block_table(pa: Any, recipe: Recipe, block: Block) -> Any:
         "plain_prediction": number("plain_prediction", pa.int32()),
         "prediction": number("prediction", pa.int32()),
         "correct": pa.array(values["prediction"] == values["label"]),
+        "d_low": number("d_low", pa.float32()),
+        "d_high": number("d_high", pa.float32()),
         "r": number("r", pa.float32()),
         "J": number("J", pa.float32()),
         "score": number("score", pa.float32()),

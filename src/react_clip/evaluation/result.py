@@ -77,6 +77,8 @@ class SetInfo:
     class_source: str
     model_fingerprint: str
     notes: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
+    """What label numbers stand for; empty in results of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class EvaluationResult:
                 "defense_seeds": tuple(data["defense_seeds"]),
                 "notes": tuple(data["notes"]),
                 "self_check": _read(SelfCheck, data["self_check"]),
-                "sets": tuple(_read(SetInfo, {**item, "notes": tuple(item["notes"])}) for item in data["sets"]),
+                "sets": tuple(_read_set(item) for item in data["sets"]),
                 "attacks": _read_all(AttackRow, data["attacks"]),
                 "rows": _read_all(Row, data["rows"]),
             }
@@ -194,6 +196,11 @@ def _read_all(kind: type[T], items: Sequence[dict[str, Any]]) -> tuple[T, ...]:
 def _read(kind: type[T], values: dict[str, Any]) -> T:
     """A dataclass from JSON values; null is NaN, for only floats can be missing."""
     return kind(**{name: math.nan if value is None else value for name, value in values.items()})
+
+
+def _read_set(values: dict[str, Any]) -> SetInfo:
+    texts = {name: tuple(values.get(name, ())) for name in ("notes", "class_names")}
+    return _read(SetInfo, {**values, **texts})
 
 
 def _without_nan(value: Any) -> Any:

@@ -151,6 +151,7 @@ def _info(subject: EvaluationSet) -> SetInfo:
         class_source=subject.class_source,
         model_fingerprint=sets.model_fingerprint(subject.clf),
         notes=subject.notes,
+        class_names=tuple(subject.clf.names),
     )
 
 

@@ -15,7 +15,8 @@ from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.store import ShardStore, log
 
 RECIPE, PER_IMAGE, RESULT, TABLES = "recipe.yaml", "per_image.parquet", "result.json", "tables"
-_LOCK, _LOG, _SHARDS = ".lock", "run.log", "shards"
+SHARDS = "shards"
+_LOCK, _LOG = ".lock", "run.log"
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def opened(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
                 f"{folder} is in use by process {holder}; wait for it to finish, or choose another --out"
             ) from None
         _write_pid(lock.fileno())
-        store = ShardStore(folder / _SHARDS)
+        store = ShardStore(folder / SHARDS)
         _claim(folder, recipe)
         _sweep(folder, store)
         with _logged(folder / _LOG):

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from react_clip.attacks import Attack
 from react_clip.defenses import Defended
+from react_clip.encoders.memory import ViewMemory
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, attack_cost
 from react_clip.evaluation.images import ROUNDING_NOTES, rounded, to_float
+from react_clip.evaluation.pictures import IMAGES
 from react_clip.evaluation.progress import Progress
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.sets import EvaluationSet
@@ -29,7 +31,7 @@ Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
 
 _INTEGERS = {"prediction": torch.int64, "gated": torch.bool, "passes": torch.int32, "backward_passes": torch.int32}
-_FLOATS = ("r", "J", "score", "sigma")
+_FLOATS = ("d_low", "d_high", "r", "J", "score", "sigma")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,8 @@ class SetRunner:
         self.costs = costs  # planned passes per image of the recipe's defences
         self.progress = progress
         self._identity = subject.identity()
+        # Defences of one recipe often differ in a constant only and ask for the same noisy views.
+        self._memory = ViewMemory()
 
     def run(self) -> list[Block]:
         """All outcomes; finished shards are not computed again."""
@@ -89,14 +93,16 @@ class SetRunner:
             for start in range(0, len(self.subject), self.recipe.batch)
         ]
         plain = {span: self._clean_answers(span) for span in spans}
-        unperturbed = {
-            (span, choice): self._defended(CLEAN, span, choice, self._clean_source(span, plain[span]))
-            for span in spans
-            for choice in self._choices()
-        }
+        unperturbed: dict[tuple[Span, tuple[int, int]], Tensors] = {}
+        for span in spans:
+            self._memory.forget()
+            for choice in self._choices():
+                source = self._clean_source(span, plain[span])
+                unperturbed[span, choice] = self._defended(CLEAN, span, choice, source)
         parts: dict[tuple[str, int, int], list[Tensors]] = {}
         for item in self.recipe.all_attacks:
             for span in spans:
+                self._memory.forget()
                 outcome, victims = self._outcome(item, span, plain[span])
                 for choice in self._choices():
                     answers = unperturbed[span, choice]
@@ -164,6 +170,11 @@ class SetRunner:
             self.progress.skip(span[1] - span[0])
             return shard
         self.progress.stage("clean")
+        if self.recipe.store != "none":
+            # For people who look at a run later; nothing is computed from these, so an exact copy is not needed.
+            photos = self.subject.batch(*span).mul(255).round().byte()
+            kept = {IMAGES: photos, "index": torch.arange(*span)}
+            self.store.write(self._address(CLEAN, IMAGES, span), about, kept)
         return self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
 
     def _attacked(self, item: LabelledAttack, attack: Attack, span: Span, clean: Shard) -> Victims:
@@ -178,13 +189,13 @@ class SetRunner:
             self.progress.stage(item.title)
             return self._craft(attack, self.subject.batch(*span)[rows.to(self.subject.clf.device)], labels[rows])
 
-        path = self._address(item, "images", span)
+        path = self._address(item, IMAGES, span)
         about = self._about(span, work="attack", attack=repr(attack), clean=clean.digest, store=self.recipe.store)
         shard = self.store.read(path, about)
         crafted: Tensors | None = None
         if shard is None:
             crafted = craft()
-            kept = {name: tensor for name, tensor in crafted.items() if name != "images" or self.recipe.store != "none"}
+            kept = {name: tensor for name, tensor in crafted.items() if name != IMAGES or self.recipe.store != "none"}
             kept |= {"index": rows + span[0], "label": labels[rows]}
             shard = self.store.write(path, about, kept, note=ROUNDING_NOTES[self.recipe.store])
         else:
@@ -245,7 +256,7 @@ class SetRunner:
             return shard.tensors
         self.progress.stage(f"{item.title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else ""))
         if source.count:
-            with _one_line_when_memory_is_short(self.recipe.batch):
+            with _one_line_when_memory_is_short(self.recipe.batch), self.subject.clf.encoder.remembering(self._memory):
                 answers = _answers(chosen.defense(self.subject.clf, source.pixels(), seed=seed))
         else:
             answers = _no_answers()
@@ -290,6 +301,8 @@ def _one_line_when_memory_is_short(batch: int) -> Iterator[None]:
 def _answers(defended: Defended) -> Tensors:
     values = {
         "prediction": defended.labels,
+        "d_low": defended.drift_low,
+        "d_high": defended.drift_high,
         "r": defended.drift,
         "J": defended.instability,
         "score": defended.score,

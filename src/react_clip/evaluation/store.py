@@ -24,7 +24,7 @@ from react_clip import storage
 log = logging.getLogger("react_clip.evaluation")
 
 Tensors = dict[str, Tensor]
-_FORMAT = "react-clip shard 1"
+_FORMAT = "react-clip shard 2"
 _HEADER = "react-clip"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from react_clip.errors import ReactClipError
 from react_clip.optional import require
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 256 * 1024
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
