@@ -328,13 +328,22 @@ def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
 
 def test_costs_are_those_of_the_protocol() -> None:
     clf, example = toy_classifier(), toy_photos(1)[0]
-    for guard, forward in (
-        (rc.Undefended(), 1),
-        (rc.ReACT(), 14),
-        (rc.defenses.AOM(), 11),
-        (rc.defenses.DefendCLIP(), 31),
+    calls: list[Any] = []
+    clf.encoder.tower.register_forward_hook(lambda *arguments: calls.append(arguments))
+    for guard, forward, backward in (
+        (rc.Undefended(), 1, 0),
+        (rc.ReACT(), 14, 0),
+        (rc.defenses.AOM(), 11, 0),
+        (rc.defenses.DefendCLIP(), 31, 0),
+        (rc.defenses.TTC(), 4, 2),
+        (rc.defenses.DOC(), 11, 4),
+        (rc.defenses.MAC(), 14, 8),
+        (rc.defenses.AntiAdv(), 3, 2),
+        (rc.defenses.HD(), 21, 20),
+        (rc.defenses.TTE(), 10, 0),
     ):
-        assert defense_cost(guard, clf, example) == Passes(forward)
+        assert defense_cost(guard, clf, example) == Passes(forward, backward)
+    assert not calls, "none of them had to be run"
     assert attack_cost(rc.attacks.PGD(steps=100)) == Passes(101, 100)
     assert attack_cost(rc.attacks.Square(queries=50)) == Passes(52)
 

@@ -12,6 +12,7 @@ of those images whose gate opened.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,6 +32,28 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream; each role has its own, so that skipping one does not shift another.
 _LOW, _HIGH, _AUGMENT, _ANCHOR = range(4)
+
+
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(rows, features, augmented features) -> J``: how far the predictions of these rows differ, each for its classes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What the correction did, one row per image; the fields are those of :class:`Defended`."""
+
+    plain: Tensor
+    """Unit features before the correction."""
+    features: Tensor
+    """Unit features after it; equal to the plain ones where the gate stayed closed."""
+    drift_low: Tensor
+    drift_high: Tensor
+    drift: Tensor
+    instability: Tensor
+    score: Tensor
+    gated: Tensor
+    sigma: Tensor
+    passes: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,12 @@ class AnchoredDefense(Configuration):
         if self.alpha < 0:
             raise ReactClipError(f"alpha is {self.alpha}; it must be >= 0 (0 corrects nothing, the paper's is 2.0)")
 
+    def cost(self) -> tuple[int, int]:
+        """Most forward and backward passes that one image can need."""
+        probes = 2 * self.probe_samples if self._needs_drift else 0
+        augmented = int(self.instability and (self.tau is not None or not self.lazy))
+        return 1 + probes + augmented + self.views, 0
+
     # ------------------------------------------------------------------ the algorithm
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
@@ -76,28 +105,50 @@ class AnchoredDefense(Configuration):
         ``seed`` is a number, or a secret as ``bytes``. The noise depends on it and on the image alone.
         """
         pixels = prepare(clf, images)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
 
-    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
-        features, low, high = self._probe(clf.encoder, pixels, keys)
+        def divergence(rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
+            return functional.js_divergence(clf.logits(features), clf.logits(augmented))
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
+            found = self.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence)
+            return Defended(
+                features=found.features,
+                logits=clf.logits(found.features),
+                drift_low=found.drift_low,
+                drift_high=found.drift_high,
+                drift=found.drift,
+                instability=found.instability,
+                score=found.score,
+                gated=found.gated,
+                sigma=found.sigma,
+                passes=found.passes,
+                backward_passes=torch.zeros_like(found.passes),
+                class_names=clf.names,
+            )
+
+    def correct(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Correction:
+        """The defence before any class list: images of different classifiers may share a batch.
+
+        Classes enter through J alone, which ``divergence`` measures for the rows it is given.
+        """
+        plain, low, high = self._probe(encoder, pixels, keys)
         drift = functional.relative_drift(low, high)
-        instability = self._measure_instability(clf, pixels, keys, features, drift)
+        instability = self._measure_instability(encoder, pixels, keys, plain, drift, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         gated = torch.ones_like(drift, dtype=torch.bool) if self.tau is None else functional.gate(score, self.tau)
         sigma = self.mapping(drift).to(pixels.dtype)
 
         corrected = gated if self.lazy else torch.ones_like(gated)
         rows = corrected.nonzero().flatten()
-        output = features
+        features = plain
         if len(rows):
-            anchors = functional.anchor(self._anchor_views(clf.encoder, pixels, keys, sigma, rows))
-            moved = functional.extrapolate(features[rows], anchors, self.alpha)
-            output = features.index_copy(0, rows, torch.where(gated[rows, None], moved, features[rows]))
+            anchors = functional.anchor(self._anchor_views(encoder, pixels, keys, sigma, rows))
+            moved = functional.extrapolate(plain[rows], anchors, self.alpha)
+            features = plain.index_copy(0, rows, torch.where(gated[rows, None], moved, plain[rows]))
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
-        return Defended(
-            features=output,
-            logits=clf.logits(output),
+        return Correction(
+            plain=plain,
+            features=features,
             drift_low=low,
             drift_high=high,
             drift=drift,
@@ -106,8 +157,6 @@ class AnchoredDefense(Configuration):
             gated=gated,
             sigma=sigma,
             passes=probes + (~instability.isnan()).long() + self.views * corrected.long(),
-            backward_passes=torch.zeros(len(pixels), dtype=torch.long, device=pixels.device),
-            class_names=clf.names,
         )
 
     @property
@@ -136,7 +185,13 @@ class AnchoredDefense(Configuration):
         return features, functional.drift(features, low), functional.drift(features, high)
 
     def _measure_instability(
-        self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor, features: Tensor, drift: Tensor
+        self,
+        encoder: Encoder,
+        pixels: Tensor,
+        keys: Tensor,
+        features: Tensor,
+        drift: Tensor,
+        divergence: Divergence,
     ) -> Tensor:
         """J(x) where it can still change the gate, NaN elsewhere."""
         result = torch.full_like(drift, torch.nan)
@@ -152,10 +207,9 @@ class AnchoredDefense(Configuration):
             return result
         streams = noise.fork(keys, _AUGMENT)[rows]
         augmented = encode_in_batches(
-            clf.encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
+            encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
         )
-        divergence = functional.js_divergence(clf.logits(features[rows]), clf.logits(augmented))
-        return result.index_copy(0, rows, divergence)
+        return result.index_copy(0, rows, divergence(rows, features[rows], augmented))
 
     def _anchor_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """Unit features ``[len(rows), M, D]`` of the noisy views behind the anchor."""

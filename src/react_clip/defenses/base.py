@@ -77,6 +77,14 @@ class Defense(Protocol):
         """The configuration as JSON values."""
 
 
+@runtime_checkable
+class Priced(Protocol):
+    """A defence that can say what it costs without being run; all of ours can."""
+
+    def cost(self) -> tuple[int, int]:
+        """Most forward and backward encoder passes that one image can need."""
+
+
 def prepare(clf: ZeroShotClassifier, images: Images) -> Tensor:
     """Images as checked pixels on the classifier's device."""
     pixels = as_pixels(images, clf.encoder.image_size)

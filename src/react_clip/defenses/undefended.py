@@ -24,6 +24,10 @@ class Undefended(Configuration):
 
     name: ClassVar[str] = "undefended"
 
+    def cost(self) -> tuple[int, int]:
+        """Forward and backward passes of an image."""
+        return 1, 0
+
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Plain answers."""
         pixels = prepare(clf, images)

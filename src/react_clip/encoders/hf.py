@@ -35,12 +35,36 @@ class HFEncoder(Encoder):
 
     def _text_features(self, prompts: list[str]) -> Tensor:
         model: Any = self.tower
+        tokens = self._tokenize(prompts)
+        hidden = model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        features: Tensor = model.text_projection(hidden.pooler_output)
+        return features
+
+    def _tokenize(self, prompts: list[str]) -> Any:
+        model: Any = self.tower
         length = model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
-        hidden = model.text_model(
-            input_ids=tokens["input_ids"].to(self.device), attention_mask=tokens["attention_mask"].to(self.device)
-        )
-        features: Tensor = model.text_projection(hidden.pooler_output)
+        return tokens.to(self.device)
+
+    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        model: Any = self.tower
+        tokens = self._tokenize(prompts)
+        # The end token is the last one that is no padding, whatever its id.
+        return model.text_model.embeddings.token_embedding(tokens["input_ids"]), tokens["attention_mask"].sum(1) - 1
+
+    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        # The text model takes ids only; its parts have kept their names since transformers 4. Their causal mask comes
+        # as `attention_mask`, the one argument that every version adds to the attention weights. Padding needs no mask:
+        # it stands behind the end token, which cannot look there.
+        model: Any = self.tower
+        text = model.text_model
+        count, length, _ = embeddings.shape
+        mask = torch.full((length, length), -torch.inf, device=embeddings.device, dtype=embeddings.dtype).triu(1)
+        hidden = embeddings + text.embeddings.position_embedding.weight[:length]
+        hidden = text.encoder(inputs_embeds=hidden, attention_mask=mask.expand(count, 1, -1, -1)).last_hidden_state
+        # Only the end token is read, so only it is normalised.
+        pooled = text.final_layer_norm(hidden[torch.arange(count, device=hidden.device), ends])
+        features: Tensor = model.text_projection(pooled)
         return features
 
 

@@ -32,6 +32,33 @@ class OpenCLIPEncoder(Encoder):
         features: Tensor = model.encode_text(self._tokenizer(prompts).to(self.device))
         return features
 
+    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        text = self._causal_tower()
+        tokens = self._tokenizer(prompts).to(self.device)
+        # CLIP's end token has the highest id of its vocabulary; what stands behind it is padding.
+        ends = tokens.argmax(1)
+        return text.token_embedding(tokens[:, : int(ends.max()) + 1]), ends
+
+    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        text = self._causal_tower()
+        count, length, _ = embeddings.shape
+        hidden = embeddings + text.positional_embedding[:length]
+        hidden = text.transformer(hidden, attn_mask=text.attn_mask[:length, :length])
+        pooled = text.ln_final(hidden[torch.arange(count, device=hidden.device), ends])
+        projection = text.text_projection
+        features: Tensor = projection(pooled) if isinstance(projection, nn.Module) else pooled @ projection
+        return features
+
+    def _causal_tower(self) -> Any:
+        """What holds the parts of the text tower, if it is CLIP's: causal, and read at the end token."""
+        model: Any = self.tower
+        text = getattr(model, "text", model)
+        pool = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
+        causal = getattr(text, "attn_mask", None) is not None and getattr(text, "cls_emb", None) is None
+        if pool != "argmax" or not causal or text.text_projection is None:
+            raise self._fixed_prompts()
+        return text
+
 
 def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> Encoder:
     """Load ``open_clip:MODEL/PRETRAINED`` with the activation the weights were trained with."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from react_clip.attacks import Attack
-from react_clip.defenses import Defense, Undefended
-from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.defenses import Defense
+from react_clip.defenses.base import Priced
 from react_clip.evaluation.recipe import Recipe
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -67,13 +67,9 @@ def _count_passes(attack: Attack) -> Passes:
 
 
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
-    """Passes per image: the most an anchored defence can need; of any other one, what it needs on an example."""
-    if isinstance(defense, AnchoredDefense):
-        probes = 2 * defense.probe_samples if defense._needs_drift else 0
-        augmented = int(defense.instability and (defense.tau is not None or not defense.lazy))
-        return Passes(1 + probes + augmented + defense.views)
-    if isinstance(defense, Undefended):
-        return Passes(1)
+    """Passes per image: the most a defence says it can need, or what one that does not say needs on an example."""
+    if isinstance(defense, Priced):
+        return Passes(*defense.cost())
     defended = defense(clf, example, seed=0)
     return Passes(int(defended.passes.max()), int(defended.backward_passes.max()))
 

@@ -1,0 +1,151 @@
+r"""Moving an image along the gradient of its own feature, the machinery that TTC, DOC, MAC, Anti-Adv and HD share.
+
+.. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign}\,\nabla_x \textstyle\sum_b \ell(F(x_k^b))\big)
+
+with :math:`\Pi` the projection onto the eps-ball around the image and onto [0, 1]. No label and no parameter of the
+encoder is touched: the pixels move, and what moved is classified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from react_clip import functional, noise
+from react_clip.defenses.base import Defended, prepare
+from react_clip.defenses.config import Configuration
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
+from react_clip.noise import Seed
+from react_clip.preprocess import Images
+from react_clip.zeroshot import ZeroShotClassifier
+
+Objective = Callable[[Tensor], Tensor]
+"""One value per image, from raw features ``[B, D]``."""
+
+
+class Counterattack(Configuration):
+    """A defence that takes gradients of the pixels; subclasses say what happens to one chunk of images.
+
+    It works inside ``no_grad`` and ``inference_mode``, and gradients do not flow through it: the answer is detached
+    from the caller's pixels.
+    """
+
+    max_batch: int
+
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
+        if any(tensor.is_inference() for tensor in (*clf.parameters(), *clf.buffers())):
+            raise ReactClipError(
+                f"the classifier was made inside torch.inference_mode, where {self.name} cannot take gradients; make "
+                "it outside (calling it inside is fine)"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            # The clone turns a tensor made in inference mode, which autograd refuses, into a plain one.
+            pixels = prepare(clf, images).detach().clone()
+            keys = noise.stream_keys(pixels, seed)
+            chunks = [slice(start, start + self.max_batch) for start in range(0, len(pixels), self.max_batch)]
+            return _join([self._defend(clf, pixels[rows], keys[rows]) for rows in chunks])
+
+    @abstractmethod
+    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
+        """Answers for at most ``max_batch`` images, given their random streams."""
+
+    def _check_lengths(self, *names: str) -> None:
+        """Refuse lengths in pixel values outside [0, 1]: the classic 8 instead of 8/255."""
+        self._check_numbers(*names, least=0)
+        for name in names:
+            if (value := getattr(self, name)) > 1:
+                raise ReactClipError(f"{name} is {value:g}; pixels lie in [0, 1], so write {value:g}/255")
+
+
+@dataclass(frozen=True)
+class Ball:
+    """The images within ``eps`` of some images, pixel by pixel, that have all pixels in [0, 1].
+
+    >>> ball = Ball(torch.tensor([[[[0.0, 0.5, 0.98]]]]), eps=0.1)
+    >>> ball.project(torch.tensor([[[[-0.1, 0.7, 1.1]]]]))
+    tensor([[[[0.0000, 0.6000, 1.0000]]]])
+    """
+
+    centre: Tensor
+    eps: float
+
+    def take(self, rows: Tensor) -> Ball:
+        """The ball around some of the images."""
+        return Ball(self.centre[rows], self.eps)
+
+    def project(self, images: Tensor) -> Tensor:
+        """The nearest images inside."""
+        return images.clamp((self.centre - self.eps).clamp_min(0.0), (self.centre + self.eps).clamp_max(1.0))
+
+    def step(self, images: Tensor, direction: Tensor, size: float) -> Tensor:
+        """One sign step that stays inside."""
+        return self.project(images + size * direction.sign())
+
+    def random_start(self, keys: Tensor) -> Tensor:
+        """Uniform in the ball around each image, then clamped to [0, 1]."""
+        draw = noise.uniform(keys, self.centre[0].numel()).reshape(self.centre.shape).to(self.centre.dtype)
+        return self.project(self.centre + self.eps * (2.0 * draw - 1.0))
+
+
+def distance_from(anchor: Tensor) -> Objective:
+    r"""The objective :math:`\lVert F(x') - F(x) \rVert^2` for given raw features of x.
+
+    >>> distance_from(torch.zeros(1, 2))(torch.tensor([[3.0, 4.0]]))
+    tensor([25.])
+    """
+    return lambda features: (features - anchor).square().sum(-1)
+
+
+def relative_distance(features: Tensor, anchor: Tensor) -> Tensor:
+    r""":math:`\lVert F(x') - F(x) \rVert / \lVert F(x) \rVert` of raw features.
+
+    >>> relative_distance(torch.tensor([[3.0, 6.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([0.4000])
+    """
+    # The floor is for an encoder that answers zero.
+    return functional.drift(features, anchor) / functional.drift(anchor, torch.zeros_like(anchor)).clamp_min(1e-12)
+
+
+def gradient(encoder: Encoder, images: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Raw features of images and the gradient of the objective in their pixels: one forward, one backward pass."""
+    with torch.enable_grad():
+        pixels = images.detach().requires_grad_()
+        features = encoder.raw_features(pixels)
+        # A sum, never a mean: half-precision gradients vanish in large batches, and images must not share a scale.
+        value = objective(features).sum()
+        if not value.requires_grad:
+            raise ReactClipError(
+                f"features of {encoder.name!r} carry no gradient to the pixels, which this defence needs; use an "
+                "encoder that runs in torch, or a defence without gradients such as ReACT"
+            )
+        (slope,) = torch.autograd.grad(value, pixels)
+    return features.detach(), slope
+
+
+def ascend(
+    encoder: Encoder, images: Tensor, objective: Objective, ball: Ball, *, steps: int, step_size: float
+) -> Tensor:
+    """The images after ``steps`` sign steps up the objective, inside the ball."""
+    for _ in range(steps):
+        _, slope = gradient(encoder, images, objective)
+        images = ball.step(images, slope, step_size)
+    return images
+
+
+def _join(parts: Sequence[Defended]) -> Defended:
+    """One result from those of consecutive chunks."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors = {
+        item.name: torch.cat([getattr(part, item.name) for part in parts])
+        for item in dataclasses.fields(Defended)
+        if item.name != "class_names"
+    }
+    return Defended(**tensors, class_names=parts[0].class_names)

@@ -1,0 +1,267 @@
+r"""Test-time prompt tuning, the frame that R-TPT and SS-TPT share: tune the words before the name, once per image.
+
+The prompt of class k is "a photo of a {name}."; the embeddings c of its first words start as they are and take a step
+of AdamW per image, down a loss on those views of the image that CLIP is surest of. The answer is a weighted mean over
+all views, scored with the tuned prompts:
+
+.. math:: z_k(x) = 100 \sum_v w_v \langle f(v), t_k(c^*) \rangle
+
+Image features do not depend on the prompt, so a view is encoded once, where the published codes encode it three or four
+times; ``passes`` counts these image-tower passes. The text tower has to run on all K prompts again for every image: one
+forward and one backward pass per step (``backward_passes`` counts the latter), one more forward pass for the answer,
+and a repetition of the former where K prompts do not fit into one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from react_clip import functional, noise
+from react_clip.augment import WeakAugmentation
+from react_clip.defenses.augmix import AugMix
+from react_clip.defenses.base import Defended, answer, prepare
+from react_clip.defenses.config import Configuration
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
+from react_clip.noise import Seed
+from react_clip.preprocess import Images
+from react_clip.zeroshot import ZeroShotClassifier
+
+_AUGMENTATIONS: dict[str, type[AugMix | WeakAugmentation]] = {"augmix": AugMix, "augmentation": WeakAugmentation}
+# Branches of an image's random stream.
+_VIEWS, _VARIANTS = range(2)
+
+
+class SoftPrompts:
+    """The prompts "{words} {name}." with the words as free vectors: called on a context, it gives class features.
+
+    ``start`` holds the embeddings of the words, ``[n, width]``, in fp32 however coarse the tower computes.
+    """
+
+    def __init__(self, encoder: Encoder, words: str, names: Sequence[str]) -> None:
+        self._encoder = encoder
+        embedded, ends = encoder.embed_prompts([words])
+        # Between the start token and the end token stand the words.
+        start = embedded[0, 1 : int(ends[0])]
+        self.start = start if start.dtype == torch.float64 else start.float()
+        self._embeddings, self._ends = encoder.embed_prompts([f"{words} {name}." for name in names])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __call__(self, context: Tensor, max_batch: int) -> Tensor:
+        """Unit class features ``[B, K, dim]`` of contexts ``[B, n, width]``, ``max_batch`` prompts at a time.
+
+        Differentiable in the context. Where that takes several calls, the backward pass runs each again instead of
+        keeping what they computed, so that memory does not grow with the number of classes.
+        """
+        total = len(context) * len(self)
+        parts = []
+        for first in range(0, total, max_batch):
+            last = min(first + max_batch, total)
+            if total > max_batch and torch.is_grad_enabled() and context.requires_grad:
+                part: Any = checkpoint(
+                    self._encode, context, first, last, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                part = self._encode(context, first, last)
+            parts.append(part)
+        return torch.cat(parts).reshape(len(context), len(self), -1)
+
+    def _encode(self, context: Tensor, first: int, last: int) -> Tensor:
+        rows = torch.arange(first, last, device=context.device)
+        image, label = rows // len(self), rows % len(self)
+        fixed = self._embeddings[label]
+        soft = context[image].to(fixed.dtype)
+        embeddings = torch.cat([fixed[:, :1], soft, fixed[:, 1 + soft.shape[1] :]], 1)
+        return self._encoder.encode_embedded(embeddings, self._ends[label])
+
+
+@dataclass(frozen=True)
+class PromptTuning(Configuration, ABC):
+    """Fields and the course of events; a subclass says what makes a view good and what loss to descend."""
+
+    name: ClassVar[str] = "prompt-tuning"
+
+    views: int = 64
+    """The image itself and its augmentations."""
+    selected: int = 6
+    """How many views, those of lowest entropy, the prompt is tuned on."""
+    temperature: float = 0.01
+    """Of the softmax that weighs the views."""
+    learning_rate: float = 5e-3
+    """Of AdamW; its other constants are torch's defaults, as in the published codes."""
+    steps: int = 1
+    """Steps per image; 0 keeps the words as they are."""
+    words: str = "a photo of a"
+    """What stands before the name, and is tuned. The classifier's own templates are not used."""
+    augmix: AugMix = field(default_factory=AugMix)
+    max_batch: int = 64
+    """Most views, and most prompts, in one encoder call."""
+
+    def __post_init__(self) -> None:
+        self._check_counts("views", "selected", "max_batch")
+        self._check_counts("steps", least=0)
+        self._check_numbers("temperature", "learning_rate")
+        for name in ("temperature", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise ReactClipError(f"{name} is {getattr(self, name)}; it must be > 0")
+        if self.selected > self.views:
+            raise ReactClipError(f"selected is {self.selected}; there are only {self.views} views to select from")
+        if not isinstance(self.words, str) or not self.words.strip():
+            raise ReactClipError(f"words is {self.words!r}; give the words before the name, such as 'a photo of a'")
+
+    def cost(self) -> tuple[int, int]:
+        """Image-tower forward passes and text-tower backward passes (each over all prompts) of an image."""
+        return self.views * self._variants_per_view, self.steps
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    _variants_per_view: ClassVar[int] = 1
+
+    def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
+        """One random view per image."""
+        return self.augmix(images, keys)
+
+    def _variants(self, views: Tensor, keys: Tensor) -> list[Tensor]:
+        """What is encoded of each view, the view itself first."""
+        return [views]
+
+    @abstractmethod
+    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+        """How good each view is, ``[B, V, ...]``, from the features ``[B, V, variants, D]`` of its variants."""
+
+    @abstractmethod
+    def _weights(self, quality: Tensor) -> Tensor:
+        """Weights ``[B, V]`` that add up to one."""
+
+    @abstractmethod
+    def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
+        """The loss per image ``[B]`` from the logits ``[B, S, K]`` of the selected views."""
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
+
+        Gradients, where the pixels ask for them, flow through the views and their weights; the tuned prompt counts as a
+        constant.
+        """
+        if not clf.encoder.has_text:
+            raise ReactClipError(
+                f"{self.name} tunes prompt tokens and {clf.encoder.name!r} has no text tower; use a complete CLIP "
+                "(openai/clip-vit-base-patch32) or a defence without prompts"
+            )
+        pixels = prepare(clf, images)
+        differentiable = torch.is_grad_enabled() and pixels.requires_grad
+        # Tuning needs gradients of its own, which inference mode would forbid.
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
+            return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
+
+    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
+        prompts = SoftPrompts(clf.encoder, self.words, clf.names)
+        with torch.no_grad():
+            class_features = prompts(prompts.start[None], self.max_batch)[0]
+        features = self._encode_views(clf.encoder, pixels, keys)
+        quality = self._quality(features, class_features)
+        features = features[:, :, 0]
+        chosen = most_confident(functional.logits(features, class_features), self.selected)
+        mean = (self._weights(quality)[..., None] * features).sum(1)
+
+        tuned = []
+        sure = torch.arange(len(pixels), device=pixels.device)[:, None], chosen
+        sure_features, sure_quality = features[sure].detach(), quality[sure].detach()
+        group = max(1, self.max_batch // len(prompts))
+        for first in range(0, len(pixels), group):
+            rows = slice(first, first + group)
+            context = self._tune(prompts, sure_features[rows], sure_quality[rows])
+            with torch.no_grad():
+                tuned.append(prompts(context, self.max_batch))
+        logits = _score(mean[:, None], torch.cat(tuned))[:, 0]
+        forward, backward = self.cost()
+        return answer(clf, features=functional.normalize(mean), logits=logits, passes=forward, backward_passes=backward)
+
+    def _encode_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> Tensor:
+        """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
+        numbers = torch.arange(self.views, device=pixels.device)
+        view_keys = noise.fork(noise.fork(keys, _VIEWS)[:, None], numbers).flatten()
+        parts = []
+        for first in range(0, len(view_keys), self.max_batch):
+            rows = torch.arange(first, min(first + self.max_batch, len(view_keys)), device=pixels.device)
+            images, streams = pixels[rows // self.views], view_keys[rows]
+            itself = (rows % self.views == 0)[:, None, None, None]
+            views = torch.where(itself, images, self._augment(images, streams))
+            variants = self._variants(views, noise.fork(streams, _VARIANTS))
+            parts.append(torch.stack([encoder.encode_views(variant) for variant in variants], 1))
+        unit = torch.cat(parts)
+        return unit.reshape(len(pixels), self.views, *unit.shape[1:])
+
+    def _tune(self, prompts: SoftPrompts, features: Tensor, quality: Tensor) -> Tensor:
+        """Contexts ``[B, n, width]`` after the steps; AdamW works element by element, so images share nothing."""
+        context = prompts.start.repeat(len(features), 1, 1).requires_grad_()
+        optimizer = torch.optim.AdamW([context], lr=self.learning_rate)
+        for _ in range(self.steps):
+            with torch.enable_grad():
+                loss = self._loss(_score(features, prompts(context, self.max_batch)), quality).sum()
+            # Asked for by name: nothing else, not even an unfrozen encoder, receives a gradient.
+            (context.grad,) = torch.autograd.grad(loss, [context])
+            optimizer.step()
+        return context.detach()
+
+    # ------------------------------------------------------------------ configuration
+
+    def _write_field(self, name: str) -> Any:
+        value = getattr(self, name)
+        return dataclasses.asdict(value) if name in _AUGMENTATIONS else value
+
+    @classmethod
+    def _read_field(cls, name: str, value: Any) -> Any:
+        if name not in _AUGMENTATIONS or not isinstance(value, dict):
+            return value
+        try:
+            return _AUGMENTATIONS[name](**value)
+        except TypeError as error:
+            raise ReactClipError(f"{name} is not understood: {error}") from None
+
+
+def _score(features: Tensor, class_features: Tensor) -> Tensor:
+    """Logits ``[B, V, K]`` of features ``[B, V, D]`` where each image has class features of its own, ``[B, K, D]``."""
+    return functional.LOGIT_SCALE * features @ class_features.mT
+
+
+def entropy(logits: Tensor) -> Tensor:
+    r"""Entropy of predictions in nats: :math:`H(p) = -\sum_k p_k \ln p_k`.
+
+    >>> entropy(torch.zeros(1, 2))
+    tensor([0.6931])
+    """
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def most_confident(logits: Tensor, count: int) -> Tensor:
+    """Numbers ``[B, count]`` of the views of lowest entropy, the surest first; among equals the earlier one.
+
+    >>> most_confident(torch.tensor([[[0.0, 0.0], [9.0, 0.0], [5.0, 0.0]]]), 2)
+    tensor([[1, 2]])
+    """
+    return entropy(logits).argsort(dim=-1, stable=True)[:, :count]
+
+
+def cosines_to_others(features: Tensor) -> Tensor:
+    """Cosines ``[B, V, V - 1]`` of each view with the others, the nearest first, from unit features ``[B, V, D]``.
+
+    >>> cosines_to_others(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]]))[0, 0]
+    tensor([0.6000, 0.0000])
+    """
+    cosines = features @ features.mT
+    itself = torch.eye(features.shape[1], dtype=torch.bool, device=features.device)
+    return cosines.masked_fill(itself, -torch.inf).topk(features.shape[1] - 1).values

@@ -1,0 +1,554 @@
+"""R-TPT and SS-TPT: soft prompts equal hard ones, tuning equals a literal copy of it, and images share nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import react_clip as rc
+import tiny_clip
+from react_clip import Encoder, defenses, noise
+from react_clip.defenses import RTPT, SSTPT, Defended, prompt_tuning
+from react_clip.defenses.augmix import AugMix
+from react_clip.defenses.prompt_tuning import PromptTuning, SoftPrompts, entropy, most_confident
+from react_clip.defenses.ss_tpt import leave_one_out, stretch
+from toys import toy_classifier, toy_images
+
+F64 = torch.float64
+NAMES = ["cat", "pickup truck", "giant panda", "ox", "alarm clock", "tea"]
+WORDS = "a photo of a"
+SMALL_RTPT = RTPT(views=9, selected=3, neighbours=4, max_batch=64)
+SMALL_SSTPT = SSTPT(views=6, selected=3, max_batch=64)
+both = pytest.mark.parametrize(
+    "guard",
+    [SMALL_RTPT, SMALL_SSTPT, SMALL_SSTPT.replace(weak_views=True)],
+    ids=["r-tpt", "ss-tpt", "ss-tpt with weak views"],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def places(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    checkpoint = tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
+    return {"hf": str(tiny_folder), "open_clip": f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"}
+
+
+@pytest.fixture(scope="module", params=["hf", "open_clip"])
+def encoder(request: pytest.FixtureRequest, places: dict[str, str]) -> Encoder:
+    """In double precision, where two ways to compute a thing must agree to many digits."""
+    encoder = rc.load(places[request.param], device="cpu", dtype=F64)
+    try:
+        encoder.encode_text(["x"])
+    except RuntimeError as error:
+        pytest.skip(f"the text tower of this transformers knows no double precision: {error}")
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def clf(places: dict[str, str]) -> rc.ZeroShotClassifier:
+    return classifier(rc.load(places["hf"], device="cpu", dtype=F64))
+
+
+def classifier(encoder: Encoder) -> rc.ZeroShotClassifier:
+    """With class features that point nowhere: the defences must not read them."""
+    wrong = torch.ones(len(NAMES), encoder.dim)
+    return rc.ZeroShotClassifier.from_features(encoder, NAMES, wrong)
+
+
+def photos(count: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
+    """Smooth images: on plain noise every crop would look the same."""
+    coarse = torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    smooth = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic", align_corners=False)
+    return smooth.clamp(0, 1).to(dtype)
+
+
+# ---------------------------------------------------------------------- a second way to read soft prompts
+
+
+@contextmanager
+def words_replaced(tower: Any, context: Tensor) -> Iterator[None]:
+    """The library's own text tower, with the embeddings of the first words swapped on their way in."""
+    table = next(module for name, module in tower.named_modules() if name.endswith("token_embedding"))
+    count = len(context)
+
+    def swap(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :1], context.expand(len(output), -1, -1), output[:, 1 + count :]], 1)
+
+    handle = table.register_forward_hook(swap)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def hooked_features(encoder: Encoder, context: Tensor) -> Tensor:
+    with words_replaced(encoder.tower, context):
+        features = encoder._text_features([f"{WORDS} {name}." for name in NAMES])
+    return features / features.norm(dim=1, keepdim=True)
+
+
+def random_contexts(encoder: Encoder, count: int) -> Tensor:
+    start = SoftPrompts(encoder, WORDS, NAMES).start
+    shift = torch.randn(count, *start.shape, generator=torch.Generator().manual_seed(3), dtype=F64)
+    return start + 0.02 * shift.to(start.dtype)
+
+
+def test_the_words_as_they_are_give_the_features_of_the_sentence(encoder: Encoder) -> None:
+    prompts = SoftPrompts(encoder, WORDS, NAMES)
+    assert prompts.start.shape == (4, tiny_clip.WIDTH)
+    soft = prompts(prompts.start[None], 64)[0]
+    hard = encoder.encode_text([f"a photo of a {name}." for name in NAMES])
+    assert soft.shape == (len(NAMES), encoder.dim)
+    assert (soft - hard).abs().max() < 1e-9
+    other = encoder.encode_text([f"a photo of the {name}." for name in NAMES])
+    assert (soft - other).norm(dim=1).min() > 1e-4, "a tower that ignores the words proves nothing"
+
+
+@pytest.mark.parametrize("library", ["hf", "open_clip"])
+def test_embedded_prompts_are_the_prompts_however_long(places: dict[str, str], library: str) -> None:
+    encoder = rc.load(places[library], device="cpu")
+    sentences = ["x", "a very long sentence about nothing " * 30, "two words", "a photo of a cat."]
+    embedded = encoder.encode_embedded(*encoder.embed_prompts(sentences))
+    assert (embedded - encoder.encode_text(sentences)).abs().max() < 1e-5
+    assert torch.pdist(embedded).min() > 1e-2
+
+
+def test_each_image_may_have_a_context_of_its_own(encoder: Encoder) -> None:
+    contexts = random_contexts(encoder, 3)
+    prompts = SoftPrompts(encoder, WORDS, NAMES)
+    expected = torch.stack([hooked_features(encoder, context) for context in contexts])
+    for max_batch in (1, 4, 1000):
+        features = prompts(contexts, max_batch)
+        assert features.shape == (3, len(NAMES), encoder.dim)
+        assert (features - expected).abs().max() < 1e-9
+    assert (expected[0] - expected[1]).norm(dim=1).min() > 1e-3
+
+
+@pytest.mark.parametrize("max_batch", [5, 1000])
+def test_the_gradient_of_the_context_agrees_with_finite_differences(encoder: Encoder, max_batch: int) -> None:
+    contexts = random_contexts(encoder, 2).requires_grad_()
+    prompts = SoftPrompts(encoder, WORDS, NAMES)
+    assert torch.autograd.gradcheck(lambda c: prompts(c, max_batch), (contexts,), fast_mode=True, eps=1e-6)
+    assert all(parameter.grad is None for parameter in encoder.parameters())
+
+
+def test_gradients_by_recomputation_are_the_gradients(encoder: Encoder) -> None:
+    prompts = SoftPrompts(encoder, WORDS, NAMES)
+    slopes = []
+    for max_batch in (2, 1000):
+        contexts = random_contexts(encoder, 2).requires_grad_()
+        prompts(contexts, max_batch)[..., 0].sum().backward()
+        slopes.append(contexts.grad)
+    assert slopes[0].abs().max() > 1e-3
+    assert torch.allclose(*slopes, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_coarse_towers_keep_a_fine_context(places: dict[str, str], dtype: str) -> None:
+    encoder = rc.load(places["hf"], device="cpu", dtype=dtype)
+    prompts = SoftPrompts(encoder, WORDS, NAMES)
+    assert prompts.start.dtype == torch.float32
+    context = prompts.start[None].clone().requires_grad_()
+    features = prompts(context, 64)
+    assert features.dtype == torch.float32
+    assert (features[0] * encoder.encode_text([f"{WORDS} {name}." for name in NAMES])).sum(1).min() > 0.999
+    features[..., 0].sum().backward()
+    assert context.grad is not None
+    assert context.grad.dtype == torch.float32
+    assert context.grad.abs().sum() > 0
+    out = SMALL_RTPT(classifier(encoder), photos(2, torch.float32))
+    assert out.logits.dtype == out.features.dtype == torch.float32
+    assert torch.isfinite(out.logits).all()
+
+
+# ---------------------------------------------------------------------- the algorithms once more, image by image
+
+
+def literal_views(guard: PromptTuning, image: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Each view and its stream, drawn alone."""
+    key = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning._VIEWS)
+    draw: Any = guard.augmentation if isinstance(guard, SSTPT) and guard.weak_views else guard.augmix
+    streams = [noise.fork(key, number) for number in range(guard.views)]
+    return [(image[None] if i == 0 else draw(image[None], stream), stream) for i, stream in enumerate(streams)]
+
+
+def step_of_adamw(context: Tensor, slope: Tensor, rate: float) -> Tensor:
+    """The first step from rest: decay by 1 %, then a step whose length hardly depends on the slope."""
+    return context * (1 - rate * 0.01) - rate * slope / (slope.abs() + 1e-8)
+
+
+def literal_entropy(logits: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    return -sum((p[k] * p[k].log() for k in range(len(p))), torch.zeros((), dtype=F64))
+
+
+def mean_of(values: list[Any]) -> Any:
+    return sum(values[1:], values[0]) / len(values)
+
+
+def surest(logits: list[Tensor], count: int) -> list[int]:
+    return sorted(range(len(logits)), key=lambda v: float(literal_entropy(logits[v].detach())))[:count]
+
+
+def literal_rtpt(guard: RTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor, list[int]]:
+    f = [clf.encoder.encode_views(view)[0] for view, _ in literal_views(guard, image, seed)]
+    context = clf.encoder.embed_prompts([WORDS])[0][0, 1:5].clone().requires_grad_()
+    text = hooked_features(clf.encoder, context)
+    logits = [100 * text @ feature for feature in f]
+    chosen = surest(logits, guard.selected)
+    loss = mean_of([literal_entropy(logits[v]) for v in chosen])
+    (slope,) = torch.autograd.grad(loss, [context])
+    text = hooked_features(clf.encoder, step_of_adamw(context.detach(), slope, guard.learning_rate))
+    trust = []
+    for v in range(guard.views):
+        cosines = sorted((float(f[v] @ f[u]) for u in range(guard.views) if u != v), reverse=True)
+        trust.append(math.exp(mean_of(cosines[: guard.neighbours]) / guard.temperature))
+    weights = [t / sum(trust) for t in trust]
+    out = sum((w * 100 * text @ feature for w, feature in zip(weights, f, strict=True)), torch.zeros(len(NAMES)))
+    mean = sum((w * feature for w, feature in zip(weights, f, strict=True)), torch.zeros(clf.encoder.dim))
+    return out, mean / mean.norm(), chosen
+
+
+def literal_sstpt(
+    guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    views = literal_views(guard, image, seed)
+    f = [clf.encoder.encode_views(view)[0] for view, _ in views]
+    streams = [noise.fork(stream, prompt_tuning._VARIANTS) for _, stream in views]
+    moved = [
+        clf.encoder.encode_views(guard.augmentation(view, stream))[0]
+        for (view, _), stream in zip(views, streams, strict=True)
+    ]
+    context = clf.encoder.embed_prompts([WORDS])[0][0, 1:5].clone().requires_grad_()
+    text = hooked_features(clf.encoder, context)
+    logits = [100 * text @ feature for feature in f]
+    suit, stab = [], []
+    for v in range(guard.views):
+        suit.append(1 / (mean_of([2 - 2 * float(f[v] @ f[u]) for u in range(guard.views) if u != v]) + 1e-8))
+        p, q = logits[v].detach().softmax(0), (100 * text @ moved[v]).detach().softmax(0)
+        m = (p + q) / 2
+        stab.append(1 / (float((p * (p / m).log() + q * (q / m).log()).sum()) / 2 + 1e-8))
+
+    def weigh(numbers: list[int]) -> dict[int, float]:
+        def scaled(values: list[float], v: int) -> float:
+            low, high = min(values[u] for u in numbers), max(values[u] for u in numbers)
+            return (values[v] - low) / (high - low + 1e-8)
+
+        scores = {v: 0.4 * scaled(suit, v) + 0.6 * scaled(stab, v) for v in numbers}
+        total = sum(math.exp(score / 0.25) for score in scores.values())
+        return {v: math.exp(score / 0.25) / total for v, score in scores.items()}
+
+    chosen = surest(logits, guard.selected)
+    weights = weigh(chosen)
+    terms = []
+    for v in chosen:
+        rest = [u for u in chosen if u != v]
+        target = sum((weights[u] * logits[u].softmax(0) for u in rest), torch.zeros(len(NAMES)))
+        target = (target / sum(weights[u] for u in rest)).detach()
+        terms.append(literal_entropy(logits[v]) + (target * (target.log() - logits[v].log_softmax(0))).sum())
+    (slope,) = torch.autograd.grad(mean_of(terms), [context])
+    text = hooked_features(clf.encoder, step_of_adamw(context.detach(), slope, guard.learning_rate))
+    weights = weigh(list(range(guard.views)))
+    mean = sum((weights[v] * f[v] for v in range(guard.views)), torch.zeros(clf.encoder.dim))
+    return 100 * text @ mean, mean / mean.norm(), chosen
+
+
+@both
+@pytest.mark.parametrize("max_batch", [4, 64])
+def test_the_batched_algorithm_equals_the_literal_one(
+    encoder: Encoder, guard: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clf, images = classifier(encoder), photos(3)
+    tuned_on = []
+    tune = PromptTuning._tune
+
+    def spy(self: PromptTuning, prompts: SoftPrompts, features: Tensor, quality: Tensor) -> Tensor:
+        tuned_on.append(features)
+        return tune(self, prompts, features, quality)
+
+    monkeypatch.setattr(PromptTuning, "_tune", spy)
+    out = guard.replace(max_batch=max_batch)(clf, images, seed=5)
+    literal: Callable[..., Any] = literal_rtpt if isinstance(guard, RTPT) else literal_sstpt
+    for i, image in enumerate(images):
+        logits, feature, chosen = literal(guard, clf, image, 5)
+        assert torch.allclose(out.logits[i], logits.detach(), atol=1e-6), i
+        assert torch.allclose(out.features[i], feature.detach(), atol=1e-9), i
+        views = literal_views(guard, image, 5)
+        expected = torch.cat([clf.encoder.encode_views(views[v][0]) for v in chosen])
+        assert torch.allclose(torch.cat(tuned_on)[i], expected, atol=1e-9), "not the surest views"
+
+
+@both
+def test_tuning_changes_the_answer_and_lowers_the_loss_it_descends(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(6)
+    tuned, plain = guard(clf, images), guard.replace(steps=0)(clf, images)
+    assert torch.allclose(tuned.features, plain.features, atol=1e-12)
+    assert (tuned.logits - plain.logits).abs().amax(1).min() > 1e-3
+
+    prompts = SoftPrompts(clf.encoder, WORDS, NAMES)
+    features = guard._encode_views(clf.encoder, images, noise.stream_keys(images, 0))
+    with torch.no_grad():
+        before_text = prompts(prompts.start[None], 64)
+        quality = guard._quality(features, before_text[0])
+        rows = torch.arange(6)[:, None], most_confident(100 * features[:, :, 0] @ before_text[0].T, guard.selected)
+        sure, quality = features[:, :, 0][rows], quality[rows]
+        # Small enough for the slope to decide; the published step is ten times larger.
+        after_text = prompts(guard.replace(learning_rate=5e-4)._tune(prompts, sure, quality), 64)
+        before, after = 100 * sure @ before_text.mT, 100 * sure @ after_text.mT
+        losses = entropy(before).mean(1), entropy(after).mean(1)
+        if isinstance(guard, SSTPT):
+            target = leave_one_out(before.softmax(-1), guard._weights(quality))
+            gap = [-(target * logits.log_softmax(-1)).sum(-1).mean(1) for logits in (before, after)]
+            losses = losses[0] + gap[0], losses[1] + gap[1]
+    assert (losses[1] < losses[0]).all(), losses
+
+
+@both
+def test_the_context_changes_by_one_step_and_nothing_else_does(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(2)
+    weights = {name: value.clone() for name, value in clf.state_dict().items()}
+    before, state = images.clone(), torch.get_rng_state()
+    prompts = SoftPrompts(clf.encoder, WORDS, NAMES)
+    start = prompts.start.clone()
+    features = guard._encode_views(clf.encoder, images, noise.stream_keys(images, 0))[:, : guard.selected]
+    quality = guard._quality(features, clf.class_features)
+    context = guard._tune(prompts, features[:, :, 0], quality)
+    assert torch.equal(prompts.start, start)
+    assert context.shape == (2, 4, tiny_clip.WIDTH)
+    assert not context.requires_grad
+    moved = (context - start * (1 - 0.01 * guard.learning_rate)).abs()
+    assert moved.max() <= guard.learning_rate * (1 + 1e-9)
+    assert (moved > 0.9 * guard.learning_rate).double().mean() > 0.9
+    assert (context[0] - context[1]).abs().max() > guard.learning_rate, "two images, two prompts"
+    out = guard(clf, images)
+    assert not out.logits.requires_grad
+    assert torch.equal(images, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in clf.state_dict().items())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in clf.parameters())
+
+
+@both
+def test_an_unfrozen_encoder_receives_no_gradient_either(places: dict[str, str], guard: Any) -> None:
+    clf = classifier(rc.load(places["hf"], device="cpu"))
+    clf.encoder.requires_grad_(True)
+    assert not guard(clf, photos(1, torch.float32)).logits.requires_grad
+    assert all(parameter.grad is None for parameter in clf.parameters())
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def test_views_are_selected_by_entropy_and_in_order() -> None:
+    sharp = torch.tensor([1.0, 5.0, 0.1, 3.0, 5.0])
+    logits = torch.stack([sharp, torch.zeros(5), torch.zeros(5)], 1)[None]
+    assert most_confident(logits, 3).tolist() == [[1, 4, 3]]
+
+
+def test_a_view_that_stands_alone_gets_no_weight() -> None:
+    angles = torch.tensor([0.0, 0.02, 0.05, 0.03, 1.5])
+    features = torch.stack([angles.cos(), angles.sin()], 1)[None, :, None]
+    guard = RTPT(views=5, selected=2, neighbours=2)
+    weights = guard._weights(guard._quality(features, features[0, :, 0]))
+    assert weights.sum() == pytest.approx(1)
+    assert weights[0, 4] < 1e-6
+    nearest = (math.cos(0.02) + math.cos(0.03)) / 2, (math.cos(0.02) + math.cos(0.01)) / 2
+    assert float(weights[0, 0] / weights[0, 1]) == pytest.approx(math.exp((nearest[0] - nearest[1]) / 0.01), rel=1e-3)
+
+
+def test_the_leave_one_out_mean_leaves_one_out() -> None:
+    probs = torch.rand(2, 4, 5, dtype=F64).softmax(-1)
+    weights = torch.rand(2, 4, dtype=F64)
+    means = leave_one_out(probs, weights)
+    assert torch.allclose(means.sum(-1), torch.ones(2, 4, dtype=F64))
+    for left_out in range(4):
+        other = probs.clone()
+        other[:, left_out] = torch.rand(2, 5, dtype=F64)
+        changed = (leave_one_out(other, weights) - means).abs().amax(-1) > 1e-6
+        assert changed.tolist() == [[view != left_out for view in range(4)]] * 2
+
+
+def test_scores_mix_both_signals_and_survive_equal_views() -> None:
+    guard = SSTPT(views=3, selected=2)
+    weights = guard._weights(torch.tensor([[[1.0, 5.0], [3.0, 1.0], [1.0, 1.0]]]))
+    scores = torch.tensor([[0.6, 0.4, 0.0]])
+    assert torch.allclose(weights, (scores / 0.25).softmax(1), atol=1e-6)
+    assert stretch(torch.ones(1, 3, 2)).tolist() == [[[0.0, 0.0]] * 3]
+    same = torch.nn.functional.normalize(torch.ones(1, 3, 2, 4), dim=-1)
+    quality = guard._quality(same, torch.eye(4))
+    assert torch.isfinite(quality).all()
+    assert torch.allclose(guard._weights(quality), torch.full((1, 3), 1 / 3), atol=1e-6)
+
+
+# ---------------------------------------------------------------------- what every defence promises
+
+
+def tensors(out: Defended) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(out).items() if isinstance(value, Tensor)}
+
+
+def assert_same(one: Defended, other: Defended, rows: Any = slice(None), atol: float = 1e-6) -> None:
+    for name, value in tensors(one).items():
+        assert torch.allclose(value.double(), tensors(other)[name][rows].double(), atol=atol, equal_nan=True), name
+
+
+@both
+def test_an_image_gets_the_same_answer_in_any_batch_and_in_any_chunks(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(4)
+    whole = guard(clf, images, seed=b"secret")
+    for i in range(4):
+        assert_same(guard(clf, images[i : i + 1], seed=b"secret"), whole, [i])
+    order = [2, 0, 3, 1]
+    assert_same(guard(clf, images[order], seed=b"secret"), whole, order)
+    for max_batch in (5, 13, 1000):
+        assert_same(guard.replace(max_batch=max_batch)(clf, images, seed=b"secret"), whole)
+
+
+@both
+def test_the_seed_decides_and_nothing_else(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(2)
+    one = guard(clf, images, seed=1)
+    assert_same(guard(clf, images, seed=1), one, atol=0.0)
+    assert (guard(clf, images, seed=2).logits - one.logits).abs().amax(1).min() > 1e-3
+
+
+@both
+def test_it_works_wherever_gradients_are_switched_off(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(2)
+    plain = guard(clf, images)
+    with torch.no_grad():
+        assert_same(guard(clf, images), plain)
+    with torch.inference_mode():
+        assert_same(guard(clf, images), plain)
+        made_here = photos(2) * 1.0
+        assert made_here.is_inference()
+        assert_same(guard.replace(max_batch=4)(clf, made_here), plain)
+
+
+@both
+def test_gradients_reach_the_pixels_when_asked_for(clf: rc.ZeroShotClassifier, guard: Any) -> None:
+    images = photos(2).requires_grad_()
+    rc.as_module(clf, guard)(images)[:, 0].sum().backward()
+    assert images.grad is not None
+    assert torch.isfinite(images.grad).all()
+    assert images.grad.flatten(1).abs().sum(1).min() > 0
+
+
+@both
+@pytest.mark.parametrize("max_batch", [4, 64])
+def test_passes_are_what_the_encoder_really_did(
+    clf: rc.ZeroShotClassifier, guard: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = {"views": 0, "prompts": 0, "reversed": 0, "largest": 0}
+    raw, embedded = clf.encoder.raw_features, clf.encoder.encode_embedded
+
+    def watch_views(pixels: Tensor) -> Tensor:
+        done["views"] += len(pixels)
+        done["largest"] = max(done["largest"], len(pixels))
+        return raw(pixels)
+
+    def watch_prompts(embeddings: Tensor, ends: Tensor) -> Tensor:
+        done["prompts"] += len(embeddings)
+        done["largest"] = max(done["largest"], len(embeddings))
+        if embeddings.requires_grad:
+            embeddings.register_hook(lambda slope: done.update(reversed=done["reversed"] + len(slope)))
+        return embedded(embeddings, ends)
+
+    monkeypatch.setattr(clf.encoder, "raw_features", watch_views)
+    monkeypatch.setattr(clf.encoder, "encode_embedded", watch_prompts)
+    for steps in (0, 1, 2):
+        done.update(dict.fromkeys(done, 0))
+        chosen = guard.replace(max_batch=max_batch, steps=steps)
+        out = chosen(clf, photos(3))
+        assert done["views"] == int(out.passes.sum())
+        assert done["reversed"] == len(NAMES) * int(out.backward_passes.sum())
+        assert done["largest"] <= max_batch
+        assert (int(out.passes.max()), int(out.backward_passes.max())) == chosen.cost()
+        # The plain prompts once; then each image's for every step and for the answer; steps again where cut in pieces.
+        runs = steps * (1 if len(NAMES) <= max_batch else 2) + 1
+        assert done["prompts"] == len(NAMES) * (1 + 3 * runs)
+
+
+def test_the_published_configurations_cost_this_much(clf: rc.ZeroShotClassifier) -> None:
+    assert RTPT().cost() == (64, 1)
+    assert SSTPT().cost() == (32, 1)
+    out = RTPT()(clf, photos(1))
+    assert out.passes.tolist() == [64]
+    assert out.backward_passes.tolist() == [1]
+    assert SSTPT()(clf, photos(1)).passes.tolist() == [32]
+
+
+@pytest.mark.parametrize("name", ["r-tpt", "ss-tpt"])
+def test_an_image_tower_alone_says_why_not(name: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=f"{name} tunes prompt tokens and 'toy' has no text tower; use a") as e:
+        defenses.from_dict(name)(toy_classifier(), toy_images(1))
+    assert "\n" not in str(e.value)
+    with pytest.raises(rc.ReactClipError, match="'toy' has no text tower, so there are no prompts to embed"):
+        toy_classifier().encoder.embed_prompts(["x"])
+
+
+def test_other_text_towers_say_why_not(places: dict[str, str]) -> None:
+    encoder = rc.load(places["open_clip"], device="cpu")
+    encoder.tower.text_pool_type = "last"
+    with pytest.raises(rc.ReactClipError, match="takes no token embeddings"):
+        RTPT()(classifier(encoder), photos(1, torch.float32))
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        RTPT(views=32, steps=2, augmix=AugMix(chains=0, area=(0.5, 1.0))),
+        SSTPT(weak_views=True, suitability=0.0, augmentation=rc.augment.WeakAugmentation(rotation=3.0)),
+    ],
+    ids=["r-tpt", "ss-tpt"],
+)
+def test_configurations_survive_json(guard: Any) -> None:
+    again = defenses.from_dict(json.loads(json.dumps(guard.to_dict())))
+    assert again == guard
+    assert hash(again) == hash(guard)
+    assert guard != type(guard)()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("r-tpt", {"views": 0}, "views is 0"),
+        ("r-tpt", {"selected": 65}, "selected is 65; there are only 64 views"),
+        ("r-tpt", {"neighbours": 64}, "neighbours is 64; a view has only 63 others"),
+        ("r-tpt", {"neighbours": 0}, "neighbours is 0"),
+        ("r-tpt", {"temperature": 0}, "temperature is 0; it must be > 0"),
+        ("r-tpt", {"learning_rate": -1.0}, "learning_rate is -1.0; it must be > 0"),
+        ("r-tpt", {"steps": -1}, "steps is -1"),
+        ("r-tpt", {"max_batch": 0}, "max_batch is 0"),
+        ("r-tpt", {"words": " "}, "words is ' '; give the words before the name"),
+        ("r-tpt", {"augmix": {"twirl": 1}}, "augmix is not understood"),
+        ("r-tpt", {"augmix": {"chains": -1}}, "chains is -1 and depth 3"),
+        ("ss-tpt", {"selected": 1}, "selected is 1; it must be a whole number >= 2"),
+        ("ss-tpt", {"suitability": 1.5}, "suitability is 1.5; it is a share"),
+        ("ss-tpt", {"consistency": -1.0}, "consistency is -1.0; it must be >= 0"),
+        ("ss-tpt", {"weak_views": 1}, "weak_views is 1"),
+        ("ss-tpt", {"augmentation": {"twirl": 1}}, "augmentation is not understood"),
+    ],
+)
+def test_impossible_values_are_refused_in_one_line(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says) as caught:
+        defenses.from_dict({"defense": name, **options})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,184 @@
+"""AugMix: its operations are Pillow's, its draws cover what is published, and every view is drawn alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+import react_clip as rc
+from react_clip.defenses import augmix
+from react_clip.defenses.augmix import AugMix, autocontrast, equalize, posterize, solarize
+
+SIDE = 48
+
+
+def pictures(count: int = 3) -> Tensor:
+    """Smooth 8-bit pictures that use neither all levels nor both ends."""
+    coarse = torch.rand(count, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+    return (255 * (0.15 + 0.7 * smooth)).round() / 255
+
+
+def to_pillow(image: Tensor) -> Image.Image:
+    return Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy())
+
+
+def from_pillow(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
+def keys(count: int, start: int = 0) -> Tensor:
+    return torch.arange(start, start + count)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_posterize_is_pillows(bits: int) -> None:
+    for image in pictures():
+        ours = posterize(image[None], torch.tensor([bits]))[0]
+        assert torch.equal(ours, from_pillow(ImageOps.posterize(to_pillow(image), bits)))
+
+
+@pytest.mark.parametrize("threshold", [0, 90, 128, 256])
+def test_solarize_is_pillows(threshold: int) -> None:
+    for image in pictures():
+        ours = solarize(image[None], torch.tensor([threshold]))[0]
+        assert torch.allclose(ours, from_pillow(ImageOps.solarize(to_pillow(image), threshold)), atol=1e-6)
+
+
+def test_equalize_is_pillows() -> None:
+    flat = torch.full((3, SIDE, SIDE), 0.4)
+    two_levels = torch.where(torch.arange(SIDE) < 20, 0.2, 0.6).expand(3, SIDE, SIDE)
+    for image in (*pictures(), flat, two_levels, torch.zeros(3, SIDE, SIDE), torch.ones(3, SIDE, SIDE)):
+        image = (255 * image).round() / 255
+        assert torch.allclose(equalize(image[None])[0], from_pillow(ImageOps.equalize(to_pillow(image))), atol=1e-6)
+
+
+def test_autocontrast_is_pillows() -> None:
+    flat = (torch.full((3, SIDE, SIDE), 0.4) * 255).round() / 255
+    for image in (*pictures(), flat):
+        # Pillow rounds to 8 bits.
+        ours = autocontrast(image[None])[0]
+        assert (ours - from_pillow(ImageOps.autocontrast(to_pillow(image)))).abs().max() < 1.01 / 255
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("kind", range(5))
+def test_geometry_is_pillows(kind: int, sign: int) -> None:
+    level = 5.05
+    image = pictures(1)
+    theta = augmix._affine(torch.tensor([kind]), torch.tensor([level]), torch.tensor([float(sign)]), SIDE)
+    ours = augmix._sample(image, theta, "zeros")[0]
+    picture, bilinear = to_pillow(image[0]), Image.Resampling.BILINEAR
+    shear, shift = 0.03 * level * sign, int(level * SIDE / 30) * sign
+    matrices = {
+        augmix._SHEAR_X: (1, shear, 0, 0, 1, 0),
+        augmix._SHEAR_Y: (1, 0, 0, shear, 1, 0),
+        augmix._TRANSLATE_X: (1, 0, shift, 0, 1, 0),
+        augmix._TRANSLATE_Y: (1, 0, 0, 0, 1, shift),
+    }
+    if kind == augmix._ROTATE:
+        theirs = picture.rotate(int(3 * level) * sign, resample=bilinear)
+    else:
+        theirs = picture.transform((SIDE, SIDE), Image.Transform.AFFINE, matrices[kind], resample=bilinear)
+    # Pillow rounds to 8 bits, and does not blend the last pixel with the black around it.
+    off = (ours - from_pillow(theirs)).abs().amax(0)
+    assert (off > 2 / 255).float().mean() < 0.06
+    assert (ours - image[0]).abs().mean() > 0.01, "it must move something"
+
+
+def test_a_crop_is_the_resized_crop() -> None:
+    image = pictures(1)
+    view = AugMix(chains=0, area=(0.25, 0.25), aspect=(1.0, 1.0))
+    for key in range(6):
+        ours = view(image, torch.tensor([key]))[0]
+        half = SIDE // 2
+        fits = []
+        for top in range(SIDE - half + 1):
+            for left in range(SIDE - half + 1):
+                crop = image[:, :, top : top + half, left : left + half]
+                resized = torch.nn.functional.interpolate(crop, scale_factor=2, mode="bilinear", align_corners=False)[0]
+                # Away from the edge, where the crop sees its neighbours.
+                inside = (ours - resized)[:, 1:-1, 1:-1], (ours.flip(2) - resized)[:, 1:-1, 1:-1]
+                fits += [float(difference.abs().max()) for difference in inside]
+        assert min(fits) < 1e-5, key
+
+
+def test_crops_have_the_published_sizes_and_go_everywhere() -> None:
+    ramp = torch.linspace(0, 1, SIDE)
+    image = torch.stack([ramp.expand(SIDE, SIDE), ramp[:, None].expand(SIDE, SIDE), torch.zeros(SIDE, SIDE)])[None]
+    views = AugMix(chains=0)(image.expand(600, -1, -1, -1), keys(600))
+    across = views[:, 0, 0, -1] - views[:, 0, 0, 0]
+    down = views[:, 1, -1, 0] - views[:, 1, 0, 0]
+    share = across.abs() * down
+    assert 0.02 < share.min() < 0.12
+    assert share.max() > 0.9
+    assert abs(float((across < 0).float().mean()) - 0.5) < 0.07, "half of the views are flipped"
+    assert (down > 0).all(), "none is upside down"
+    aspect = (across.abs() / down).log()
+    # A pixel of a small crop is a few per cent of its side.
+    assert aspect.abs().max() < 0.288 + 0.12
+    assert aspect.min() < -0.2 < 0.2 < aspect.max()
+    corner = views[:, 1, 0, 0]
+    assert corner.min() < 0.02
+    assert corner.max() > 0.5
+
+
+def test_every_operation_is_drawn_and_chains_have_one_to_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    apply = AugMix._apply
+
+    def spy(self: AugMix, views: Tensor, chosen: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+        drawn.append((chosen, level))
+        return apply(self, views, chosen, level, sign)
+
+    monkeypatch.setattr(AugMix, "_apply", spy)
+    AugMix()(pictures(1).expand(300, -1, -1, -1), keys(300))
+    kinds = torch.stack([chosen for chosen, _ in drawn])
+    assert len(kinds) == 9, "three steps of three chains"
+    assert set(kinds.unique().tolist()) == set(range(-1, 9))
+    counts = kinds[kinds >= 0].bincount().float()
+    assert counts.min() > 0.8 * counts.mean()
+    depth = (kinds.reshape(3, 3, -1) >= 0).sum(1)
+    assert [float((depth == d).float().mean()) for d in range(4)] == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3], abs=0.05)
+    levels = torch.stack([level for _, level in drawn])
+    assert 0.1 <= levels.min() < 0.12
+    assert 0.98 < levels.max() <= 1.0
+
+
+def test_chains_change_the_crop_mildly() -> None:
+    images = pictures(1).expand(50, -1, -1, -1)
+    views, crops = AugMix()(images, keys(50)), AugMix(chains=0)(images, keys(50))
+    moved = (views - crops).abs().flatten(1).mean(1)
+    assert (moved > 0).all()
+    assert 0.005 < moved.mean() < 0.2
+    assert (AugMix(severity=10.0)(images, keys(50)) - crops).abs().mean() > 1.5 * moved.mean()
+
+
+def test_a_view_depends_on_its_image_and_its_stream_alone() -> None:
+    images = pictures(5).double()
+    views = AugMix()(images, keys(5, 7))
+    assert views.dtype == torch.float64
+    for i in range(5):
+        assert torch.allclose(AugMix()(images[i : i + 1], keys(1, 7 + i))[0], views[i], atol=1e-12)
+    assert (AugMix()(images, keys(5, 8)) - views).abs().flatten(1).amax(1).min() > 1e-3
+    assert views.min() >= 0
+    assert views.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"area": (0.0, 1.0)}, "area is"),
+        ({"area": (0.5, 1.5)}, "area is"),
+        ({"aspect": (2.0, 1.0)}, "aspect is"),
+        ({"depth": 0}, "depth 0"),
+        ({"severity": 0.0}, "severity is 0.0"),
+        ({"severity": 11.0}, "severity is 11.0"),
+    ],
+)
+def test_impossible_values_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says):
+        AugMix(**options)  # type: ignore[arg-type]
