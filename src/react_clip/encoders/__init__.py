@@ -1,4 +1,4 @@
-"""Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, local folders, and the offline ``clip-vit-b-16``."""
+"""Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, folders, the offline ``clip-vit-b-16``, ``BASE+FILE``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from react_clip.encoders import offline, openclip
+from react_clip.encoders import checkpoints, offline, openclip
 from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
 from react_clip.encoders.hf import load_hf
 from react_clip.errors import ReactClipError
@@ -16,7 +16,8 @@ __all__ = ["Encoder", "load", "pull"]
 
 _WHAT_EXISTS = (
     f"{offline.NAME} (offline), a Hugging Face id such as openai/clip-vit-base-patch32 (optionally @revision), "
-    f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, or a folder in Hugging Face layout"
+    f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, a folder (in Hugging Face "
+    "layout, or written by `react-clip finetune`), or BASE+FILE for one of these with the image tower of a checkpoint"
 )
 
 
@@ -25,12 +26,19 @@ def load(name: str | Path, *, device: str | torch.device | None = None, dtype: s
 
     Args:
         name: ``"clip-vit-b-16"`` (offline), a hub id (``"openai/clip-vit-base-patch32"``, optionally ``@revision``),
-            ``"open_clip:ViT-B-32/openai"``, or a folder in Hugging Face layout.
+            ``"open_clip:ViT-B-32/openai"``, a folder in Hugging Face layout or written by ``react-clip finetune``, or
+            any of these with the image tower of a checkpoint: ``"clip-vit-b-16+path/to/tecoa.safetensors"``.
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers. Features are fp32 in every case.
     """
     chosen_device, chosen_dtype = resolve_device(device), resolve_dtype(dtype)
     text = str(name)
+    if (parts := checkpoints.split_name(text)) is not None:
+        base, checkpoint = parts
+        encoder = load(base, device=chosen_device, dtype=chosen_dtype)
+        checkpoints.load_tower(encoder, checkpoint)
+        encoder.name = text
+        return encoder
     if text == offline.NAME:
         return offline.load_offline(device=chosen_device, dtype=chosen_dtype)
     if text.startswith(openclip.PREFIX):
@@ -43,6 +51,8 @@ def load(name: str | Path, *, device: str | torch.device | None = None, dtype: s
 
 def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda line: None) -> str:
     """Fetch a model ahead of time, so that :func:`load` works without a network; returns where it is."""
+    if (parts := checkpoints.split_name(name)) is not None:
+        return pull(parts[0], force=force, say=say)
     if name == offline.NAME:
         return str(offline.pull(force=force, say=say))
     if not name.startswith(openclip.PREFIX) and not Path(name).is_dir():
@@ -54,6 +64,9 @@ def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda 
 
 def _hub_id(name: str | Path) -> tuple[str, str | None]:
     """Split ``owner/model@revision``; anything else is no name we know."""
+    base, plus, file = str(name).partition("+")
+    if plus:
+        raise ReactClipError(f"{str(name)!r} asks for {base!r} with the checkpoint {file!r}, which is no file here")
     source, _, revision = str(name).partition("@")
     if isinstance(name, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
         raise ReactClipError(f"no model is called {str(name)!r} and no such folder exists; choose {_WHAT_EXISTS}")

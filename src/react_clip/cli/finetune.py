@@ -1,0 +1,213 @@
+"""``react-clip finetune``: train an image tower against attacks (TeCoA, PMG-AFT, FARE, CLIP-FT)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from react_clip import Encoder, ReactClipError, data, load
+from react_clip.cli.common import Subparsers, add_model_options, new_command, notice
+from react_clip.data import ImageDataset
+from react_clip.evaluation.classes import ClassSource, class_source
+from react_clip.evaluation.images import read_pixels
+from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
+from react_clip.finetune.folder import LOG
+from react_clip.finetune.loss_log import read_log
+from react_clip.finetune.photos import check_memory
+from react_clip.finetune.settings import AUGMENTATIONS
+
+_PLOT = "loss.png"
+
+
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = new_command(
+        subparsers,
+        "finetune",
+        run,
+        summary="Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",
+        example="react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa",
+    )
+    parser.add_argument("method", help=f"one of {', '.join(names())}")
+    parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
+    parser.add_argument("--data", type=Path, help="root folder of the data sets")
+    parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
+    parser.add_argument("--split", default="train", help="which photos (%(default)s)")
+    parser.add_argument("--limit", type=int, help="at most so many photos; all are kept in memory, 150 KB each at 224")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help=f"updates of the weights ({Settings.steps})")
+    length.add_argument("--epochs", type=float, help="passes over the photos, instead of --steps")
+    parser.add_argument("--batch", type=int, default=Settings.batch, help="photos at a time (%(default)s)")
+    parser.add_argument("--accumulate", type=int, default=Settings.accumulate, help="batches per update (%(default)s)")
+    parser.add_argument("--lr", type=float, default=Settings.lr, help="largest learning rate (%(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=Settings.weight_decay, help="of AdamW (%(default)s)")
+    parser.add_argument("--warmup", type=int, help="steps until that rate (a tenth of all)")
+    parser.add_argument("--eps", default="1/255", help="largest change of a pixel in the attack (%(default)s)")
+    parser.add_argument("--attack-step", default="1/255", help="step size of the attack (%(default)s)")
+    parser.add_argument("--attack-steps", type=int, default=InnerAttack.steps, help="its iterations (%(default)s)")
+    parser.add_argument("--clean-weight", type=float, help="pmg-aft: weight of KL(clean || adversarial) (1)")
+    parser.add_argument("--original-weight", type=float, help="pmg-aft: weight of KL(original || adversarial) (1)")
+    parser.add_argument("--augment", default=Settings.augment, help=f"{', '.join(AUGMENTATIONS)} (%(default)s)")
+    parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps a checkpoint (%(default)s)")
+    parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
+    parser.add_argument("--seed", type=int, default=0, help="of order, augmentation and attack (%(default)s)")
+    add_model_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Finetune, and draw the loss."""
+    method, settings = _method(args), _settings(args)
+    if args.limit is not None and args.limit < 1:
+        raise ReactClipError(f"--limit is {args.limit}; it must be at least 1")
+    root = args.data or data.default_root()
+    photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
+    # The weights stay fp32; --dtype is what the towers compute in.
+    encoder = load(args.model, device=args.device, dtype="fp32")
+    photos, class_features, source = _classes(args, method, encoder, photos, root)
+    photos = photos if args.limit is None else photos.take(args.limit, args.seed)
+    check_memory(len(photos), encoder.image_size, _memory())
+    if args.epochs is not None:
+        steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
+        settings = dataclasses.replace(settings, steps=steps, warmup=args.warmup)
+    pixels = read_pixels(photos, encoder.image_size, progress=not args.quiet)
+    about = {
+        "command": "react-clip " + " ".join(sys.argv[1:]),
+        "class_source": source,
+        "dataset": {
+            "name": args.dataset,
+            "split": args.split,
+            "sha256": photos.fingerprint(),
+            "notes": list(photos.notes),
+        },
+    }
+    with _Bar(args.quiet) as bar:
+        result = finetune(
+            encoder,
+            method,
+            pixels,
+            torch.tensor(photos.labels),
+            class_features,
+            out=args.out,
+            settings=settings,
+            about=about,
+            progress=bar.advance,
+        )
+    _plot(args, result)
+    _tell(args, result)
+    return 0
+
+
+def _method(args: argparse.Namespace) -> Method:
+    weights = {name: getattr(args, name) for name in ("clean_weight", "original_weight")}
+    given = {name: value for name, value in weights.items() if value is not None}
+    if given and args.method in names() and args.method != "pmg-aft":
+        raise ReactClipError(
+            f"--{next(iter(given)).replace('_', '-')} belongs to pmg-aft, not {args.method}; leave it out"
+        )
+    return get(args.method, **given)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if args.epochs is not None and not 0 < args.epochs < math.inf:
+        raise ReactClipError(f"--epochs is {args.epochs:g}; it must be above 0")
+    length = {"steps": args.steps} if args.steps is not None else {}
+    attack = InnerAttack(_length("--eps", args.eps), _length("--attack-step", args.attack_step), args.attack_steps)
+    # With --epochs the number of steps is known once the photos are; the warm-up is checked against it then.
+    warmup = None if args.epochs is not None else args.warmup
+    same = ("batch", "accumulate", "lr", "weight_decay", "dtype", "augment", "seed", "half", "save_every")
+    return Settings(**length, attack=attack, warmup=warmup, **{name: getattr(args, name) for name in same})
+
+
+def _length(name: str, text: str) -> float:
+    above, _, below = text.partition("/")
+    try:
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError):
+        raise ReactClipError(f"{name} is {text!r}; give a number such as 1/255") from None
+
+
+def _classes(
+    args: argparse.Namespace, method: Method, encoder: Encoder, photos: ImageDataset, root: Path
+) -> tuple[ImageDataset, Tensor | None, str]:
+    """The photos with labels that fit the classes, their features, and where those come from."""
+    if not method.needs_labels:
+        return photos, None, "none needed"
+    if args.heads is not None and args.heads.is_file():
+        aligned, head = photos.align(data.load_head(args.heads))
+        source = ClassSource(aligned, f"head {args.heads.name}", head=head)
+    else:
+        source = class_source(encoder, photos, args.heads, root)
+    clf, photos = source.classifier(encoder, progress=not args.quiet)
+    return photos, clf.class_features, source.description
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _plot(args: argparse.Namespace, result: Finetuned) -> None:
+    """The picture is a convenience: without matplotlib the tower still counts."""
+    place = result.folder / _PLOT
+    if result.was_finished and place.is_file():
+        return
+    try:
+        from react_clip.report.style import COLOURS, new_figure, save_figure
+
+        rows = read_log(result.folder / LOG)
+        figure = new_figure(height=2.6)
+        axes = figure.add_subplot()
+        axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"loss of {result.record['method']['name']}")
+        axes.spines[["top", "right"]].set_visible(False)
+        save_figure(figure, place)
+    except ImportError:
+        notice(args, "no plot: it needs matplotlib (`pip install 'react-clip[eval]'`)")
+
+
+def _tell(args: argparse.Namespace, result: Finetuned) -> None:
+    record = result.record
+    if args.json:
+        print(json.dumps({"folder": str(result.folder), "was_finished": result.was_finished, **record}, indent=2))
+        return
+    steps, photos, name = record["settings"]["steps"], record["photos"], record["method"]["name"]
+    if result.was_finished:
+        print(f"{result.folder} is finished already: {name}, {steps} steps; nothing was done")
+    else:
+        losses = f"loss {record['first_loss']:.4g} -> {record['final_loss']:.4g}"
+        print(f"{name}: {steps} steps on {photos} photos in {record['seconds']:.0f} s, {losses}")
+    notice(args, f"use it with --model {result.folder} or rc.load({str(result.folder)!r})")
+
+
+class _Bar:
+    """Steps, with the latest loss."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, done: int, total: int, loss: float) -> None:
+        if self._bar is None:
+            # A run that continues begins where it was; the bar's speed counts only what is done now.
+            self._bar = tqdm(total=total, initial=done - 1, unit="step", disable=self._quiet or None)
+        self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+        self._bar.update(1)

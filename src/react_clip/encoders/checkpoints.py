@@ -1,0 +1,261 @@
+"""Image towers from checkpoint files, such as the adversarially finetuned ones that papers publish.
+
+``BASE+FILE`` is an encoder whose image tower comes from a file; a folder written by ``react-clip finetune`` names its
+base itself. The file may be in any of the usual layouts, containers and prefixes; what is loaded must be exactly the
+image tower, no tensor more or less, because a tower that is half another one gives features and no error.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from react_clip.encoders.base import Encoder
+from react_clip.encoders.layouts import PROJECTION, State, to_hf, to_openai
+from react_clip.errors import ReactClipError
+from react_clip.storage import read_json, sha256_of
+
+TOWER, RECORD, SETTINGS = "tower.safetensors", "finetune.json", "settings.json"
+"""What a folder of ``react-clip finetune`` holds: the weights, what made them (written last), and what was asked."""
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_CONTAINERS = ("vision_encoder_state_dict", "model_state_dict", "state_dict", "model")
+_OPENAI_ANCHOR, _HF_ANCHOR = "conv1.weight", "embeddings.patch_embedding.weight"
+_HF_TOWER = "vision_model."
+_IMAGE_PARTS = ("visual.", _HF_TOWER, "visual_projection.")
+# Tensors and numbers that travel with an image tower without being part of it.
+_IGNORED = re.compile(
+    r"(.*\.)?position_ids|logit_scale|logit_bias|(text|text_model|text_projection|token_embedding|ln_final)(\..*)?"
+    r"|input_resolution|context_length|vocab_size"
+)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def split_name(name: str) -> tuple[str, Path] | None:
+    """The base and the checkpoint that a name asks for; ``None`` where it asks for a plain model.
+
+    ``BASE+FILE`` counts where FILE exists (a folder of ``react-clip finetune`` is its tower), so that a plus sign in a
+    path stays what it is.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / RECORD).is_file():
+            return _recorded_base(folder), _checked_tower(folder)
+        if (folder / SETTINGS).is_file() and not (folder / "config.json").is_file():
+            raise ReactClipError(
+                f"{folder} is a finetuning run that has not finished; give the same `react-clip finetune` command again"
+            )
+        return None
+    for plus in (match.start() for match in re.finditer(r"\+", name)):
+        base, file = name[:plus], Path(name[plus + 1 :]).expanduser()
+        if base and file.is_file():
+            return base, file
+        if base and (file / RECORD).is_file():
+            return base, _checked_tower(file)
+    return None
+
+
+def lasting_name(name: str) -> str:
+    """The name with its paths made absolute, so that a record means the same from any working directory."""
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    parts = split_name(name)
+    return name if parts is None else f"{lasting_name(parts[0])}+{parts[1].resolve()}"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    way_out = "finetune again, or load FOLDER/tower.safetensors as BASE+FILE"
+    record = read_json(folder / RECORD, missing=way_out, invalid=way_out)
+    if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("model", "sha256")):
+        raise ReactClipError(f"{folder / RECORD} does not name a model and the sha256 of its tower; {way_out}")
+    return record
+
+
+def _recorded_base(folder: Path) -> str:
+    base: str = _record(folder)["model"]
+    if Path(base).resolve() == folder.resolve():
+        raise ReactClipError(f"{folder / RECORD} names its own folder as the base model; correct it")
+    return base
+
+
+def _checked_tower(folder: Path) -> Path:
+    tower, expected = folder / TOWER, _record(folder)["sha256"]
+    if not tower.is_file():
+        raise ReactClipError(f"{folder} has no {TOWER}; copy the whole folder, or finetune again")
+    if (found := sha256_of(tower)) != expected:
+        raise ReactClipError(
+            f"{tower} has sha256 {found[:12]}..., {RECORD} says {expected[:12]}...; the file is damaged or another "
+            "one: copy it again, or finetune again"
+        )
+    return tower
+
+
+# ---------------------------------------------------------------------- towers of encoders
+
+
+def is_image_key(key: str) -> bool:
+    """Whether a parameter of an encoder's tower belongs to its image side.
+
+    >>> is_image_key("visual.proj"), is_image_key("text_model.final_layer_norm.bias")
+    (True, False)
+    """
+    return key.startswith(_IMAGE_PARTS) and not _IGNORED.fullmatch(key)
+
+
+def image_parameters(encoder: Encoder) -> dict[str, nn.Parameter]:
+    """The parameters of the image tower, by the names the encoder's own library gives them."""
+    found = {key: value for key, value in encoder.tower.named_parameters() if is_image_key(key)}
+    if not found:
+        raise ReactClipError(
+            f"{encoder.name!r} has no CLIP image tower that can be told apart; use a Hugging Face or open_clip model"
+        )
+    return found
+
+
+def image_tower(encoder: Encoder) -> State:
+    """The image tower's tensors in OpenAI's layout, without the ``visual.`` prefix."""
+    image_parameters(encoder)
+    state = {key: tensor.detach() for key, tensor in encoder.tower.state_dict().items() if is_image_key(key)}
+    if any(key.startswith(_HF_TOWER) for key in state):
+        return to_openai(state)
+    return {key.removeprefix("visual."): tensor for key, tensor in state.items()}
+
+
+def load_tower(encoder: Encoder, path: Path) -> None:
+    """Replace the image tower of an encoder by the one in a file."""
+    found = find_tower(read_tensors(path), path)
+    own = image_tower(encoder)
+    found.check(to_hf(own) if found.hf else own, encoder.name)
+    state = to_openai(found.state) if found.hf else found.state
+    is_hf = any(key.startswith(_HF_TOWER) for key in encoder.tower.state_dict())
+    state = to_hf(state) if is_hf else {f"visual.{key}": tensor for key, tensor in state.items()}
+    with torch.no_grad():
+        for key, tensor in encoder.tower.state_dict().items():
+            if is_image_key(key):
+                tensor.copy_(state[key])
+
+
+# ---------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, eq=False)
+class FoundTower:
+    """An image tower as a file holds it: bare OpenAI keys, or Hugging Face's from ``vision_model.`` on."""
+
+    path: Path
+    hf: bool
+    state: State
+    names: dict[str, str]
+    """The name in the file of each key."""
+
+    def check(self, expected: Mapping[str, Tensor], model: str) -> None:
+        """Refuse any difference from the tower that is to be replaced."""
+        prefix = self.prefix()
+        if missing := [prefix + key for key in expected if key not in self.state]:
+            self._refuse(model, f"lacks {_count(missing)} of the image tower")
+        if unexpected := [self.names[key] for key in self.state if key not in expected]:
+            self._refuse(model, f"holds {_count(unexpected)} that the image tower does not have")
+        if reshaped := [key for key in expected if self.state[key].shape != expected[key].shape]:
+            shapes = f"{list(self.state[reshaped[0]].shape)} instead of {list(expected[reshaped[0]].shape)}"
+            self._refuse(model, f"holds {_count([self.names[key] for key in reshaped])} in another shape, {shapes}")
+        if bad := [name for key, name in self.names.items() if not _is_sound(self.state[key])]:
+            self._refuse(model, f"holds {_count(bad)} with other than finite floating-point numbers")
+
+    def prefix(self) -> str:
+        """What stands before the keys in the file."""
+        anchor = _HF_TOWER + _HF_ANCHOR if self.hf else _OPENAI_ANCHOR
+        return self.names[anchor].removesuffix(anchor) if self.names[anchor].endswith(anchor) else ""
+
+    def _refuse(self, model: str, what: str) -> None:
+        raise ReactClipError(f"{self.path} does not fit {model!r}: it {what}; give the base model it was made from")
+
+
+def _count(keys: list[str]) -> str:
+    return f"{len(keys)} tensor{'s' if len(keys) > 1 else ''} ({keys[0]}{' first' if len(keys) > 1 else ''})"
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+
+
+def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
+    """The image tower among a checkpoint's tensors, recognised by its first convolution whatever stands before it."""
+    openai, hf = _prefixes(tensors, _OPENAI_ANCHOR), _prefixes(tensors, _HF_ANCHOR)
+    if len(openai) + len(hf) != 1:
+        what = f"{len(openai) + len(hf)} image towers ({', '.join(map(repr, [*openai, *hf]))})" if openai or hf else ""
+        raise ReactClipError(
+            f"{path} holds {what or 'no CLIP image tower'}; give a file with one tower in OpenAI's layout "
+            f"(visual.{_OPENAI_ANCHOR}, ...) or Hugging Face's ({_HF_TOWER}{_HF_ANCHOR}, ...)"
+        )
+    prefix = (openai or hf)[0]
+    # Hugging Face keeps the projection beside the tower; OpenAI keeps it inside.
+    names = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    names = {key: name for key, name in names.items() if not _IGNORED.fullmatch(key)}
+    if hf:
+        projections = [name for name in tensors if name.endswith(PROJECTION)]
+        beside = prefix.removesuffix(_HF_TOWER) + PROJECTION
+        names = {_HF_TOWER + key: name for key, name in names.items() if name not in projections}
+        if chosen := [name for name in projections if name == beside] or projections[:1]:
+            names[PROJECTION] = chosen[0]
+    return FoundTower(path, bool(hf), {key: tensors[name] for key, name in names.items()}, names)
+
+
+def _prefixes(keys: Iterable[str], anchor: str) -> list[str]:
+    """What stands before the anchor; inner blocks of a ResNet, which has such convolutions everywhere, do not count."""
+    found = [key.removesuffix(anchor) for key in keys if key == anchor or key.endswith(f".{anchor}")]
+    return [prefix for prefix in found if not any(prefix != other and prefix.startswith(other) for other in found)]
+
+
+def read_tensors(path: Path) -> State:
+    """The tensors of a checkpoint, out of whatever container they lie in; nothing in the file is executed."""
+    if path.suffix != ".safetensors" and path.suffix not in _TORCH_SUFFIXES:
+        raise ReactClipError(
+            f"{path} ends in {path.suffix!r}; a checkpoint is a .safetensors, {', '.join(_TORCH_SUFFIXES)} file"
+        )
+    try:
+        content: Any = load_file(path) if path.suffix == ".safetensors" else _read_torch(path)
+    except (OSError, SafetensorError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ReactClipError(f"{path} cannot be read ({_first_line(error)}); get the file again") from None
+    while isinstance(content, Mapping):
+        inner = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping):
+        raise ReactClipError(f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary of tensors")
+    return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+
+
+def _read_torch(path: Path) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise ReactClipError(
+                    f"{path} is a TorchScript program, as OpenAI publishes; save its state_dict() as safetensors where "
+                    "you trust it, or load the same model by its hub id"
+                )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it needs {blocked[1]}" if blocked else _first_line(error)
+        raise ReactClipError(
+            f"{path} holds more than tensors ({what}), which could run code; save its state_dict as safetensors where "
+            "you trust it"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,86 @@
+"""A program that finetunes the tiny CLIP into folders: undisturbed, killed, raced by a twin, starved of disk.
+
+``finetune_program.py MODEL ROOT`` leaves a folder for each of the four and prints what became of its children. All in
+one process, because starting one costs more than training the tiny CLIP.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch._dynamo  # optimisers import it when they are made: once here instead of once in every child
+
+import react_clip as rc
+from react_clip.finetune import InnerAttack, Settings, finetune
+
+STEPS = 9
+ATTACK = InnerAttack(eps=4 / 255, step=4 / 255)
+SETTINGS = Settings(steps=STEPS, batch=4, accumulate=2, lr=1e-3, augment="crop", save_every=2, attack=ATTACK)
+Progress = Callable[[int, int, float], None]
+
+
+def child(encoder: rc.Encoder, out: Path, progress: Progress | None = None) -> int:
+    """Fork; the child trains and exits with 0, or with 2 where it was refused."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        pixels = torch.rand(10, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
+        labels, classes = torch.arange(10) % 3, torch.eye(3, encoder.dim)
+        finetune(encoder, "pmg-aft", pixels, labels, classes, out=out, settings=SETTINGS, progress=progress)
+        code = 0
+    except rc.ReactClipError as error:
+        print(f"{out.name} refused: {error}", flush=True)
+        code = 2
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def rows(out: Path) -> int:
+    log = out / "log.csv"
+    return max(0, log.read_text().count("\n") - 1) if log.exists() else 0
+
+
+def kill(encoder: rc.Encoder, out: Path, times: int) -> None:
+    """Kill children with a step or two more in the log, at a random moment of the next step."""
+    moments = random.Random(0)
+    for _ in range(times):
+        enough = rows(out) + moments.randint(1, 2)
+        pid = child(encoder, out, lambda done, total, loss: time.sleep(0.03))
+        while rows(out) < enough and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        print("killed ended", exit_code(pid), flush=True)
+
+
+def starve(done: int, total: int, loss: float) -> None:
+    """From the fifth step on no file may grow beyond a few bytes: the log still can, a checkpoint cannot."""
+    if done == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model, root = rc.load(sys.argv[1], device="cpu"), Path(sys.argv[2])
+    print("plain ended", exit_code(child(model, root / "plain")), flush=True)
+    kill(model, root / "killed", 3)
+    print("killed ended", exit_code(child(model, root / "killed")), flush=True)
+    twins = [child(model, root / "raced", lambda done, total, loss: time.sleep(0.1)) for _ in range(2)]
+    print("raced ended", *sorted(exit_code(pid) for pid in twins), flush=True)
+    print("starved ended", exit_code(child(model, root / "starved", starve)), flush=True)
+    print("starved left", *sorted(path.name for path in (root / "starved").iterdir()), flush=True)
+    print("starved ended", exit_code(child(model, root / "starved")), flush=True)

@@ -1,0 +1,267 @@
+"""Towers from files: every layout gives the same features in every encoder, and nothing half-fitting is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import react_clip as rc
+import tiny_clip
+from react_clip import storage
+from react_clip.encoders import checkpoints
+from react_clip.encoders.layouts import to_hf, to_openai
+
+State = dict[str, Tensor]
+PIXELS = torch.rand(3, 3, tiny_clip.SIZE, tiny_clip.SIZE, generator=torch.Generator().manual_seed(5))
+
+
+def prefixed(prefix: str, state: State) -> State:
+    return {prefix + key: tensor for key, tensor in state.items()}
+
+
+def bare(openai: State) -> State:
+    return {key.removeprefix("visual."): tensor for key, tensor in openai.items() if key.startswith("visual.")}
+
+
+def vision(hf: State) -> State:
+    return {key: tensor for key, tensor in hf.items() if key.startswith(("vision_model.", "visual_projection."))}
+
+
+def without_tower(hf: State) -> State:
+    return {key.removeprefix("vision_model."): tensor for key, tensor in vision(hf).items()}
+
+
+IDS = {"vision_model.embeddings.position_ids": torch.arange(17)[None]}
+PROMPTER: dict[str, Any] = {"epoch": 3, "state_dict": {"pad_up": torch.zeros(2)}}
+LAYOUTS: dict[str, Callable[[State, State], dict[str, Any]]] = {
+    "openai, both towers": lambda openai, hf: openai,
+    "openai, image tower": lambda openai, hf: prefixed("visual.", bare(openai)),
+    "openai, bare": lambda openai, hf: bare(openai),
+    "openai, bare, with a logit scale": lambda openai, hf: bare(openai) | {"logit_scale": torch.zeros(())},
+    "openai, module.": lambda openai, hf: prefixed("module.", openai),
+    "openai, module.clip.": lambda openai, hf: prefixed("module.clip.", openai),
+    "openai, model. without visual.": lambda openai, hf: prefixed("model.", bare(openai)),
+    "state_dict": lambda openai, hf: {"state_dict": prefixed("module.", openai), "epoch": 2},
+    "model in state_dict": lambda openai, hf: {"state_dict": {"model": openai}},
+    "tecoa's own": lambda openai, hf: PROMPTER | {"vision_encoder_state_dict": bare(openai)},
+    "model_state_dict": lambda openai, hf: {"model_state_dict": prefixed("clip.model.", openai)},
+    "hf, both towers": lambda openai, hf: hf | IDS,
+    "hf, image tower": lambda openai, hf: vision(hf),
+    "hf, model.": lambda openai, hf: prefixed("model.", hf | IDS),
+    "hf, module.model.": lambda openai, hf: prefixed("module.model.", vision(hf)),
+    "hf, vision_model. twice": lambda openai, hf: prefixed("vision_model.", vision(hf)),
+    "hf, without vision_model.": lambda openai, hf: without_tower(hf),
+    "hf in a container": lambda openai, hf: {"model": hf},
+}
+
+
+def write(place: Path, content: dict[str, Any]) -> Path:
+    if all(isinstance(value, Tensor) for value in content.values()):
+        file = place / "weights.safetensors"
+        save_file({key: tensor.contiguous().clone() for key, tensor in content.items()}, file)
+    else:
+        file = place / "weights.pt"
+        torch.save(content, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def states(other_openai: Path, other_folder: Path) -> tuple[State, State]:
+    return load_file(other_openai), load_file(other_folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def wanted(other_folder: Path) -> Tensor:
+    return rc.load(other_folder, device="cpu").raw_features(PIXELS)
+
+
+@pytest.fixture(scope="module")
+def bases(encoder: rc.Encoder, open_clip_name: str) -> tuple[rc.Encoder, rc.Encoder]:
+    return encoder, rc.load(open_clip_name, device="cpu")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_features_in_both_libraries(
+    layout: str, states: tuple[State, State], wanted: Tensor, bases: tuple[rc.Encoder, rc.Encoder], tmp_path: Path
+) -> None:
+    file = write(tmp_path, LAYOUTS[layout](*states))
+    for base, tolerance in zip(bases, (0.0, 1e-4), strict=True):
+        assert (wanted - base.raw_features(PIXELS)).abs().max() > 0.1, "the towers must differ for this to mean much"
+        loaded = copy.deepcopy(base)
+        checkpoints.load_tower(loaded, file)
+        assert torch.allclose(loaded.raw_features(PIXELS), wanted, atol=tolerance, rtol=0)
+
+
+def test_a_checkpoint_is_asked_for_with_a_plus(
+    tiny_folder: Path, open_clip_name: str, other_openai: Path, wanted: Tensor, bases: tuple[rc.Encoder, rc.Encoder]
+) -> None:
+    for name, base in zip((f"{tiny_folder}+{other_openai}", f"{open_clip_name}+{other_openai}"), bases, strict=True):
+        loaded = rc.load(name, device="cpu")
+        assert loaded.name == name
+        assert torch.allclose(loaded.raw_features(PIXELS), wanted, atol=1e-4)
+        assert torch.equal(loaded.encode_text(["a cat"]), base.encode_text(["a cat"])), "the text tower is the base's"
+
+
+def test_the_file_follows_the_dtype_asked_for(other_openai: Path, tiny_folder: Path) -> None:
+    half = rc.load(f"{tiny_folder}+{other_openai}", device="cpu", dtype="bf16")
+    assert half.dtype == torch.bfloat16
+    assert not half.tower.training
+    assert not any(parameter.requires_grad for parameter in half.parameters())
+
+
+def test_conversions_are_inverse(states: tuple[State, State]) -> None:
+    openai, hf = bare(states[0]), vision(states[1])
+    for there, back, start in ((to_hf, to_openai, openai), (to_openai, to_hf, hf)):
+        again = back(there(start))
+        assert again.keys() == start.keys()
+        assert all(torch.equal(again[key], start[key]) for key in start)
+    assert to_hf(openai).keys() == hf.keys()
+
+
+QKV = "vision_model.encoder.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s.pop("visual.proj"), r"lacks 1 tensor \(visual\.proj\) of the image tower"),
+        (
+            lambda s: [s.pop(f"visual.ln_post.{kind}") for kind in ("weight", "bias")],
+            r"lacks 2 tensors \(visual\.ln_post\.\w+ first\)",
+        ),
+        (lambda s: s.update({"visual.adapter": torch.zeros(1)}), r"holds 1 tensor \(visual\.adapter\) that the image"),
+        (
+            lambda s: s.update({"visual.positional_embedding": torch.zeros(50, 64)}),
+            r"\(visual\.positional_embedding\) in another shape, \[50, 64\] instead of \[17, 64\]",
+        ),
+        (lambda s: s["visual.conv1.weight"].fill_(torch.nan), r"\(visual\.conv1\.weight\) with other than finite"),
+        (lambda s: s.update({"visual.proj": s["visual.proj"].long()}), r"\(visual\.proj\) with other than finite"),
+    ],
+)
+def test_a_tower_that_does_not_fit_is_refused(
+    change: Callable[[State], object], says: str, states: tuple[State, State], tiny_folder: Path, tmp_path: Path
+) -> None:
+    state = {key: tensor.clone() for key, tensor in states[0].items()}
+    change(state)
+    with pytest.raises(rc.ReactClipError, match=says) as caught:
+        rc.load(f"{tiny_folder}+{write(tmp_path, state)}", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_name_keys_as_the_file_does(states: tuple[State, State], tiny_folder: Path, tmp_path: Path) -> None:
+    hf = prefixed("module.", vision(states[1]))
+    del hf["module." + QKV]
+    with pytest.raises(rc.ReactClipError, match=rf"lacks 1 tensor \(module\.{QKV}\)"):
+        rc.load(f"{tiny_folder}+{write(tmp_path, hf)}", device="cpu")
+
+
+def test_what_holds_no_single_tower_is_refused(states: tuple[State, State], tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match="holds no CLIP image tower"):
+        rc.load(f"{tiny_folder}+{write(tmp_path, {'head.weight': torch.zeros(2)})}", device="cpu")
+    both = prefixed("student.", states[0]) | prefixed("teacher.", states[0])
+    with pytest.raises(rc.ReactClipError, match=r"holds 2 image towers \('student\.visual\.', 'teacher\.visual\.'\)"):
+        rc.load(f"{tiny_folder}+{write(tmp_path, both)}", device="cpu")
+
+
+def test_files_that_could_run_code_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "args": argparse.Namespace(lr=1)}, tmp_path / "args.pt")
+    with pytest.raises(rc.ReactClipError, match=r"more than tensors \(it needs argparse\.Namespace\).*safetensors"):
+        rc.load(f"{tiny_folder}+{tmp_path / 'args.pt'}", device="cpu")
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "script.pt")
+    with pytest.raises(rc.ReactClipError, match=r"TorchScript program.*hub id"):
+        rc.load(f"{tiny_folder}+{tmp_path / 'script.pt'}", device="cpu")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
+def test_damaged_files_are_one_line(suffix: str, tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / f"damaged{suffix}"
+    file.write_bytes(b"hello, I am no checkpoint")
+    with pytest.raises(rc.ReactClipError, match=rf"damaged\{suffix}") as caught:
+        rc.load(f"{tiny_folder}+{file}", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_lead_nowhere(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"the checkpoint 'runs/none\.pt', which is no file here"):
+        rc.load("clip-vit-b-16+runs/none.pt", device="cpu")
+    (tmp_path / "notes.txt").write_text("no weights")
+    with pytest.raises(
+        rc.ReactClipError, match=r"ends in '\.txt'; a checkpoint is a \.safetensors, \.pt, \.pth, \.bin"
+    ):
+        rc.load(f"{tiny_folder}+{tmp_path / 'notes.txt'}", device="cpu")
+    with pytest.raises(rc.ReactClipError, match=r"react-clip finetune.*BASE\+FILE"):
+        rc.load("no-such-model", device="cpu")
+    torch.save([torch.zeros(1)], tmp_path / "list.pt")
+    with pytest.raises(rc.ReactClipError, match="holds a list; a checkpoint is a dictionary"):
+        rc.load(f"{tiny_folder}+{tmp_path / 'list.pt'}", device="cpu")
+
+
+def test_a_plus_sign_in_a_path_stays_what_it_is(tiny_folder: Path, other_openai: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a+b" / "c+d"
+    odd.parent.mkdir()
+    odd.symlink_to(tiny_folder)
+    assert rc.load(odd, device="cpu").name == str(odd)
+    file = tmp_path / "x+y" / "tower+1.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(other_openai.read_bytes())
+    assert checkpoints.split_name(f"{odd}+{file}") == (str(odd), file)
+    both = rc.load(f"{odd}+{file}", device="cpu")
+    plain = rc.load(f"{tiny_folder}+{other_openai}", device="cpu")
+    assert torch.equal(both.raw_features(PIXELS), plain.raw_features(PIXELS))
+
+
+@pytest.fixture
+def run_folder(tiny_folder: Path, states: tuple[State, State], tmp_path: Path) -> Path:
+    """A finished finetuning run, written by hand."""
+    folder = tmp_path / "run"
+    storage.write_tensors(folder / "tower.safetensors", prefixed("visual.", bare(states[0])))
+    digest = storage.sha256_of(folder / "tower.safetensors")
+    (folder / "finetune.json").write_text(json.dumps({"model": str(tiny_folder), "sha256": digest}))
+    return folder
+
+
+def test_a_run_folder_names_its_base(run_folder: Path, tiny_folder: Path, other_folder: Path) -> None:
+    wanted = rc.load(other_folder, device="cpu").raw_features(PIXELS)
+    for name in (str(run_folder), f"{tiny_folder}+{run_folder}"):
+        loaded = rc.load(name, device="cpu")
+        assert loaded.name == name
+        assert torch.equal(loaded.raw_features(PIXELS), wanted)
+    assert rc.pull(str(run_folder)) == str(tiny_folder)
+
+
+def test_a_damaged_run_folder_is_refused(run_folder: Path) -> None:
+    tower = run_folder / "tower.safetensors"
+    content = bytearray(tower.read_bytes())
+    content[-1] ^= 1
+    tower.write_bytes(content)
+    with pytest.raises(rc.ReactClipError, match=r"finetune\.json says .*damaged or another one"):
+        rc.load(run_folder)
+    tower.unlink()
+    with pytest.raises(rc.ReactClipError, match=r"has no tower\.safetensors"):
+        rc.load(run_folder)
+    (run_folder / "finetune.json").write_text("{}")
+    with pytest.raises(rc.ReactClipError, match="does not name a model"):
+        rc.load(run_folder)
+    (run_folder / "finetune.json").unlink()
+    (run_folder / "settings.json").write_text("{}")
+    with pytest.raises(rc.ReactClipError, match="has not finished; give the same `react-clip finetune` command again"):
+        rc.load(run_folder)
+
+
+def test_lasting_names_do_not_depend_on_the_working_directory(
+    tiny_folder: Path, other_openai: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_folder.parent)
+    assert checkpoints.lasting_name(tiny_folder.name) == str(tiny_folder.resolve())
+    monkeypatch.chdir(other_openai.parent)
+    assert checkpoints.lasting_name(f"clip-vit-b-16+{other_openai.name}") == f"clip-vit-b-16+{other_openai.resolve()}"
+    assert checkpoints.lasting_name("openai/clip-vit-base-patch32") == "openai/clip-vit-base-patch32"

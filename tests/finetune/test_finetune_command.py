@@ -1,0 +1,205 @@
+"""``react-clip finetune`` from photos on disk to a model that the other commands use."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import react_clip as rc
+from react_clip.cli import main
+from react_clip.storage import sha256_of
+
+NAMES = ("reed", "brick", "cloth", "sand")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Class features of the tiny CLIP do not belong into anybody's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REACT_CLIP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(photos: tuple[Tensor, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos as PNG below ``stripes/train/<class>/``."""
+    root = tmp_path_factory.mktemp("data")
+    for number, (pixels, label) in enumerate(zip(*photos, strict=True)):
+        place = root / "stripes" / "train" / NAMES[int(label)]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(place / f"{number:02d}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def tuned(root: Path, tiny_folder: Path, command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tower finetuned by the real command in a process of its own."""
+    out = tmp_path_factory.mktemp("runs") / "tecoa"
+    arguments = ["finetune", "tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", out]
+    arguments += ["--steps", 6, "--batch", 8, "--lr", "1e-3", "--save-every", 3, "--device", "cpu"]
+    finished = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "tecoa: 6 steps on 24 photos" in finished.stdout
+    assert f"use it with --model {out}" in finished.stderr
+    return out
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["finetune", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
+    left = {path.name for path in tuned.iterdir()}
+    assert left == {
+        *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
+    }
+    record = json.loads((tuned / "finetune.json").read_text())
+    assert record["method"] == {"name": "tecoa"}
+    assert record["model"] == str(tiny_folder)
+    assert record["weights"] == rc.load(tiny_folder, device="cpu").fingerprint()
+    assert record["sha256"] == sha256_of(tuned / "tower.safetensors")
+    assert record["photos"] == 24
+    assert record["classes"] == 4
+    assert record["command"].startswith("react-clip finetune tecoa stripes")
+    assert record["class_source"] == "prompts (This is a photo of a {}.)"
+    assert record["dataset"]["name"] == "stripes"
+    assert record["device"] == "cpu"
+    assert record["versions"]["torch"] == torch.__version__
+    assert (record["settings"]["steps"], record["settings"]["batch"], record["settings"]["lr"]) == (6, 8, 1e-3)
+    assert record["final_loss"] < record["first_loss"]
+    with (tuned / "log.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert float(rows[0]["loss"]) == record["first_loss"]
+    assert Image.open(tuned / "loss.png").size[0] > 300
+
+
+def test_the_folder_is_a_model_for_the_other_commands(
+    tuned: Path, tiny_folder: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = rc.load(tuned, device="cpu")
+    assert encoder.has_text
+    photo = root / "stripes" / "train" / "reed" / "00.png"
+    arguments = ["classify", str(photo), "--labels", ", ".join(NAMES), "--config", "paper", "--device", "cpu", "--json"]
+    answers = {}
+    for model in (tuned, f"{tiny_folder}+{tuned / 'tower.safetensors'}", tiny_folder):
+        assert main([*arguments, "--model", str(model)]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["results"]
+        answers[str(model)] = row["answers"][0]["probability"]
+    finetuned, by_file, plain = answers.values()
+    assert finetuned == by_file != plain
+
+
+def test_the_same_command_again_says_that_it_is_done(
+    tuned: Path, root: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", tuned, "--steps", 6, "--batch", 8]
+    before = sha256_of(tuned / "finetune.json")
+    code, out, _ = called(capsys, *arguments, "--lr", "1e-3", "--device", "cpu", "--quiet")
+    assert code == 0
+    assert out == f"{tuned} is finished already: tecoa, 6 steps; nothing was done\n"
+    assert sha256_of(tuned / "finetune.json") == before
+    code, _, err = called(capsys, *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
+    assert code == 2
+    assert err.startswith(f"react-clip: {tuned} holds another run (other settings.lr);")
+    assert err.count("\n") == 1
+
+
+def test_fare_needs_neither_text_nor_heads(
+    tuned: Path, root: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fare", f"folder:{root / 'stripes'}", "--model", tiny_folder, "--out", tmp_path / "fare"]
+    arguments += ["--epochs", "1.5", "--batch", 8, "--accumulate", 2, "--limit", 20, "--device", "cpu"]
+    code, out, err = called(capsys, *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--json", "--quiet")
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
+    assert record["class_source"] == "none needed"
+    assert record["tower"]["dtype"] == "fp16"
+    assert record["was_finished"] is False
+    assert rc.load(tmp_path / "fare", device="cpu", dtype="bf16").dtype == torch.bfloat16
+
+
+@pytest.fixture
+def heads(class_features: Tensor, tmp_path: Path) -> Path:
+    place = tmp_path / "heads"
+    place.mkdir()
+    # In another order than the folders: labels must follow the head.
+    order = [2, 0, 3, 1]
+    names = [NAMES[i] for i in order]
+    np.savez(place / "stripes.npz", names=names, folders=names, features=class_features[order].numpy())
+    return place
+
+
+def test_heads_come_first_from_a_folder_or_a_file(
+    heads: Path, root: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for given in (heads, heads / "stripes.npz"):
+        arguments = ["pmg-aft", "stripes", "--data", root, "--heads", given, "--model", tiny_folder]
+        arguments += ["--out", tmp_path / given.name, "--clean-weight", "0.5", "--steps", 1, "--json", "--quiet"]
+        code, out, err = called(capsys, *arguments, "--device", "cpu")
+        assert code == 0, err
+        record = json.loads(out)
+        assert record["method"] == {"name": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
+        assert record["class_source"] == "head stripes.npz"
+        losses.append(record["first_loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["pgd", "stripes"], "method 'pgd' does not exist; choose one of clip-ft, fare, pmg-aft, tecoa"),
+        (["tecoa", "nothing"], "data set 'nothing' is not known"),
+        (["tecoa", "folder:empty"], "no photo under empty"),
+        (["tecoa", "stripes", "--split", "test"], "has no test photos"),
+        (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
+        (["tecoa", "stripes", "--limit", "0"], "--limit is 0"),
+        (["tecoa", "stripes", "--epochs", "-1"], "--epochs is -1"),
+        (["tecoa", "stripes", "--eps", "much"], "--eps is 'much'; give a number such as 1/255"),
+        (["tecoa", "stripes", "--eps", "0"], "eps is 0"),
+        (["tecoa", "stripes", "--dtype", "fp16"], "must be one of fp32, bf16"),
+        (["tecoa", "stripes", "--batch", "0"], "batch is 0"),
+        (["tecoa", "stripes", "--clean-weight", "1"], "--clean-weight belongs to pmg-aft, not tecoa"),
+        (["tecoa", "stripes", "--heads", "empty.npz"], "is not a head"),
+    ],
+)
+def test_mistakes_are_one_line(
+    changes: list[str],
+    says: str,
+    root: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.npz").write_bytes(b"nothing")
+    arguments: list[Any] = ["--data", root, "--model", tiny_folder, "--out", tmp_path / "out", "--device", "cpu"]
+    code, out, err = called(capsys, *changes[:2], *arguments, *changes[2:], "--quiet")
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_and_epochs_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        called(capsys, "tecoa", "stripes", "--out", "x", "--steps", 1, "--epochs", 1)
+    assert caught.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err

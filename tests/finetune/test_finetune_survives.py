@@ -1,0 +1,217 @@
+"""Kills, races, other configurations, full disks and infinities: a run goes on where it was, or says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import react_clip as rc
+from react_clip.finetune import FARE, Finetuned, Settings, TeCoA, finetune
+from react_clip.finetune.folder import RunFolder
+from react_clip.finetune.loss_log import read_log
+
+PROGRAM = Path(__file__).with_name("finetune_program.py")
+SETTINGS = Settings(steps=5, batch=6, lr=1e-3, save_every=2)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("tower.safetensors", "log.csv", "settings.json")}
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folders of runs in real processes, and what became of these."""
+    root = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, str(PROGRAM), str(tiny_folder), str(root)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "plain ended 0" in finished.stdout, finished.stdout + finished.stderr
+    return root, finished.stdout
+
+
+def test_killed_again_and_again_it_ends_with_the_same_tower(ended: tuple[Path, str]) -> None:
+    root, said = ended
+    assert said.count("killed ended -9") == 3, said + "the children were to be killed, not to finish"
+    assert "killed ended 0" in said
+    assert content(root / "killed") == content(root / "plain")
+    assert [row.step for row in read_log(root / "killed" / "log.csv")] == list(range(1, 10))
+    left = {path.name for path in (root / "killed").iterdir()}
+    assert left == {".lock", "finetune.json", "log.csv", "settings.json", "tower.safetensors"}
+
+
+def test_of_two_runs_on_one_folder_one_is_refused(ended: tuple[Path, str]) -> None:
+    root, said = ended
+    assert "raced ended 0 2" in said
+    assert "raced refused:" in said
+    assert "is in use by process" in said
+    assert content(root / "raced") == content(root / "plain")
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(ended: tuple[Path, str]) -> None:
+    root, said = ended
+    refused = [line for line in said.splitlines() if line.startswith("starved refused:")]
+    assert len(refused) == 1
+    assert "checkpoint.safetensors" in refused[0]
+    assert "free some space" in refused[0]
+    assert "starved left .lock checkpoint.safetensors log.csv settings.json" in said
+    assert said.index("starved ended 2") < said.index("starved ended 0")
+    assert content(root / "starved") == content(root / "plain")
+
+
+class StoppedError(Exception):
+    """What a test raises in the middle of a run."""
+
+
+def stop_after(step: int) -> Any:
+    def progress(done: int, total: int, loss: float) -> None:
+        if done == step:
+            raise StoppedError
+
+    return progress
+
+
+@pytest.fixture
+def stopped(encoder: rc.Encoder, photos: Any, tmp_path: Path) -> Path:
+    """A run that stopped during its fifth step, after the checkpoint of the fourth."""
+    with pytest.raises(StoppedError):
+        finetune(encoder, "fare", photos[0], out=tmp_path / "run", settings=SETTINGS, progress=stop_after(4))
+    return tmp_path / "run"
+
+
+def again(encoder: rc.Encoder, photos: Any, folder: Path, **changes: Any) -> Finetuned:
+    return finetune(encoder, "fare", photos[0], out=folder, settings=dataclasses.replace(SETTINGS, **changes))
+
+
+def test_it_continues_from_the_checkpoint_and_not_from_the_start(
+    stopped: Path, encoder: rc.Encoder, photos: Any
+) -> None:
+    seen: list[int] = []
+    settings = dataclasses.replace(SETTINGS, save_every=1)  # how often is no part of the outcome
+    finetune(encoder, "fare", photos[0], out=stopped, settings=settings, progress=lambda done, *_: seen.append(done))
+    assert seen == [3, 4, 5]
+    fresh = again(encoder, photos, stopped.with_name("fresh"))
+    assert content(stopped) == content(fresh.folder)
+    assert fresh.record["settings"]["attack"] == {"eps": 1 / 255, "step": 1 / 255, "steps": 2}
+
+
+def test_a_finished_run_is_left_alone(
+    encoder: rc.Encoder, photos: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = again(encoder, photos, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != ".lock"}
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"left by a kill at the very end")
+    monkeypatch.setattr("react_clip.finetune.training.gradients", None)  # nothing is left to compute
+    second = again(encoder, photos, tmp_path)
+    assert (first.was_finished, second.was_finished) == (False, True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != ".lock"} == before
+    pixels = photos[0][:3].float() / 255
+    assert torch.equal(first.encoder(pixels), second.encoder(pixels))
+    assert second.record == first.record
+
+
+def test_another_configuration_is_refused_by_name(
+    stopped: Path, encoder: rc.Encoder, other_folder: Path, photos: Any, class_features: Tensor
+) -> None:
+    kept = {path.name: path.read_bytes() for path in stopped.iterdir()}
+
+    def refused(other: str, model: rc.Encoder = encoder, pixels: Tensor = photos[0], **changes: Any) -> None:
+        with pytest.raises(rc.ReactClipError, match=rf"another run \(other {other}\); .*choose another --out"):
+            again(model, (pixels,), stopped, **changes)
+
+    refused(r"settings\.batch, settings\.lr", batch=3, lr=1e-4)
+    refused(r"settings\.seed", seed=1)
+    refused(r"data\.photos", pixels=photos[0].flip(0))
+    refused("weights", model=rc.load(other_folder, device="cpu"))
+    with pytest.raises(rc.ReactClipError, match=r"another run \(other .*method\.name"):
+        finetune(encoder, TeCoA(), *photos, class_features, out=stopped, settings=SETTINGS)
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == kept
+
+
+def test_foreign_and_damaged_folders_are_refused(
+    stopped: Path, encoder: rc.Encoder, photos: Any, tiny_copy: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"has a config\.json but no settings\.json"):
+        again(encoder, photos, tiny_copy)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rc.ReactClipError, match="choose another --out"):
+        again(encoder, photos, tmp_path / "file" / "run")
+    checkpoint = stopped / "checkpoint.safetensors"
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[:-9])
+    with pytest.raises(rc.ReactClipError, match=r"is damaged .*; remove it to begin again") as caught:
+        again(encoder, photos, stopped)
+    assert "\n" not in str(caught.value)
+    checkpoint.write_bytes(whole)
+    (stopped / "settings.json").unlink()
+    with pytest.raises(rc.ReactClipError, match=r"has a checkpoint\.safetensors but no settings\.json"):
+        again(encoder, photos, stopped)
+    checkpoint.rename(tmp_path / "kept")
+    other = finetune_stopped(encoder, photos, tmp_path / "other")
+    (tmp_path / "kept").rename(other / "checkpoint.safetensors")
+    with pytest.raises(rc.ReactClipError, match="belongs to another run; remove it"):
+        again(encoder, photos, other, seed=1)
+    with pytest.raises(rc.ReactClipError, match="has not finished"):
+        rc.load(other)
+
+
+def finetune_stopped(encoder: rc.Encoder, photos: Any, folder: Path) -> Path:
+    settings = dataclasses.replace(SETTINGS, seed=1)
+    with pytest.raises(StoppedError):
+        finetune(encoder, "fare", photos[0], out=folder, settings=settings, progress=stop_after(1))
+    return folder
+
+
+def test_the_lock_names_its_holder(encoder: rc.Encoder, photos: Any, tmp_path: Path) -> None:
+    held = RunFolder(tmp_path, {}).held()
+    refused = pytest.raises(rc.ReactClipError, match=rf"is in use by process {os.getpid()}; .* another --out")
+    with held, refused:
+        again(encoder, photos, tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploding(FARE):
+    """FARE whose loss turns infinite once the tower has moved, or whose gradient does while the loss is finite."""
+
+    name = "exploding"
+    quietly: bool = False
+
+    def loss(self, batch: Any, adversarial: Tensor) -> Tensor:
+        value = super().loss(batch, adversarial)
+        if (batch.student(batch.clean) - batch.original_clean).abs().max() < 1e-6:
+            return value
+        # The square root of zero is finite, its slope is not.
+        return value + ((value - value.detach()).sqrt() if self.quietly else torch.inf)
+
+
+@pytest.mark.parametrize("quietly", [False, True])
+def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
+    quietly: bool, encoder: rc.Encoder, photos: Any, tmp_path: Path
+) -> None:
+    says = r"weights are not finite after step 2" if quietly else r"the loss is inf at step 2"
+    settings = dataclasses.replace(SETTINGS, save_every=1)
+    with pytest.raises(rc.ReactClipError, match=f"{says}.*last checkpoint is kept.*--lr") as caught:
+        finetune(encoder, Exploding(quietly=quietly), photos[0], out=tmp_path, settings=settings)
+    assert "\n" not in str(caught.value)
+    from safetensors.torch import load_file
+
+    checkpoint = load_file(tmp_path / "checkpoint.safetensors")
+    assert checkpoint
+    assert all(torch.isfinite(tensor).all() for tensor in checkpoint.values())
+    assert not (tmp_path / "finetune.json").exists()
+
+
+def test_a_torn_log_is_mended(stopped: Path, encoder: rc.Encoder, photos: Any) -> None:
+    log = stopped / "log.csv"
+    log.write_text(log.read_text() + "5,0.1")
+    assert len(read_log(log)) == 4
+    again(encoder, photos, stopped)
+    assert [row.step for row in read_log(log)] == [1, 2, 3, 4, 5]
+    assert log.read_text().count("\n") == 6
