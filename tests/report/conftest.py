@@ -1,0 +1,96 @@
+"""Runs to report on, and a real browser to open their pages in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_toys import CLASSES, COUNT, ToyEncoder, toy_attacks, toy_defenses, toy_photos
+
+import react_clip as rc
+from react_clip.evaluation import evaluate
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+"""A class name that would run code if it ever became markup."""
+NAMES = [HOSTILE, "</script><script>alert(2)</script><!--", 'quote " and & amp', "tabby cat", "class \u2713"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small complete run with pictures, two draws, two attacks, and class names that nobody should trust."""
+    return evaluated(tmp_path_factory.mktemp("runs") / "toy", toy_defenses(), title="Toys & <b>bold</b> claims")
+
+
+@pytest.fixture(scope="session")
+def second_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another defence on the same photos."""
+    return evaluated(tmp_path_factory.mktemp("runs") / "second", {"slow": rc.ReACT(tau=0.1, views=2)})
+
+
+def evaluated(folder: Path, defenses: Any, count: int = COUNT, **options: Any) -> Path:
+    clf = rc.ZeroShotClassifier.from_features(ToyEncoder(), NAMES, torch.eye(CLASSES))
+    settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "draws": 2, "progress": False, **options}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
+    evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture
+def toy_copy(toy_folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures have tests of their own, and take most of a report's time."""
+    monkeypatch.setattr("react_clip.report.figures.all_figures", lambda run, **options: [])
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium: ``$REACT_CLIP_BROWSER``, one that is installed, or one that Playwright downloaded."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    installed = os.environ.get("REACT_CLIP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    with api.sync_playwright() as playwright:
+        try:
+            started = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
+        except api.Error as error:
+            reason = str(error).splitlines()[0]
+            pytest.skip(f"needs a browser (apt-get install chromium, or playwright install chromium): {reason}")
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a page from disk; anything that it complains about, asks for or pops up fails the test at its end."""
+    contexts, complaints, requests = [], [], []
+
+    def open_page(path: Path, fragment: str = "", **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(f"alert {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
+        page.goto(path.as_uri() + fragment)
+        allowed.add(path.as_uri())
+        return page
+
+    allowed: set[str] = set()
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert {url for url in requests if not url.startswith("data:")} <= allowed, "a page asks for nothing but itself"

@@ -1,0 +1,327 @@
+"""What a report says of runs that are finished, unfinished, damaged, joined; and what it writes where."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import react_clip as rc
+from react_clip.cli import main
+from react_clip.evaluation import EvaluationResult
+from react_clip.report.page import write_report
+from react_clip.report.page_svg import inline_svg
+from react_clip.report.page_text import summary
+from react_clip.report.run import read_runs
+from react_clip.report.tables import all_tables
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+class Text(HTMLParser):
+    """The words of a page, without markup, style, script and data."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._hidden = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._hidden = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.words.append(data)
+
+    def __str__(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def words_of(folder: Path, out: Path, **options: Any) -> str:
+    return str(Text(write_report([folder], out, **options).page.read_text(encoding="utf-8")))
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+# ---------------------------------------------------------------------- a finished run
+
+
+def test_a_report_is_one_page_and_its_figures(toy_folder: Path, tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    report = write_report([toy_folder], tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert report.page == tmp_path / "out" / "index.html"
+    assert report.missing == ()
+    assert report.figures
+    written = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert written == {report.page, *report.figures}
+    assert {path.suffix for path in report.figures} == {".svg", ".png"}
+    assert [step[1] for step in steps] == list(range(1, len(report.figures) // 2 + 1))
+    page = Text(report.page.read_text())
+    linked = {attributes["href"] for tag, attributes in page.tags if tag == "a" and attributes["href"][0] != "#"}
+    assert linked == {f"figures/{path.name}" for path in report.figures}
+    outside = [
+        value for tag, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "action")
+    ]
+    assert outside == []
+    assert not [attrs for _, attrs in page.tags if "style" in attrs], "the policy forbids style attributes"
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids)), "ids of different figures never clash"
+
+
+def test_the_page_says_what_the_run_was(toy_folder: Path, tmp_path: Path, no_figures: None) -> None:
+    words = words_of(toy_folder, tmp_path)
+    result = EvaluationResult.load(toy_folder / "result.json")
+    for fact in (result.recipe_hash, result.device, result.created, *result.versions.values(), *result.notes):
+        assert fact in words
+    for info in result.sets:
+        assert info.fingerprint in words
+        assert info.model_fingerprint in words
+    assert "attacks 0; defences 0, 1" in words
+    assert "Passed." in words
+    assert "Toys & <b>bold</b> claims" in words, "a title is text"
+    assert "480 of 480 rows (40 of 40 images)" in words
+    assert "the attacker knows CLIP, its weights and its prompts, but not the defence" in words
+
+
+def test_every_table_names_threat_model_and_scoring(toy_folder: Path, tmp_path: Path, no_figures: None) -> None:
+    page = write_report([toy_folder], tmp_path).page.read_text()
+    captions = re.findall(r"<caption>(.*?)</caption>", page)
+    result = EvaluationResult.load(toy_folder / "result.json")
+    assert len(captions) == len(all_tables(result)) == 6
+    for caption in captions:
+        assert "Threat model: oblivious" in caption
+        assert "Scoring: leakage-free" in caption
+    row = result.select(dataset="mean", attack="pgd-10", defense="react")[0]
+    assert f'title="95 % interval: {100 * row.low:.2f} to {100 * row.high:.2f}"' in page
+
+
+def test_the_summary_is_computed_from_the_numbers() -> None:
+    run = read_runs([BENCHMARKS / "table1"])
+    assert run.result is not None
+    words = str(Text(summary(run)))
+    rows = run.result.select(dataset="mean", attack="pgd-10", eps=16 / 255)
+    best = max(rows, key=lambda row: row.accuracy)
+    worst = min((row for row in rows if row.defense != "CLIP"), key=lambda row: row.accuracy)
+    assert f"the best defence is {best.defense} with {100 * best.accuracy:.1f} %" in words
+    assert f"the worst {worst.defense} with {100 * worst.accuracy:.1f} %" in words
+    clean = {row.defense: row.accuracy for row in run.result.select(dataset="mean", attack="clean")}
+    assert f"{best.defense} costs {100 * (clean['CLIP'] - clean[best.defense]):.1f} points" in words
+    assert "Threat model: oblivious" in words
+    assert "Scoring: leakage_free" in words
+    # Numbers that say the opposite are reported as the opposite.
+    turned = [dataclasses.replace(row, accuracy=1 - row.accuracy, low=0.0, high=1.0) for row in run.result.rows]
+    other = dataclasses.replace(run, result=dataclasses.replace(run.result, rows=tuple(turned)))
+    assert f"the best defence is {worst.defense}" in str(Text(summary(other)))
+
+
+def test_several_runs_over_the_same_photos_are_one_report(
+    toy_folder: Path, second_folder: Path, tmp_path: Path, no_figures: None
+) -> None:
+    report = write_report([toy_folder, second_folder], tmp_path)
+    data = data_of(report.page)
+    assert [item["label"] for item in data["defenses"]] == ["undefended", "react", "slow"]
+    assert data["photos"], "pictures of any of the folders do"
+    with pytest.raises(rc.ReactClipError, match="cannot be joined"):
+        write_report([toy_folder, BENCHMARKS / "first-look"], tmp_path)
+
+
+def test_a_calibration_is_shown_with_its_figure(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    file = BENCHMARKS / "calibration" / "clip-vit-b-16.json"
+    given = write_report([tmp_path / "empty"], tmp_path / "given", calibration=file)
+    found = write_report([BENCHMARKS / "calibration"], tmp_path / "found")
+    for report in (given, found):
+        words = str(Text(report.page.read_text()))
+        assert "Calibration of clip-vit-b-16" in words
+        assert "0.793" in words
+        assert report.page.parent / "figures" / "calibration.svg" in report.figures
+        assert any("not finished" in line for line in report.missing)
+
+
+# ---------------------------------------------------------------------- a run with something missing
+
+
+def test_an_unfinished_run_says_so_and_counts_what_is_kept(toy_copy: Path, tmp_path: Path) -> None:
+    shards = len(list(toy_copy.rglob("*.safetensors")))
+    for name in ("result.json", "per_image.parquet"):
+        (toy_copy / name).unlink()
+    words = words_of(toy_copy, tmp_path / "out")
+    assert f"the run is not finished ({shards} finished pieces of work are kept)" in words
+    assert "There are no finished numbers in this folder yet" in words
+    assert "Toys & <b>bold</b> claims" in words, "the recipe still tells the title"
+
+
+def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    words = words_of(tmp_path / "empty", tmp_path / "out")
+    assert "the run is not finished (nothing has been computed yet)" in words
+    assert "No figure could be drawn" in words
+
+
+def test_a_result_of_another_version_is_named(toy_copy: Path, tmp_path: Path) -> None:
+    result = json.loads((toy_copy / "result.json").read_text())
+    (toy_copy / "result.json").write_text(json.dumps({**result, "schema": 99}))
+    report = write_report([toy_copy], tmp_path / "out")
+    assert any("has result schema 99" in line for line in report.missing)
+    assert len(data_of(report.page)["columns"]["index"]) == 480, "the rows per image are still there"
+
+
+@pytest.mark.parametrize("content", [b"", b"no parquet at all", None])
+def test_damaged_rows_cost_the_rows_not_the_page(
+    toy_copy: Path, tmp_path: Path, request: pytest.FixtureRequest, content: bytes | None
+) -> None:
+    if content is not None:
+        request.getfixturevalue("no_figures")
+    place = toy_copy / "per_image.parquet"
+    place.write_bytes(place.read_bytes()[:-200] if content is None else content)
+    report = write_report([toy_copy], tmp_path / "out")
+    assert any("per_image.parquet cannot be read" in line for line in report.missing)
+    words = str(Text(report.page.read_text()))
+    assert "The run has no rows per image yet" in words
+    assert "accuracy in %" in words, "the tables come from the result"
+
+
+def test_photos_that_were_not_kept_are_no_failure(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
+    shutil.rmtree(toy_copy / "shards")
+    report = write_report([toy_copy], tmp_path / "out")
+    assert data_of(report.page)["photos"] == {}
+    assert any("photos were not kept in this folder" in line for line in report.missing)
+    assert "photos were not kept in this folder" in report.page.read_text()
+    without = write_report([toy_copy], tmp_path / "out", photos=0)
+    assert without.missing == (), "nobody asked for pictures"
+
+
+def test_without_matplotlib_the_page_still_comes(
+    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    report = write_report([toy_folder], tmp_path / "out")
+    assert report.figures == ()
+    assert any("need matplotlib, which is not installed" in line for line in report.not_drawn)
+    assert "accuracy in %" in report.page.read_text()
+
+
+# ---------------------------------------------------------------------- text that is no markup
+
+
+def test_hostile_names_stay_text(toy_folder: Path, tmp_path: Path, no_figures: None) -> None:
+    page = write_report([toy_folder], tmp_path).page
+    text = page.read_text()
+    assert text.count("<script") == 2, "the data and the script, nothing that a class name brought along"
+    assert "<!--" not in text
+    assert "<img" not in text
+    assert "<img src=x onerror=alert(1)>" in data_of(page)["names"]
+
+
+def test_a_title_with_odd_characters_is_written(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
+    result = EvaluationResult.load(toy_copy / "result.json")
+    dataclasses.replace(result, title="$style ${x} \\1 %s </title>").save(toy_copy / "result.json")
+    text = write_report([toy_copy], tmp_path / "out").page.read_text()
+    assert "<title>$style ${x} \\1 %s &lt;/title&gt;</title>" in text
+
+
+def test_an_svg_becomes_part_of_the_page() -> None:
+    svg = """<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
+      width="10pt" height="20pt" viewBox="0 0 10 20"><metadata>x</metadata><defs><style>*{fill:red}</style>
+      <path id="a" d="M 1.23456 2
+      L 3 4"/><clipPath id="c"><path d="M 0 0"/></clipPath></defs>
+      <use xlink:href="#a" style="fill: #222222; clip-path: url(#c); stroke: #FFFFFF"/>
+      <text style="font: italic 9px 'DejaVu Sans', sans-serif; text-anchor: middle"> two  words</text></svg>"""
+    text = inline_svg(svg, prefix="one-", label='"quoted"', colours={"#222222": "currentColor", "#ffffff": "var(--x)"})
+    root = ElementTree.fromstring(text)
+    use, label = root.find("use"), root.find("text")
+    assert use is not None
+    assert use.attrib == {
+        "href": "#one-a",
+        "fill": "currentColor",
+        "clip-path": "url(#one-c)",
+        "stroke": "var(--x)",
+    }
+    assert label is not None
+    assert label.attrib["font-size"] == "9px"
+    assert label.attrib["font-family"] == "'DejaVu Sans', sans-serif"
+    assert label.text == " two  words"
+    assert root.attrib["role"] == "img"
+    assert root.attrib["aria-label"] == '"quoted"'
+    assert 'd="M 1.23 2 L 3 4"' in text
+    assert " style=" not in text
+    assert "<style" not in text
+    assert "metadata" not in text
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_beside_the_run(
+    toy_copy: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    assert main(["report", str(toy_copy), "--quiet"]) == 0
+    assert capsys.readouterr().out.strip() == str(toy_copy / "report" / "index.html")
+    assert main(["report", str(toy_copy), "--json", "--quiet"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {"page", "figures", "missing"}
+
+
+def test_several_runs_are_reported_where_one_stands(
+    toy_folder: Path, second_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(toy_folder), str(second_folder), "--quiet"]) == 0
+    assert (tmp_path / "report" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "nowhere is no folder"),
+        (["RUN", "--rows", "-1"], "rows is -1; it must be 0 or more"),
+        (["RUN", "--photos", "-5"], "photos is -5; it must be 0 or more"),
+        (["RUN", "--calibration", "nowhere.json"], "nowhere.json"),
+        (["RUN", "--calibration", "RUN/result.json"], "result.json"),
+        (["RUN", "--out", "RUN/result.json"], "cannot write"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    toy_copy: Path, capsys: pytest.CaptureFixture[str], no_figures: None, arguments: list[str], says: str
+) -> None:
+    code = main(["report", "--quiet", *(argument.replace("RUN", str(toy_copy)) for argument in arguments)])
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert says in captured.err
+
+
+def test_nothing_is_left_behind_when_writing_fails(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "index.html").mkdir()
+    with pytest.raises(rc.ReactClipError, match="cannot write"):
+        write_report([toy_copy], tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["index.html"]
+
+
+def test_the_assets_are_part_of_the_package() -> None:
+    folder = Path(sys.modules["react_clip.report"].__file__ or "").parent
+    for name in ("page.html", "page_rows.html", "page.css", "page.js"):
+        assert (folder / name).is_file()
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", (folder / name).read_text())

@@ -1,0 +1,145 @@
+"""Which rows and photos a page carries, and that what it carries is what the run says."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from react_clip.evaluation.pictures import Pictures
+from react_clip.report.page_data import BROKEN, FOOLED, OUTCOMES, RIGHT, SAVED, WRONG, Rows, fair_shares, outcomes
+from react_clip.report.page_photos import SIDE, embedded_photos
+from react_clip.report.run import PerImage, Run, read_run
+
+TABLE1 = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "table1"
+
+
+def rows_of(folder: Path, limit: int = 100_000) -> tuple[Run, Rows]:
+    run = read_run(folder)
+    assert run.images is not None
+    return run, Rows(run, run.images, limit)
+
+
+def test_each_combination_of_answers_has_one_outcome() -> None:
+    def outcome(clean: int, plain: int, answer: int) -> int:
+        columns = {"label": 0, "clean_prediction": clean, "plain_prediction": plain, "prediction": answer}
+        return int(outcomes(PerImage({name: np.array([value]) for name, value in columns.items()}))[0])
+
+    assert outcome(0, 1, 0) == outcome(1, 1, 0) == SAVED
+    assert outcome(0, 0, 1) == outcome(1, 0, 1) == BROKEN
+    assert outcome(0, 1, 2) == FOOLED
+    assert outcome(0, 0, 0) == outcome(1, 0, 0) == RIGHT
+    assert outcome(1, 1, 1) == WRONG
+    assert len(OUTCOMES) == 5
+
+
+def test_every_number_of_the_run_is_in_the_page(toy_folder: Path) -> None:
+    run, rows = rows_of(toy_folder)
+    assert run.images is not None
+    assert run.result is not None
+    data = json.loads(rows.to_json({}))
+    columns, names = data["columns"], run.result.sets[0].class_names
+    found = Counter(
+        zip(
+            (data["sets"][number] for number in columns["set"]),
+            columns["index"],
+            (data["attacks"][number]["title"].partition(" ")[0] for number in columns["attack"]),
+            (data["defenses"][number]["label"] for number in columns["defense"]),
+            columns["draw"],
+            (data["names"][number] for number in columns["label"]),
+            (data["names"][number] for number in columns["answer"]),
+            columns["passes"],
+            (None if value is None else value / 1000 for value in columns["r"]),
+            strict=True,
+        )
+    )
+    images = run.images
+    expected = Counter(
+        (
+            images["dataset"][row],
+            images["index"][row],
+            images["attack"][row],
+            images["defense"][row],
+            images["draw"][row],
+            names[images["label"][row]],
+            names[images["prediction"][row]],
+            images["passes"][row],
+            None if np.isnan(images["r"][row]) else round(images["r"][row] * 1000) / 1000,
+        )
+        for row in range(len(images))
+    )
+    assert found == expected
+    assert {item["label"]: item["tau"] for item in data["defenses"]} == {"undefended": None, "react": 0.3}
+
+
+def test_a_limit_keeps_whole_images_evenly_over_the_sets() -> None:
+    _, rows = rows_of(TABLE1, 20_000)
+    assert (len(rows), rows.total, len(rows.images), rows.images_total) == (20_000, 50_000, 800, 2_000)
+    assert set(Counter(number for number, _ in rows.images).values()) == {80}
+    per_image = Counter(zip(rows.codes["set"].tolist(), rows.rows["index"].tolist(), strict=True))
+    assert set(per_image.values()) == {25}, "five attacks by five defences"
+    assert max(index for _, index in rows.images) == 199, "spread over the set, not its beginning"
+    assert len(rows.to_json({})) < 1_500_000
+    _, one = rows_of(TABLE1, 1)
+    assert len(one.images) == 1, "whole images, at least one"
+
+
+def test_class_numbers_stand_in_where_a_run_has_no_names() -> None:
+    _, rows = rows_of(TABLE1, 100)
+    assert all(name.startswith("class ") for name in json.loads(rows.to_json({}))["names"])
+
+
+def test_shares_are_fair_and_complete() -> None:
+    for sizes, total in (([5, 5], 4), ([1, 100, 100], 51), ([3, 3], 100), ([0, 7], 3), ([200] * 7, 1)):
+        shares = fair_shares(sizes, total)
+        assert sum(shares) == min(total, sum(sizes))
+        assert all(share <= size for share, size in zip(shares, sizes, strict=True))
+        open_ = [share for share, size in zip(shares, sizes, strict=True) if share < size]
+        assert max(open_, default=0) - min(open_, default=0) <= 1
+
+
+def test_instructive_images_come_first_and_from_every_set() -> None:
+    _, rows = rows_of(TABLE1, 20_000)
+    ranked = rows.instructive()
+    assert sorted(ranked) == sorted(rows.images)
+    assert {number for number, _ in ranked[:10]} == set(range(10))
+    interesting = {SAVED, BROKEN, FOOLED}
+    defended = rows.codes["defense"] != rows.defenses.index("CLIP")
+    for number, index in ranked[:40]:
+        here = (rows.codes["set"] == number) & (rows.rows["index"] == index) & defended
+        assert interesting & set(rows.outcome[here].tolist())
+
+
+def test_pictures_are_small_and_the_perturbation_is_what_was_added(toy_folder: Path) -> None:
+    run, rows = rows_of(toy_folder)
+    photos = embedded_photos(run.folders, rows, 3)
+    assert len(photos) == 3
+    album = Pictures(toy_folder)
+    seen = 0
+    for key, kept in photos.items():
+        index = int(key.partition(":")[2])
+        assert max(picture(kept["clean"]).shape[:2]) <= SIDE
+        for attack, (attacked, perturbation, factor) in kept["attacked"].items():
+            name, eps = rows.attacks[attack]
+            before, after = album.clean("data", index), album.attacked("data", name, eps, index)
+            assert before is not None
+            assert after is not None
+            assert factor == round(0.5 / eps, 1)
+            expected = (after - before).permute(1, 2, 0).numpy() * factor + 0.5
+            shown = picture(perturbation) / 255
+            # Compressed pictures are not exact; that they agree pixel by pixel is.
+            assert np.corrcoef(expected.mean(-1).ravel(), shown.mean(-1).ravel())[0, 1] > 0.8
+            assert abs(shown.mean() - expected.mean()) < 0.05
+            assert picture(attacked).shape == shown.shape
+            seen += 1
+    assert seen
+    assert embedded_photos(run.folders, rows, 0) == {}
+
+
+def picture(uri: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))), dtype=float)
