@@ -261,6 +261,8 @@ def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
         values = {**ReACT.for_encoder(str(model)).to_dict(), **values}
     if label is not None:
         _check_text("a defence's label", label)
+        # One recipe serves several towers whose results are put side by side, so each needs a name of its own.
+        label = label.replace("{model}", str(model).rstrip("/").rpartition("/")[2])
     kind = values.get("defense")
     if not isinstance(kind, str):
         raise ReactClipError(f"a defence is {_short(kind)}; choose one of {', '.join(defense_room.names())}")
