@@ -5,7 +5,7 @@
 0.7
 """
 
-from react_clip import attacks, data, defenses
+from react_clip import attacks, data, defenses, integrations
 from react_clip.bank import LabelBank
 from react_clip.calibration import Calibration, calibrate
 from react_clip.defenses import Defended, ReACT, Undefended, as_module
@@ -32,6 +32,7 @@ __all__ = [
     "data",
     "defenses",
     "evaluate",
+    "integrations",
     "load",
     "pull",
 ]

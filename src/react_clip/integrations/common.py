@@ -1,0 +1,157 @@
+"""What the drop-ins share: a model, its guard, and the classes over which the gate compares predictions."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from react_clip.bank import LabelBank
+from react_clip.defenses import Defense, ReACT, Undefended
+from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.encoders import Encoder, load
+from react_clip.errors import ReactClipError
+from react_clip.noise import Seed
+from react_clip.preprocess import ImageSource, as_pixels
+from react_clip.zeroshot import ZeroShotClassifier
+
+DRIFT_TAU = 0.35
+"""Threshold of the gate on r alone: the paper's and Defend-CLIP's; Tables 2 and 3 of the results say what it costs."""
+
+_BATCH = 32
+
+Anchored = TypeVar("Anchored", bound=AnchoredDefense)
+
+
+def drift_only(guard: Anchored, tau: float = DRIFT_TAU) -> Anchored:
+    """The guard without J(x): its gate looks at the drift alone, and so needs no class list.
+
+    >>> guard = drift_only(ReACT())
+    >>> guard.instability, guard.tau
+    (False, 0.35)
+    """
+    return dataclasses.replace(guard, instability=False, tau=tau)
+
+
+def resolve_encoder(model: Encoder | str | Path, device: str | torch.device | None = None) -> Encoder:
+    """An encoder as it is, or one loaded by its name."""
+    if not isinstance(model, Encoder):
+        return load(model, device=device)
+    if device is not None:
+        raise ReactClipError(f"device {str(device)!r} is given with a loaded encoder; load the encoder there instead")
+    return model
+
+
+def local_image(source: ImageSource) -> ImageSource:
+    """Refuse to fetch: a service that loads whatever address it is sent reaches into its own network."""
+    if not isinstance(source, str):
+        return source
+    if source.lower().startswith(("http://", "https://", "ftp://")):
+        raise ReactClipError(
+            f"{_shorten(source)!r} is a URL and is not fetched; download it and give the path or bytes"
+        )
+    if source.startswith("data:image/"):
+        try:
+            return base64.b64decode(source.partition(",")[2], validate=True)
+        except binascii.Error:
+            raise ReactClipError(f"{_shorten(source)!r} holds no valid base64; give a path or bytes") from None
+    return source
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def inherit(mixin: type, base: type, name: str) -> Any:
+    """A class of ours on top of a library's, made when it is first asked for; found by pickle under its name."""
+    space = {"__doc__": mixin.__doc__, "__module__": mixin.__module__, "__qualname__": name}
+    return types.new_class(name, (mixin, base), exec_body=lambda body: body.update(space))
+
+
+class DefendedFeatures:
+    """Defended image features for people without a fixed class list, and the text features beside them.
+
+    The gate compares predictions over ``labels`` or ``class_features``. Without either, the offline tower compares over
+    the label bank's vocabulary, and any other encoder falls back to the drift alone (:func:`drift_only`).
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        guard: Defense | None = None,
+        *,
+        labels: Sequence[str] | None = None,
+        class_features: Tensor | None = None,
+        seed: Seed = 0,
+    ) -> None:
+        self.encoder = encoder
+        self.seed = seed
+        classes = _classes(encoder, labels, class_features)
+        if guard is None:
+            guard = ReACT.for_encoder(encoder)
+            guard = guard if classes else drift_only(guard)
+        if classes is None:
+            if _compares_predictions(guard):
+                raise ReactClipError(
+                    f"the guard {guard.name!r} compares predictions, and there are no classes; give labels=[...], "
+                    "class_features=..., or a guard that needs none: rc.integrations.drift_only(guard)"
+                )
+            # Such a guard never looks at the classes.
+            classes = ZeroShotClassifier.from_features(encoder, ["anything"], torch.ones(1, encoder.dim))
+        self.guard = guard
+        self.classifier = classes
+
+    def of_pixels(self, pixels: Tensor) -> Tensor:
+        """Unit features ``[B, dim]`` of pixels in [0, 1]."""
+        return self.guard(self.classifier, pixels, seed=self.seed).features
+
+    @torch.no_grad()
+    def of_images(self, images: Sequence[ImageSource]) -> Tensor:
+        """Unit features of paths, bytes or PIL images, on the CPU; a few are in memory at a time."""
+        size = self.encoder.image_size
+        parts = [
+            self.of_pixels(as_pixels([local_image(image) for image in images[i : i + _BATCH]], size)).cpu()
+            for i in range(0, len(images), _BATCH)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, self.encoder.dim)
+
+    @torch.no_grad()
+    def of_texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features of texts, on the CPU; the offline tower knows the names of its label bank."""
+        if not texts:
+            return torch.empty(0, self.encoder.dim)
+        if _belongs_to_bank(self.encoder):
+            return LabelBank.load().features(texts)
+        parts = [self.encoder.encode_text(texts[i : i + 256]).cpu() for i in range(0, len(texts), 256)]
+        return torch.cat(parts)
+
+
+def _classes(
+    encoder: Encoder, labels: Sequence[str] | None, class_features: Tensor | None
+) -> ZeroShotClassifier | None:
+    if labels is not None and class_features is not None:
+        raise ReactClipError("labels and class_features are both given; choose one")
+    if class_features is not None:
+        return ZeroShotClassifier.from_features(
+            encoder, [f"class {i}" for i in range(len(class_features))], class_features
+        )
+    if labels is not None:
+        return ZeroShotClassifier(encoder, labels)
+    return ZeroShotClassifier(encoder, LabelBank.load().vocabulary()) if _belongs_to_bank(encoder) else None
+
+
+def _belongs_to_bank(encoder: Encoder) -> bool:
+    return not encoder.has_text and encoder.name == LabelBank.load().encoder
+
+
+def _compares_predictions(guard: Defense) -> bool:
+    if isinstance(guard, AnchoredDefense):
+        return guard.instability and guard.tau is not None
+    return not isinstance(guard, Undefended)

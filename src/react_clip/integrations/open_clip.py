@@ -1,0 +1,170 @@
+"""An open_clip model whose image features are defended; called as open_clip's own ``CLIP``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from react_clip.defenses import Defense
+from react_clip.encoders import Encoder, load
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD
+from react_clip.encoders.openclip import OpenCLIPEncoder
+from react_clip.errors import ReactClipError
+from react_clip.integrations.common import DefendedFeatures
+from react_clip.noise import Seed
+from react_clip.optional import require
+
+
+class DefendedOpenCLIP(nn.Module):
+    """``encode_image``, ``encode_text``, ``logit_scale`` and ``forward`` of open_clip, with the defence inside.
+
+    Takes the tensors that open_clip's ``preprocess`` makes. The model is frozen and set to evaluation in place.
+
+    Args:
+        model: what ``open_clip.create_model_and_transforms`` returns, or ``"open_clip:ViT-B-32/openai"``.
+        guard: a defence. By default ReACT with the constants for the named model; a bare model does not say which
+            weights it holds, so there the guard must be given.
+        labels: classes over which the gate compares predictions; a bare model needs its ``tokenizer`` for them.
+        class_features: the same as ready features ``[K, dim]``. Without classes the gate looks at the drift alone.
+        tokenizer: ``open_clip.get_tokenizer(...)``.
+        seed: a number, or a secret as ``bytes``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Encoder | str,
+        guard: Defense | None = None,
+        *,
+        labels: Sequence[str] | None = None,
+        class_features: Tensor | None = None,
+        tokenizer: Any = None,
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__()
+        encoder = load(model) if isinstance(model, str) else model
+        if not isinstance(encoder, Encoder):
+            if guard is None:
+                raise ReactClipError(
+                    "guard is missing, and a bare open_clip model does not say which weights it holds; give one, such "
+                    "as rc.integrations.drift_only(rc.ReACT.for_encoder('open_clip:ViT-B-32/openai'))"
+                )
+            if labels is not None and tokenizer is None:
+                raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
+            encoder = _wrap(encoder, tokenizer)
+        if not isinstance(encoder, OpenCLIPEncoder):
+            raise ReactClipError(f"{encoder.name!r} is no open_clip model; use its features as rc.ReACT gives them")
+        self.encoder = encoder
+        self._defended = DefendedFeatures(encoder, guard, labels=labels, class_features=class_features, seed=seed)
+
+    @property
+    def guard(self) -> Defense:
+        """The defence in use."""
+        return self._defended.guard
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """Logarithm of the model's inverse temperature."""
+        return self._model.logit_scale  # type: ignore[no-any-return]
+
+    @property
+    def logit_bias(self) -> Tensor | None:
+        """The model's bias, if it has one."""
+        return getattr(self._model, "logit_bias", None)
+
+    @property
+    def _model(self) -> Any:
+        return self.encoder.tower
+
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
+        """Defended features of what open_clip's ``preprocess`` returns.
+
+        Without ``normalize`` they have the length of the plain features, which costs one more encoder pass.
+        """
+        pixels = to_unit_range(image.to(self.encoder.device), self.encoder.mean, self.encoder.std)
+        features = self._defended.of_pixels(pixels)
+        if not normalize:
+            features = features * self.encoder.raw_features(pixels).norm(dim=-1, keepdim=True)
+        return features.to(self.encoder.dtype)
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """Features of tokens; texts are not defended."""
+        features: Tensor = self._model.encode_text(text, normalize=normalize)
+        return features
+
+    def get_logits(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of images over texts, and their transpose."""
+        logits = self.logit_scale.exp() * self.encode_image(image, True) @ self.encode_text(text, True).T
+        logits = logits if self.logit_bias is None else logits + self.logit_bias
+        return logits, logits.T
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
+        """Unit features of images and texts and the scale, as the model returns them: a tuple, or a dictionary."""
+        found = {
+            "image_features": None if image is None else self.encode_image(image, normalize=True),
+            "text_features": None if text is None else self.encode_text(text, normalize=True),
+            "logit_scale": self.logit_scale.exp(),
+        }
+        if self.logit_bias is not None:
+            found["logit_bias"] = self.logit_bias
+        return found if getattr(self._model, "output_dict", False) else tuple(found.values())
+
+
+def to_unit_range(normalised: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Undo ``(x - mean) / std``; what was a multiple of 1/255 before is exactly that again.
+
+    Rounding would otherwise leave pixels such as -3e-8, and change the noise, which follows the pixels bit for bit.
+    """
+    if not normalised.is_floating_point():
+        raise ReactClipError(f"images have dtype {normalised.dtype}; give what open_clip's preprocess returns (floats)")
+    error = 4 * max(torch.finfo(normalised.dtype).eps, torch.finfo(torch.float32).eps)
+    pixels = normalised.float() * std + mean
+    nearest = (pixels.detach() * 255.0).round().clamp(0, 255) / 255.0
+    # Straight through: the gradient is that of the un-normalisation.
+    pixels = torch.where((pixels - nearest).abs() <= error, pixels + (nearest - pixels).detach(), pixels)
+    low, high = pixels.aminmax()
+    if not bool((low >= 0) & (high <= 1)):
+        raise ReactClipError(
+            f"images span [{low.item():.4g}, {high.item():.4g}] once CLIP's normalisation is undone, not [0, 1]; give "
+            "what open_clip's preprocess returns, unchanged"
+        )
+    if bool((normalised.min() >= 0) & (normalised.max() <= 1)):
+        warnings.warn(
+            "all values lie in [0, 1], as before CLIP's normalisation; DefendedOpenCLIP takes normalised images, as "
+            "open_clip's preprocess returns them",
+            stacklevel=3,
+        )
+    return pixels
+
+
+def _wrap(model: nn.Module, tokenizer: Any) -> Encoder:
+    """An encoder around a model that open_clip has made."""
+    if not all(callable(getattr(model, part, None)) for part in ("encode_image", "encode_text")):
+        raise ReactClipError(f"{type(model).__name__} is no open_clip model: it lacks encode_image or encode_text")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1:
+        raise ReactClipError(
+            f"the model mixes {', '.join(sorted(str(dtype) for dtype in dtypes))}; create it with precision='fp32', "
+            "'pure_bf16' or 'pure_fp16'"
+        )
+    preprocess = require("open_clip", "DefendedOpenCLIP", extra="open_clip").get_model_preprocess_cfg(model)
+    parts: Any = model
+    size = preprocess.get("size", parts.visual.image_size)
+    size = int(size[0] if isinstance(size, tuple | list) else size)
+    like = next(model.parameters())
+    with torch.no_grad():
+        # Towers keep their width in different places; one pass asks all of them.
+        dim = parts.eval().encode_image(torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype)).shape[1]
+    encoder = OpenCLIPEncoder(
+        model,
+        name=f"open_clip:{type(model).__name__}",
+        tokenizer=tokenizer,
+        image_size=size,
+        dim=int(dim),
+        mean=preprocess.get("mean", CLIP_MEAN),
+        std=preprocess.get("std", CLIP_STD),
+    )
+    return encoder.to(like.device)

@@ -1,0 +1,214 @@
+"""The zero-shot image classification pipeline of transformers, with the defence between its pixels and its scores.
+
+Pixels are those of the model's own image processor, less its normalisation, which the encoder does: with the guard
+closed the scores are the stock pipeline's up to rounding. The scores carry the model's own temperature, as there.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from react_clip import functional
+from react_clip.defenses import Defense, ReACT
+from react_clip.encoders import Encoder
+from react_clip.encoders.base import quiet_libraries
+from react_clip.encoders.hf import HFEncoder
+from react_clip.errors import ReactClipError
+from react_clip.integrations.common import inherit, local_image, resolve_encoder
+from react_clip.noise import Seed
+from react_clip.preprocess import read_image
+from react_clip.zeroshot import ZeroShotClassifier, check_names
+
+TASK = "defended-zero-shot-image-classification"
+_TEMPLATE = "This is a photo of {}."
+
+
+def zero_shot_pipeline(
+    model: Encoder | str | Path,
+    guard: Defense | None = None,
+    seed: Seed = 0,
+    *,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> DefendedZeroShotImageClassificationPipeline:
+    """A defended pipeline: ``pipe(images, candidate_labels=[...], hypothesis_template="...")``.
+
+    Args:
+        model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
+        guard: any defence; ``ReACT.for_encoder`` by default.
+        seed: a number, or a secret as ``bytes``.
+        device: where to run; CUDA if there is one by default.
+        kwargs: what every pipeline takes, such as ``batch_size``.
+    """
+    encoder = resolve_encoder(model, device)
+    if not isinstance(encoder, HFEncoder):
+        raise ReactClipError(
+            f"{encoder.name!r} is no model of transformers, which a pipeline needs; use integrations.DefendedOpenCLIP"
+        )
+    parts = {"tokenizer": encoder._tokenizer, "image_processor": _image_processor(encoder)}
+    kind: Any = _pipeline_class()
+    pipeline: DefendedZeroShotImageClassificationPipeline = kind(
+        model=encoder.tower, device=encoder.device, encoder=encoder, guard=guard, seed=seed, **parts, **kwargs
+    )
+    return pipeline
+
+
+def register_pipeline() -> str:
+    """Make the defended pipeline a task of ``transformers.pipeline``, and return its name."""
+    from transformers import AutoModelForZeroShotImageClassification
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
+        PIPELINE_REGISTRY.register_pipeline(
+            TASK,
+            pipeline_class=_pipeline_class(),
+            pt_model=AutoModelForZeroShotImageClassification,
+            type="multimodal",
+        )
+    return TASK
+
+
+class _DefendedPipeline:
+    """Zero-shot image classification with a defended CLIP; called and answering as the stock pipeline.
+
+    Takes ``guard`` and ``seed`` beside the stock arguments. Images are paths, PIL images, bytes or ``data:`` URIs; URLs
+    are not fetched.
+    """
+
+    model: Any
+    image_processor: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        guard: Defense | None = None,
+        seed: Seed = 0,
+        encoder: Encoder | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.encoder = encoder or _wrap(self.model, kwargs.get("tokenizer"), self.image_processor)
+        self.guard = ReACT.for_encoder(self.encoder) if guard is None else guard
+        self.seed = seed
+        self._classes: tuple[Any, ZeroShotClassifier] | None = None
+
+    def check_model_type(self, supported_models: Any) -> None:
+        """Refuse what is no CLIP; the stock check knows no image towers and only logs."""
+        kind = self.model.config.model_type
+        if kind not in ("clip", "clip_vision_model"):
+            raise ReactClipError(f"the model is a {kind!r}; the defended pipeline takes CLIP (clip, clip_vision_model)")
+
+    def _sanitize_parameters(
+        self,
+        candidate_labels: Any = None,
+        hypothesis_template: str | None = None,
+        **ignored: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        # Only what was given: the call's arguments are laid over those of the constructor.
+        labels = {} if candidate_labels is None else {"candidate_labels": candidate_labels}
+        template = {} if hypothesis_template is None else {"hypothesis_template": hypothesis_template}
+        return {}, labels | template, labels
+
+    def preprocess(self, image: Any) -> dict[str, Tensor]:
+        """Pixels in [0, 1]: the processor's, before its normalisation."""
+        decoded = read_image(local_image(image))
+        pixels = self.image_processor(images=[decoded], return_tensors="pt", do_normalize=False)["pixel_values"]
+        return {"pixel_values": pixels}
+
+    def _forward(
+        self,
+        model_inputs: dict[str, Tensor],
+        candidate_labels: Any = (),
+        hypothesis_template: str | None = None,
+    ) -> dict[str, Tensor]:
+        classifier = self._classifier(candidate_labels, hypothesis_template)
+        logits = self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).logits
+        scale = getattr(self.model, "logit_scale", None)
+        temperature = 1.0 if scale is None else float(scale.exp()) / functional.LOGIT_SCALE
+        return {"logits": logits * temperature}
+
+    def postprocess(self, model_outputs: dict[str, Any], candidate_labels: Any = ()) -> list[dict[str, Any]]:
+        """Labels with their scores, best first, as the stock pipeline writes them."""
+        stock: Any = super()
+        answer: list[dict[str, Any]] = stock.postprocess({**model_outputs, "candidate_labels": candidate_labels})
+        return answer
+
+    def _classifier(self, labels: Any, template: str | None) -> ZeroShotClassifier:
+        """The classifier of these labels; that of the previous call is kept."""
+        names = check_names(labels, unique=False)
+        key = (names, template)
+        if self._classes is None or self._classes[0] != key:
+            self._classes = (key, self._new_classifier(names, template))
+        return self._classes[1]
+
+    def _new_classifier(self, names: tuple[str, ...], template: str | None) -> ZeroShotClassifier:
+        if not self.encoder.has_text:
+            templates = None if template is None else [template]
+            return ZeroShotClassifier(self.encoder, names, templates=templates, unique=False)
+        prompts = [(template or _TEMPLATE).format(name) for name in names]
+        return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
+
+
+def _wrap(model: nn.Module, tokenizer: Any, processor: Any) -> Encoder:
+    """An encoder around a model that transformers has loaded."""
+    config: Any = model.config
+    vision = getattr(config, "vision_config", config)
+    return HFEncoder(
+        model,
+        name=str(config._name_or_path),
+        tokenizer=tokenizer,
+        image_size=int(vision.image_size),
+        dim=int(config.projection_dim),
+        mean=processor.image_mean,
+        std=processor.image_std,
+    ).to(next(model.parameters()).device)
+
+
+def _image_processor(encoder: Encoder) -> Any:
+    """The model's own processor; CLIP's for this size where the model brings none (bicubic, shorter side to size)."""
+    from transformers import AutoImageProcessor, CLIPImageProcessor
+
+    name = encoder.name
+    source, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("+")[0].partition("@")
+    try:
+        # Loading the encoder has fetched this file already, if there is one.
+        with quiet_libraries():
+            return AutoImageProcessor.from_pretrained(source, revision=revision or None, local_files_only=True)
+    except (OSError, ValueError):
+        size = encoder.image_size
+        return CLIPImageProcessor(
+            size={"shortest_edge": size},
+            crop_size={"height": size, "width": size},
+            image_mean=encoder.mean.flatten().tolist(),
+            image_std=encoder.std.flatten().tolist(),
+        )
+
+
+@functools.cache
+def _pipeline_class() -> Any:
+    from transformers import ZeroShotImageClassificationPipeline
+
+    return inherit(
+        _DefendedPipeline, ZeroShotImageClassificationPipeline, "DefendedZeroShotImageClassificationPipeline"
+    )
+
+
+if TYPE_CHECKING:
+
+    class DefendedZeroShotImageClassificationPipeline(_DefendedPipeline):
+        """What :func:`_pipeline_class` makes, as type checkers see it."""
+
+        def __call__(self, image: Any, candidate_labels: Any, **kwargs: Any) -> Any:
+            """Scores per label, best first; one such list per image for several images."""
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "DefendedZeroShotImageClassificationPipeline":
+            return _pipeline_class()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

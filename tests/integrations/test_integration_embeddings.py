@@ -1,0 +1,218 @@
+"""Embeddings inside the real Chroma and LangChain, beside Chroma's own CLIP and our own guard."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import react_clip as rc
+import tiny_clip
+from react_clip.integrations import drift_only
+from react_clip.integrations.embeddings import array_to_image
+
+from .conftest import CLOSED, OPEN
+
+ALWAYS = drift_only(OPEN, tau=-1.0)
+NEVER = drift_only(CLOSED, tau=1e9)
+TEXTS = ["a cat", "a dog", "a teapot"]
+
+
+def arrays(paths: list[Path]) -> list[Any]:
+    return [np.asarray(Image.open(path)) for path in paths]
+
+
+def defended(encoder: rc.Encoder, paths: list[Path], seed: int | bytes = 0) -> torch.Tensor:
+    """What our own guard gives; it looks at no classes."""
+    classifier = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
+    found = ALWAYS(classifier, list(paths), seed=seed)
+    assert found.gated.all()
+    return found.features
+
+
+def test_a_chroma_collection_of_images_and_texts(encoder: rc.Encoder, photos: list[Path]) -> None:
+    import chromadb
+    from chromadb.api.types import EmbeddingFunction
+
+    function = rc.integrations.ChromaEmbeddings(encoder, ALWAYS, seed=4)
+    assert isinstance(function, EmbeddingFunction)
+    collection = chromadb.EphemeralClient().create_collection("photos", embedding_function=function)
+    collection.add(ids=[path.name for path in photos], images=arrays(photos))
+    collection.add(ids=TEXTS, documents=TEXTS)
+    stored = collection.get(ids=[path.name for path in photos], include=["embeddings"])
+    order = [stored["ids"].index(path.name) for path in photos]
+    expected = defended(encoder, photos, seed=4)
+    assert np.allclose(np.asarray(stored["embeddings"])[order], expected.numpy(), atol=1e-5)
+    for path, array in zip(photos, arrays(photos), strict=True):
+        found = collection.query(query_images=[array], n_results=1)
+        assert found["ids"] == [[path.name]]
+        assert found["distances"][0][0] == pytest.approx(0, abs=1e-5)
+    everything = collection.query(query_texts=["a dog"], n_results=7)
+    assert everything["ids"][0][0] == "a dog"
+    similarity = encoder.encode_text(["a dog"]) @ expected.T
+    ranking = [name for name in everything["ids"][0] if name.endswith(".png")]
+    assert ranking == [photos[i].name for i in similarity[0].argsort(descending=True)]
+
+
+def test_a_closed_guard_is_chromas_own_clip(open_clip_name: str, checkpoint: Path, fitting: list[Path]) -> None:
+    from chromadb.utils.embedding_functions import OpenCLIPEmbeddingFunction
+
+    stock = OpenCLIPEmbeddingFunction(tiny_clip.OPEN_CLIP_NAME, str(checkpoint))
+    function = rc.integrations.ChromaEmbeddings(open_clip_name, NEVER)
+    mixed = [*arrays(fitting), *TEXTS]
+    assert np.allclose(function(mixed), stock(mixed), atol=1e-5)
+    assert function.default_space() == stock.default_space()
+    assert np.allclose(function.embed_query(TEXTS), stock(TEXTS), atol=1e-5)
+
+
+def test_a_stored_collection_opens_with_what_it_was_made_with(
+    hf_folder: Path, photos: list[Path], tmp_path: Path
+) -> None:
+    import chromadb
+
+    function = rc.integrations.ChromaEmbeddings(hf_folder, OPEN, labels=["cat", "dog"], seed=4)
+    chromadb.PersistentClient(tmp_path).create_collection("photos", embedding_function=function).add(
+        ids=["0"], images=arrays(photos[:1])
+    )
+    chromadb.api.client.SharedSystemClient.clear_system_cache()
+    opened = chromadb.PersistentClient(tmp_path).get_collection("photos")
+    assert opened.query(query_images=arrays(photos[:1]))["distances"][0][0] == pytest.approx(0, abs=1e-5)
+    rebuilt = function.build_from_config(function.get_config())
+    assert rebuilt is function.build_from_config(function.get_config())
+    assert type(rebuilt) is type(function)
+    assert rebuilt.get_config() == function.get_config()
+    assert np.allclose(rebuilt(arrays(photos)), function(arrays(photos)), atol=1e-5)
+
+
+def test_a_secret_is_not_stored(hf_folder: Path, encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
+    import chromadb
+
+    function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS, seed=b"open sesame")
+    client = chromadb.PersistentClient(tmp_path)
+    client.create_collection("photos", embedding_function=function).add(ids=["0"], images=arrays(photos[:1]))
+    assert not any(b"open sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert function.get_config()["seed"] is None
+    chromadb.api.client.SharedSystemClient.clear_system_cache()
+    opened = chromadb.PersistentClient(tmp_path).get_collection("photos", embedding_function=function)
+    assert opened.query(query_images=arrays(photos[:1]))["distances"][0][0] == pytest.approx(0, abs=1e-5)
+    assert np.allclose(function(arrays(photos)), defended(encoder, photos, b"open sesame").numpy(), atol=1e-5)
+    with pytest.raises(rc.ReactClipError, match="made with seed, which Chroma does not store"):
+        function.build_from_config(function.get_config())
+
+
+def test_langchain_searches_texts_and_photos(encoder: rc.Encoder, photos: list[Path]) -> None:
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    embeddings = rc.integrations.LangChainEmbeddings(encoder, ALWAYS, seed=4)
+    assert isinstance(embeddings, Embeddings)
+    vectors = embeddings.embed_image([str(path) for path in photos])
+    assert torch.allclose(torch.tensor(vectors), defended(encoder, photos, seed=4), atol=1e-5)
+    assert embeddings.embed_query(TEXTS[1]) == pytest.approx(embeddings.embed_documents(TEXTS)[1], abs=1e-6)
+    assert asyncio.run(embeddings.aembed_query(TEXTS[0])) == embeddings.embed_query(TEXTS[0])
+    store = InMemoryVectorStore(embeddings)
+    store.add_texts(TEXTS)
+    assert store.similarity_search("a teapot", k=1)[0].page_content == "a teapot"
+    nearest = (torch.tensor(vectors[0]) @ encoder.encode_text(TEXTS).T).argmax()
+    assert store.similarity_search_by_vector(vectors[0], k=1)[0].page_content == TEXTS[nearest]
+    assert embeddings.embed_documents([]) == embeddings.embed_image([]) == []
+
+
+def test_the_offline_tower_searches_by_the_names_of_its_bank(
+    tiny_copy: Path, photos: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = rc.LabelBank.load()
+    encoder = rc.load(tiny_copy)
+    # A stand-in with the bank's name, without a text tower, and with the bank's dimension.
+    encoder.name, encoder.has_text, encoder.dim = bank.encoder, False, 512
+    plain = type(encoder).raw_features
+    monkeypatch.setattr(
+        type(encoder), "raw_features", lambda self, x: torch.nn.functional.pad(plain(self, x), (0, 480))
+    )
+    embeddings = rc.integrations.LangChainEmbeddings(encoder, OPEN, seed=4)
+    classifier = rc.ZeroShotClassifier(encoder, bank.vocabulary())
+    assert embeddings.features.classifier.names == classifier.names
+    found = torch.tensor(embeddings.embed_image([str(path) for path in photos]))
+    assert torch.allclose(found, OPEN(classifier, list(photos), seed=4).features, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(embeddings.embed_query("Golden Retriever")), bank.features(["golden retriever"])[0]
+    )
+    with pytest.raises(rc.ReactClipError, match="the label bank has no"):
+        embeddings.embed_query("a photo taken in the rain")
+    assert rc.integrations.LangChainEmbeddings(encoder).features.guard == rc.ReACT.for_encoder(bank.encoder)
+
+
+def test_without_classes_the_default_guard_looks_at_the_drift_alone(encoder: rc.Encoder) -> None:
+    before, encoder.name = encoder.name, "openai/clip-vit-base-patch32"
+    try:
+        alone = rc.integrations.LangChainEmbeddings(encoder).features.guard
+        labelled = rc.integrations.LangChainEmbeddings(encoder, labels=["cat", "dog"]).features.guard
+    finally:
+        encoder.name = before
+    assert alone == rc.ReACT(instability=False, tau=0.35)
+    assert labelled == rc.ReACT()
+
+
+def test_arrays_of_every_kind_become_the_same_image(photos: list[Path]) -> None:
+    array = arrays(photos[:1])[0]
+    reference = np.asarray(array_to_image(array))
+    for same in (array.astype(np.int64), array / 255.0, (array / 255.0).astype(np.float32)):
+        assert np.array_equal(np.asarray(array_to_image(same)), reference)
+    assert array_to_image(array[:, :, :1]).mode == array_to_image(array[:, :, 0]).mode == "L"
+    assert array_to_image(array[:, :, 0] > 9).getextrema() == (0, 255)
+    assert array_to_image(np.concatenate([array, array[:, :, :1]], 2)).mode == "RGBA"
+    for bad, says in (
+        (array[:, :, :2], "has shape"),
+        (array[None], "has shape"),
+        (array.astype(float), "must lie in \\[0, 1\\]"),
+        (array.astype(np.int64) - 300, "must lie in \\[0, 255\\]"),
+        (array * np.nan, "must lie in"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says):
+            array_to_image(bad)
+
+
+def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Path) -> None:
+    langchain = rc.integrations.LangChainEmbeddings(encoder, ALWAYS)
+    chroma = rc.integrations.ChromaEmbeddings(encoder, ALWAYS, class_features=torch.eye(encoder.dim))
+    for call, says in (
+        (lambda: langchain.embed_image(["https://example.org/cat.jpg"]), "is not fetched"),
+        (lambda: langchain.embed_image([str(tmp_path / "none.png")]), "does not exist"),
+        (lambda: langchain.embed_image("photo.png"), "give a list of paths"),
+        (lambda: chroma([3]), "an item is of type int"),
+        (lambda: chroma.build_from_config(chroma.get_config()), "made with class_features"),
+        (lambda: chroma.build_from_config({"guard": {}}), "lacks 'model'"),
+        (lambda: chroma.validate_config_update({"model": "a"}, {"model": "b"}), "make a new collection"),
+        (lambda: rc.integrations.LangChainEmbeddings(hf_folder), "there is no calibration"),
+        (lambda: rc.integrations.ChromaEmbeddings(encoder, OPEN), "there are no classes"),
+        (lambda: rc.integrations.ChromaEmbeddings(encoder, labels=["a"], class_features=torch.eye(2)), "choose one"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_both_classes_work_without_their_libraries(
+    encoder: rc.Encoder, photos: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from react_clip.integrations import embeddings
+
+    real = importlib.import_module
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.split(".")[0] in ("chromadb", "langchain_core"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(embeddings.importlib, "import_module", missing)
+    chroma, langchain = embeddings._chroma_class.__wrapped__(), embeddings._langchain_class.__wrapped__()
+    assert chroma.__mro__[-1] is builtins.object
+    vectors = chroma(encoder, ALWAYS)(arrays(photos))
+    assert np.allclose(vectors, langchain(encoder, ALWAYS).embed_image([str(path) for path in photos]), atol=1e-5)

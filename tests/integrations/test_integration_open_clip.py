@@ -1,0 +1,185 @@
+"""The defended open_clip model beside the model itself and beside our own guard."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import react_clip as rc
+import tiny_clip
+from react_clip.integrations import DefendedOpenCLIP, drift_only
+from react_clip.integrations.open_clip import to_unit_range
+from react_clip.preprocess import as_pixels
+
+from .conftest import CLOSED, OPEN
+
+LABELS = ["cat", "dog", "teapot"]
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Path) -> tuple[Any, Any]:
+    """A model and its preprocessing, as open_clip's users make them."""
+    import open_clip
+
+    model, _, preprocess = open_clip.create_model_and_transforms(
+        tiny_clip.OPEN_CLIP_NAME, pretrained=str(checkpoint), device="cpu"
+    )
+    return model.eval(), preprocess
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    import open_clip
+
+    return open_clip.get_tokenizer(tiny_clip.OPEN_CLIP_NAME)
+
+
+def batch(preprocess: Any, photos: list[Path]) -> Tensor:
+    return torch.stack([preprocess(Image.open(path)) for path in photos])
+
+
+def test_a_closed_guard_is_the_model_itself(made: Any, tokenizer: Any, photos: list[Path]) -> None:
+    model, preprocess = made
+    images, tokens = batch(preprocess, photos), tokenizer(LABELS)
+    with torch.no_grad():
+        plain, unit = model.encode_image(images), model.encode_image(images, normalize=True)
+        text, forward, logits = model.encode_text(tokens), model(images, tokens), model.get_logits(images, tokens)
+    defended = DefendedOpenCLIP(model, drift_only(CLOSED, tau=1e9))
+    with torch.no_grad():
+        assert torch.allclose(defended.encode_image(images), plain, atol=1e-5, rtol=1e-5)
+        assert torch.allclose(defended.encode_image(images, normalize=True), unit, atol=1e-6)
+        assert torch.equal(defended.encode_text(tokens), text)
+        for ours, theirs in zip(defended(images, tokens), forward, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+        for ours, theirs in zip(defended.get_logits(images, tokens), logits, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-4)
+        assert [part is None for part in defended(text=tokens)] == [True, False, False]
+    assert defended.logit_scale is model.logit_scale
+    model.output_dict = True
+    assert set(defended(text=tokens)) == {"image_features", "text_features", "logit_scale"}
+    model.output_dict = False
+
+
+def test_an_open_guard_gives_the_features_of_rc(
+    made: Any, tokenizer: Any, open_clip_name: str, fitting: list[Path]
+) -> None:
+    model, preprocess = made
+    encoder = rc.load(open_clip_name, device="cpu")
+    # Photos of the encoder's size: both preprocessings leave them alone, so the pixels are the same ones.
+    pixels = as_pixels(fitting, encoder.image_size)
+    expected = OPEN(rc.ZeroShotClassifier(encoder, LABELS), pixels, seed=5)
+    assert expected.gated.all()
+    images = batch(preprocess, fitting)
+    assert torch.equal(to_unit_range(images, encoder.mean, encoder.std), pixels)
+    bare = DefendedOpenCLIP(model, OPEN, labels=LABELS, tokenizer=tokenizer, seed=5)
+    named = DefendedOpenCLIP(open_clip_name, OPEN, labels=LABELS, seed=5)
+    ready = DefendedOpenCLIP(encoder, OPEN, class_features=torch.eye(encoder.dim)[:3], seed=5)
+    for defended in (bare, named, ready):
+        assert torch.allclose(defended.encode_image(images, normalize=True), expected.features, atol=1e-6)
+    assert not torch.allclose(model.encode_image(images, normalize=True), expected.features, atol=1e-3)
+    assert torch.allclose(bare.encode_image(images).norm(dim=1), model.encode_image(images).norm(dim=1), rtol=1e-5)
+
+
+def test_the_gate_compares_predictions_over_the_labels(open_clip_name: str, made: Any, fitting: list[Path]) -> None:
+    images = batch(made[1], fitting)
+    encoder = rc.load(open_clip_name, device="cpu")
+    pixels = as_pixels(fitting, encoder.image_size)
+    classifier = rc.ZeroShotClassifier(encoder, LABELS)
+    measured = rc.ReACT(lazy=False)(classifier, pixels)
+    guard = rc.ReACT(tau=float(measured.score.median()))
+    expected = guard(classifier, pixels)
+    assert 0 < int(expected.gated.sum()) < len(pixels)
+    found = DefendedOpenCLIP(encoder, guard, labels=LABELS).encode_image(images, normalize=True)
+    assert torch.allclose(found, expected.features, atol=1e-6)
+    alone = drift_only(rc.ReACT(), tau=float(measured.drift.median()))
+    expected = alone(classifier, pixels)
+    assert 0 < int(expected.gated.sum()) < len(pixels)
+    assert torch.allclose(DefendedOpenCLIP(encoder, alone).encode_image(images, True), expected.features, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pixels_come_back_exactly(dtype: torch.dtype) -> None:
+    encoder_mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(1, 3, 1, 1)
+    encoder_std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(1, 3, 1, 1)
+    pixels = (torch.arange(256.0) / 255).view(1, 1, 16, 16).repeat(1, 3, 1, 1)
+    back = to_unit_range(((pixels - encoder_mean) / encoder_std).to(dtype), encoder_mean, encoder_std)
+    # bf16 cannot tell neighbouring bytes apart; the others can.
+    assert torch.equal(back, pixels) if dtype != torch.bfloat16 else torch.allclose(back, pixels, atol=0.01)
+    between = pixels * 0.999 + 0.0003
+    back = to_unit_range((between - encoder_mean) / encoder_std, encoder_mean, encoder_std)
+    assert torch.allclose(back, between, atol=1e-6)
+    assert not torch.equal(back, pixels)
+
+
+def test_gradients_reach_the_images(made: Any, fitting: list[Path]) -> None:
+    model, preprocess = made
+    images = batch(preprocess, fitting[:1]).requires_grad_()
+    DefendedOpenCLIP(model, drift_only(OPEN, tau=-1.0)).encode_image(images, normalize=True)[:, 0].sum().backward()
+    assert images.grad is not None
+    assert float(images.grad.abs().sum()) > 0
+
+
+def test_same_image_same_answer_alone_and_in_a_batch(made: Any, photos: list[Path]) -> None:
+    model, preprocess = made
+    images = batch(preprocess, photos)
+    defended = DefendedOpenCLIP(model, drift_only(OPEN, tau=-1.0), seed=b"secret")
+    together = defended.encode_image(images, normalize=True)
+    alone = torch.cat([defended.encode_image(image[None], normalize=True) for image in images])
+    assert torch.allclose(together, alone, atol=1e-5)
+    other = DefendedOpenCLIP(model, drift_only(OPEN, tau=-1.0), seed=1).encode_image(images, normalize=True)
+    assert not torch.allclose(together, other, atol=1e-4)
+
+
+def test_half_precision_keeps_the_dtype(checkpoint: Path, tokenizer: Any, fitting: list[Path]) -> None:
+    import open_clip
+
+    model, _, preprocess = open_clip.create_model_and_transforms(
+        tiny_clip.OPEN_CLIP_NAME, pretrained=str(checkpoint), precision="pure_bf16", device="cpu"
+    )
+    defended = DefendedOpenCLIP(model, drift_only(OPEN))
+    images = batch(preprocess, fitting).bfloat16()
+    assert (defended.encode_image(images) @ defended.encode_text(tokenizer(LABELS)).T).dtype == torch.bfloat16
+
+
+def test_errors_are_one_line(made: Any, hf_folder: Path, fitting: list[Path]) -> None:
+    model, preprocess = made
+    images = batch(preprocess, fitting)
+    defended = DefendedOpenCLIP(model, drift_only(OPEN))
+    for bad, says in (
+        (images * 2, "not \\[0, 1\\]"),
+        (images * 255, "what open_clip's preprocess returns"),
+        (images * torch.nan, "not \\[0, 1\\]"),
+        ((images * 50).to(torch.uint8), "dtype torch.uint8"),
+        (images[:, :, :16], "pixels have shape"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            defended.encode_image(bad)
+        assert "\n" not in str(caught.value)
+    with pytest.warns(UserWarning, match="takes normalised images"):
+        defended.encode_image(as_pixels(fitting, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        defended.encode_image(images)
+    for arguments, options, says in (
+        ((model,), {}, "guard is missing"),
+        ((model, OPEN), {}, "there are no classes"),
+        ((model, rc.defenses.TTC()), {}, "there are no classes"),
+        ((model, OPEN), {"labels": LABELS}, "labels need the model's tokenizer"),
+        ((model, OPEN), {"class_features": torch.eye(3)}, "class features have shape"),
+        ((rc.load(hf_folder), OPEN), {"labels": LABELS}, "no open_clip model"),
+        ((torch.nn.Linear(2, 2), OPEN), {}, "lacks encode_image"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            DefendedOpenCLIP(*arguments, **options)
+        assert "\n" not in str(caught.value)
+    mixed = copy.deepcopy(model)
+    mixed.visual.half()
+    with pytest.raises(rc.ReactClipError, match="the model mixes"):
+        DefendedOpenCLIP(mixed, drift_only(OPEN))

@@ -1,0 +1,179 @@
+"""The defended pipeline beside the stock pipeline of transformers and beside our own guard."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import react_clip as rc
+
+from .conftest import CLOSED, OPEN
+
+LABELS = ["cat", "dog", "teapot", "red car"]
+TEMPLATE = "a picture of {}."
+
+
+@pytest.fixture(scope="module")
+def stock(hf_folder: Path) -> Any:
+    from transformers import pipeline
+
+    return pipeline("zero-shot-image-classification", model=str(hf_folder), device="cpu")
+
+
+def scores(answer: list[dict[str, Any]]) -> dict[str, float]:
+    assert [set(entry) for entry in answer] == [{"score", "label"}] * len(answer)
+    assert [entry["score"] for entry in answer] == sorted((entry["score"] for entry in answer), reverse=True)
+    return {entry["label"]: entry["score"] for entry in answer}
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert scores(one) == pytest.approx(scores(other), abs=tolerance)
+
+
+def test_a_closed_guard_is_the_stock_pipeline(stock: Any, hf_folder: Path, photos: list[Path]) -> None:
+    pipe = rc.integrations.zero_shot_pipeline(hf_folder, CLOSED)
+    names = [str(path) for path in photos]
+    for extra in ({}, {"hypothesis_template": TEMPLATE}, {"batch_size": 3}):
+        assert_same(pipe(names, candidate_labels=LABELS, **extra), stock(names, candidate_labels=LABELS, **extra))
+
+
+def test_an_open_guard_gives_the_answers_of_rc(stock: Any, encoder: rc.Encoder, photos: list[Path]) -> None:
+    pipe = rc.integrations.zero_shot_pipeline(encoder, OPEN, seed=7)
+    images = [Image.open(path) for path in photos]
+    pixels = stock.image_processor(images=images, return_tensors="pt", do_normalize=False)["pixel_values"]
+    classifier = rc.ZeroShotClassifier(encoder, LABELS, templates=[TEMPLATE])
+    found = OPEN(classifier, pixels, seed=7)
+    assert found.gated.all()
+    expected = (found.logits * stock.model.logit_scale.exp().item() / 100).softmax(-1)
+    answers = pipe(images, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
+    for answer, row in zip(answers, expected, strict=True):
+        assert scores(answer) == pytest.approx(dict(zip(LABELS, row.tolist(), strict=True)), abs=1e-6)
+    plain = stock(images, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
+    assert any(scores(a) != pytest.approx(scores(b), abs=1e-4) for a, b in zip(answers, plain, strict=True))
+
+
+def test_every_way_of_giving_images_gives_the_same_answers(encoder: rc.Encoder, photos: list[Path]) -> None:
+    from torch.utils.data import Dataset
+
+    class Photos(Dataset[str]):
+        def __len__(self) -> int:
+            return len(photos)
+
+        def __getitem__(self, index: int) -> str:
+            return str(photos[index])
+
+    pipe = rc.integrations.zero_shot_pipeline(encoder, OPEN)
+    reference = [pipe(str(path), candidate_labels=LABELS) for path in photos]
+    encoded = base64.b64encode(photos[0].read_bytes()).decode()
+    assert_same([pipe(f"data:image/png;base64,{encoded}", candidate_labels=LABELS)], reference[:1])
+    assert_same(pipe(list(photos), candidate_labels=LABELS), reference)
+    assert_same(pipe([path.read_bytes() for path in photos], candidate_labels=LABELS), reference)
+    assert_same(pipe([Image.open(path) for path in photos], candidate_labels=LABELS, batch_size=3), reference)
+    assert_same(list(pipe((str(path) for path in photos), candidate_labels=LABELS)), reference)
+    assert_same(list(pipe(Photos(), candidate_labels=LABELS, batch_size=2)), reference)
+
+
+def test_constructor_arguments_of_every_pipeline_work(encoder: rc.Encoder, photos: list[Path]) -> None:
+    pipe = rc.integrations.zero_shot_pipeline(encoder, OPEN, batch_size=2, hypothesis_template=TEMPLATE)
+    assert pipe._batch_size == 2
+    one = pipe(str(photos[0]), candidate_labels=LABELS)
+    assert_same([one], [pipe(str(photos[0]), candidate_labels=LABELS, hypothesis_template=TEMPLATE, timeout=3)])
+    assert_same([pipe(str(photos[0]), candidate_labels=["dog", "dog"])], [[{"score": 0.5, "label": "dog"}] * 2])
+
+
+def test_the_registered_task_is_the_same_pipeline(hf_folder: Path, photos: list[Path]) -> None:
+    from transformers import ZeroShotImageClassificationPipeline, pipeline
+
+    task = rc.integrations.register_pipeline()
+    assert rc.integrations.register_pipeline() == task
+    registered = pipeline(task, model=str(hf_folder), guard=OPEN, seed=3, device="cpu")
+    assert type(registered) is rc.integrations.DefendedZeroShotImageClassificationPipeline
+    assert isinstance(registered, ZeroShotImageClassificationPipeline)
+    direct = rc.integrations.zero_shot_pipeline(hf_folder, OPEN, seed=3)
+    names = [str(path) for path in photos]
+    assert_same(registered(names, candidate_labels=LABELS), direct(names, candidate_labels=LABELS), 1e-7)
+    kind = type(registered)
+    assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def test_the_noise_follows_the_seed_and_the_image(encoder: rc.Encoder, photos: list[Path]) -> None:
+    def ask(seed: int | bytes) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = rc.integrations.zero_shot_pipeline(encoder, OPEN, seed)(
+            str(photos[2]), candidate_labels=LABELS
+        )
+        return answer
+
+    assert ask(1) == ask(1)
+    assert ask(b"secret") == ask(b"secret")
+    assert ask(1) != ask(2)
+    assert ask(1) != ask(b"secret")
+
+
+def test_a_model_without_its_own_processor_gets_that_of_clip(tiny_folder: Path, encoder: rc.Encoder) -> None:
+    ours = rc.integrations.zero_shot_pipeline(tiny_folder, CLOSED).image_processor
+    theirs = rc.integrations.zero_shot_pipeline(encoder, CLOSED).image_processor
+    ours, theirs = ours.to_dict(), theirs.to_dict()
+    for values in ("image_mean", "image_std"):
+        assert ours.pop(values) == pytest.approx(theirs.pop(values))
+    assert ours == theirs
+
+
+@pytest.mark.tower
+def test_the_offline_tower_names_things_by_its_bank(tower: rc.Encoder, photos: list[Path]) -> None:
+    pipe = rc.integrations.zero_shot_pipeline(tower)
+    assert pipe.guard == rc.ReACT.for_encoder(tower)
+    names = ["cat", "dog", "teapot"]
+    pixels = pipe.preprocess(str(photos[2]))["pixel_values"]
+    expected = pipe.guard(rc.ZeroShotClassifier(tower, names), pixels).probs[0]
+    answer = scores(pipe(str(photos[2]), candidate_labels=names))
+    assert answer == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), abs=1e-5)
+    with pytest.raises(rc.ReactClipError, match="templates do nothing"):
+        pipe(str(photos[2]), candidate_labels=names, hypothesis_template=TEMPLATE)
+
+
+def test_half_precision(hf_folder: Path, encoder: rc.Encoder, photos: list[Path]) -> None:
+    full = rc.integrations.zero_shot_pipeline(encoder, CLOSED)
+    half = rc.integrations.zero_shot_pipeline(rc.load(hf_folder, dtype=torch.bfloat16), CLOSED)
+    answers = [pipe(str(photos[0]), candidate_labels=LABELS) for pipe in (half, full)]
+    assert_same(answers[:1], answers[1:], tolerance=0.02)
+
+
+def test_errors_are_one_line(encoder: rc.Encoder, open_clip_name: str, photos: list[Path], tmp_path: Path) -> None:
+    pipe = rc.integrations.zero_shot_pipeline(encoder, CLOSED)
+    for bad, labels, says in (
+        ("https://example.org/cat.jpg", LABELS, "is a URL and is not fetched"),
+        ("HTTP://example.org/cat.jpg", LABELS, "is a URL and is not fetched"),
+        ("data:image/png;base64,???", LABELS, "no valid base64"),
+        (str(tmp_path / "none.png"), LABELS, "does not exist"),
+        (str(photos[0]), [], "the list of labels is empty"),
+        (str(photos[0]), "cat, dog", "the labels are one string"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            pipe(bad, candidate_labels=labels)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(rc.ReactClipError, match="is not fetched"):
+        pipe([str(photos[0]), "https://example.org/cat.jpg"], candidate_labels=LABELS)
+    with pytest.raises(rc.ReactClipError, match="there is no calibration"):
+        rc.integrations.zero_shot_pipeline(encoder)
+    with pytest.raises(rc.ReactClipError, match="no model of transformers"):
+        rc.integrations.zero_shot_pipeline(open_clip_name, CLOSED)
+    with pytest.raises(rc.ReactClipError, match="load the encoder there"):
+        rc.integrations.zero_shot_pipeline(encoder, CLOSED, device="cpu")
+
+
+def test_what_is_no_clip_is_refused(stock: Any) -> None:
+    from transformers import SiglipConfig, SiglipModel
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = SiglipConfig(text_config={**small, "vocab_size": 16}, vision_config={**small, "image_size": 32})
+    kind = rc.integrations.DefendedZeroShotImageClassificationPipeline
+    with pytest.raises(rc.ReactClipError, match="takes CLIP"):
+        kind(model=SiglipModel(config), tokenizer=stock.tokenizer, image_processor=stock.image_processor, guard=CLOSED)
