@@ -33,3 +33,19 @@ evaluate table4 table4 100 --datasets all "${bf16[@]}"
 evaluate anchor-scale anchor-scale 50 --datasets all "${bf16[@]}"
 evaluate sweep-views sweep-views 50 --datasets all "${bf16[@]}"
 evaluate sweep-alpha sweep-alpha 50 --datasets all "${bf16[@]}"
+evaluate mappings mappings 100 "${bf16[@]}"
+evaluate leakage leakage 100 --datasets all "${bf16[@]}"
+evaluate rivals rivals 200 "${bf16[@]}"
+# Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
+evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
+evaluate doc-tau doc-tau 50 "${bf16[@]}"
+evaluate ttc-tau ttc-tau 50 "${bf16[@]}"
+# Does crafting in bf16 weaken the attack? The judge is fp32 in both.
+evaluate attack-fp32 precision 300
+evaluate attack-bf16 precision 300 --attack-dtype bf16
+# Finetuned towers, each attacked as it is; benchmarks/finetune.sh trains them.
+for method in TeCoA PMG-AFT FARE CLIP-FT; do
+  if [[ -d "$out/towers/$method" ]]; then
+    evaluate "finetuned-$method" finetuned 200 "${bf16[@]}" --model "$out/towers/$method"
+  fi
+done

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The four finetuned towers of docs/results.md: run from the repository root, with a GPU, as
+#   bash benchmarks/finetune.sh DATA HEADS OUT STEPS [METHOD ...]
+# They train on DATA/imagenet/train with the paper's inner attack (2 steps, eps = step = 1/255). An interrupted run
+# continues.
+set -euo pipefail
+data=$1 heads=$2 out=$3 steps=$4
+shift 4
+methods=("$@")
+((${#methods[@]})) || methods=(TeCoA PMG-AFT FARE CLIP-FT)
+for method in "${methods[@]}"; do
+  begin=$SECONDS
+  python3 -m react_clip finetune "${method,,}" imagenet --model clip-vit-b-16 --data "$data" --heads "$heads" \
+    --steps "$steps" --batch 128 --dtype bf16 --save-every 100 --half --quiet --out "$out/towers/$method"
+  echo "-- $method: $((SECONDS - begin)) s"
+done
