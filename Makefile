@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types unit browser clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/react-clip demo
@@ -19,8 +19,15 @@ lint: $(VENV)/.test-ready
 types: $(VENV)/.test-ready
 	$(BIN)/mypy
 
-unit: $(VENV)/.test-ready
+unit: $(VENV)/.test-ready browser
 	$(BIN)/python -m pytest --cov --cov-report=term
+
+# The pages are tested in a real Chromium. In a Debian container we fetch one; elsewhere those tests use what is
+# installed, or skip and say so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || [ "$$(id -u)" != 0 ] || \
+	  ! command -v apt-get >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 || \
+	  echo "chromium could not be installed; the tests that need a browser will skip"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
     *("errors", "optional", "storage", "functional", "mappings", "noise", "augment", "preprocess", "encoders", "bank"),
-    *("zeroshot", "defenses", "attacks", "calibration", "data", "evaluation", "report", "serve", "cli", "__main__"),
+    *("zeroshot", "defenses", "attacks", "calibration", "data", "evaluation", "finetune", "bench", "report"),
+    *("integrations", "serve", "cli", "__main__"),
 ]
 FORBIDDEN = {
     "serve": {"attacks", "evaluation"},
@@ -19,6 +20,7 @@ FORBIDDEN = {
 }
 OPTIONAL = {"open_clip", "torchvision", "onnx", "transformers", "skimage", "sklearn", "yaml", "pyarrow", "matplotlib"}
 OPTIONAL |= {"datasets", "webdataset", "scipy", "fastapi", "uvicorn", "ray", "pyautoattack"}
+OPTIONAL |= {"chromadb", "langchain_core"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
