@@ -10,7 +10,9 @@ from importlib import import_module
 
 from react_clip.errors import ReactClipError
 
-COMMANDS = ("demo", "classify", "embed", "pull", "attack", "evaluate", "calibrate")
+COMMANDS = (
+    *("demo", "classify", "embed", "pull", "attack", "evaluate", "calibrate", "report", "bench", "finetune", "serve"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
