@@ -4,8 +4,10 @@
     python tools/fill_docs.py --check  # fail if a document does not say what the result files say
 
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
-``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values) or
-``<!-- calibration: FILE -->``; everything up to ``<!-- end -->`` is replaced.
+``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
+``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->`` or
+``<!-- calibration: FILE -->``;
+everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from react_clip.evaluation import EvaluationResult
-from react_clip.report.tables import all_tables
+from react_clip.evaluation.merge import merge
+from react_clip.evaluation.recipe import MEAN, format_eps
+from react_clip.report.run import read_run
+from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"(<!-- (table|drift|paper|calibration): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|drift|paper|calibration|methods|leakage): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def run_table(run: str, name: str) -> str:
@@ -82,12 +88,92 @@ def drift_table(run: str) -> str:
     )
 
 
+def methods_table(*runs: str) -> str:
+    """Every method of several runs over the same photos: accuracy, encoder passes, and milliseconds measured apart."""
+    result = merge([EvaluationResult.load(RESULTS / run / "result.json") for run in runs])
+    times = {state: _milliseconds(f"bench/rivals-{state}.json") for state in ("clean", "attacked")}
+    kinds = {item["label"]: item for item in result.recipe["defenses"]}
+    budgets = sorted({row.eps for row in result.rows})
+    titles = ["clean" if eps == 0 else format_eps(eps) for eps in budgets]
+    head = ["method", *titles, "passes", "backward", "ms clean", "ms attacked"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for label, config in kinds.items():
+        rows = {row.eps: row for row in result.select(dataset=MEAN, defense=label)}
+        clean, attacked = rows[0.0], rows[4 / 255] if 4 / 255 in rows else rows[max(rows)]
+        cells = [f"{100 * row.accuracy:.1f} ± {50 * (row.high - row.low):.1f}" for _, row in sorted(rows.items())]
+        timed = _bench_label(label, config)
+        cells += [f"{clean.passes:.1f} / {attacked.passes:.1f}"]
+        cells += [f"{clean.backward_passes:.1f} / {attacked.backward_passes:.1f}"]
+        cells += [f"{times[state][timed]:.2f}" for state in ("clean", "attacked")]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    note = (
+        f"{caption(result, 'accuracy in %, mean over sets')} Passes: clean images / images attacked with 4/255. "
+        "Milliseconds per image at batch 256 in bf16 on 256 clean or attacked photos, all methods in turns in one run: "
+        "`benchmarks/results/bench/rivals-clean.json` and `rivals-attacked.json`. Accuracies: "
+        + ", ".join(f"`benchmarks/results/{run}`" for run in runs)
+    )
+    return "\n".join(lines) + f"\n\n*{note}.*\n"
+
+
+def _milliseconds(file: str) -> dict[str, float]:
+    contenders = json.loads((RESULTS / file).read_text(encoding="utf-8"))["contenders"]
+    return {item["label"]: item["milliseconds"] for item in contenders}
+
+
+def _bench_label(label: str, config: dict[str, object]) -> str:
+    """What the benchmark calls a method: ReACT as shipped is its own contender, a finetuned tower costs one pass."""
+    return "ReACT" if "calibrated" in label else str(config["defense"])
+
+
+def leakage_table(run: str) -> str:
+    """How high accuracy climbs when leaked answers count, and what is left of it when they do not."""
+    whole = read_run(RESULTS / run)
+    assert whole.result is not None
+    assert whole.images is not None
+    result, images = whole.result, whole.images
+    wrong_clean = images.where(images["clean_prediction"] != images["label"], attack="clean", defense="CLIP")
+    budgets = sorted({row.eps for row in result.rows if row.eps})
+    lines = ["| largest reported accuracy | " + " | ".join(format_eps(eps) for eps in budgets) + " |"]
+    lines.append("|---|" + "---:|" * len(budgets))
+    for method in ("AOM", "Defend-CLIP"):
+        names = [item["label"] for item in result.recipe["defenses"] if item["label"].startswith(f"{method} ")]
+        cells, honest, configs = [], [], []
+        for eps in budgets:
+            best = max(
+                (row for name in names for row in result.select(dataset=MEAN, eps=eps, defense=name)),
+                key=lambda row: row.accuracy,
+            )
+            parts = [row for row in result.select(eps=eps, defense=best.defense) if row.dataset != MEAN]
+            kept = sum(row.accuracy - row.leakage_share for row in parts) / len(parts)
+            cells.append(f"{100 * best.accuracy:.1f}")
+            honest.append(f"{100 * kept:.1f}")
+            configs.append(best.defense.removeprefix(f"{method} ") + f" ({best.leakage:.0f} leaked)")
+        lines.append(f"| {method}, as reported | " + " | ".join(cells) + " |")
+        lines.append(f"| {method}, leaked answers not counted | " + " | ".join(honest) + " |")
+        lines.append(f"| at | {' | '.join(configs)} |")
+    ceiling = 100 * result.select(dataset=MEAN, attack="clean", defense="CLIP")[0].accuracy
+    total = sum(info.images for info in result.sets)
+    lines += ["", f"Clean accuracy of undefended CLIP: {ceiling:.1f} %. It gets {len(wrong_clean)} of {total:,} wrong."]
+    lines += [
+        "",
+        f"*{caption(result, 'accuracy in %, mean over sets')} `benchmarks/results/{run}`, made by `{result.command}`.*",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def filled(text: str) -> str:
     """A document with every marked place up to date."""
 
     def fill(match: re.Match[str]) -> str:
         kind, arguments = match[2], match[3].split()
-        makers = {"table": run_table, "drift": drift_table, "paper": paper_table, "calibration": calibration_table}
+        makers: dict[str, Callable[..., str]] = {
+            "table": run_table,
+            "drift": drift_table,
+            "paper": paper_table,
+            "calibration": calibration_table,
+            "methods": methods_table,
+            "leakage": leakage_table,
+        }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"
 

@@ -14,7 +14,7 @@ from react_clip.report.figures.labels import End, label_ends
 from react_clip.report.figures.parameters import NAMES, SCALE
 from react_clip.report.figures.parts import budget_name, ceiling_line, interval_line, percent_axis
 from react_clip.report.figures.sweeps import Grid
-from react_clip.report.style import INK, TEXT, budget_colour, budget_line, name_axes, new_axes, new_figure
+from react_clip.report.style import INK, SMALL, TEXT, budget_colour, budget_line, name_axes, new_axes, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +136,9 @@ def _figure(view: View, grids: Sequence[Grid], field: str, kind: Kind) -> Figure
     for axes, ends in drawn:
         if kind.share:
             percent_axis(axes, [*highest, ceiling], name="")
-            ceiling_line(axes, ceiling, side="left")
+            # Curves fill the panel, so the line is named above it.
+            ceiling_line(axes, ceiling, "")
+            axes.set_title(f"dotted: CLIP, clean {100 * ceiling:.1f} %", loc="right", fontsize=SMALL, color=INK)
         else:
             axes.set_ylim(0, max(1.08 * max(highest), 1.0))
         label_ends(axes, ends)

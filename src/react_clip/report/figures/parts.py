@@ -77,7 +77,7 @@ def percent_axis(axes: Axes, highest: Iterable[float], *, name: str = "accuracy 
         axes.set_ylabel(name, fontsize=8, color=INK)
 
 
-def ceiling_line(axes: Axes, share: float, text: str = "CLIP, clean", *, side: str = "right") -> None:
+def ceiling_line(axes: Axes, share: float, text: str = "CLIP, clean") -> None:
     """Undefended accuracy on clean images: no honest defence of this classifier is above it under attack."""
     if not math.isfinite(share):
         return
@@ -85,11 +85,11 @@ def ceiling_line(axes: Axes, share: float, text: str = "CLIP, clean", *, side: s
     if text:
         axes.annotate(
             f"{text} {100 * share:.1f} %",
-            xy=(1.0 if side == "right" else 0.0, 100 * share),
+            xy=(1.0, 100 * share),
             xycoords=("axes fraction", "data"),
-            xytext=(-2 if side == "right" else 3, 2),
+            xytext=(-2, 2),
             textcoords="offset points",
-            ha=side,
+            ha="right",
             va="bottom",
             fontsize=SMALL,
             color=INK,

@@ -1,0 +1,62 @@
+"""Draw the figures of the documents from the runs in ``benchmarks/results``.
+
+python tools/draw_figures.py    # writes docs/figures/RUN/NAME.svg and .png
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from react_clip.calibration import Calibration
+from react_clip.report.figures import all_figures
+from react_clip.report.run import read_runs
+from react_clip.report.style import save_figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+LARGEST_SVG = 300_000
+"""Pictures of many small panels are kept as PNG only."""
+
+WANTED: dict[str, tuple[list[str], list[str]]] = {
+    "rivals": (
+        ["rivals", "finetuned-TeCoA", "finetuned-PMG-AFT", "finetuned-FARE", "finetuned-CLIP-FT"],
+        ["accuracy", "accuracy-per-set", "cost"],
+    ),
+    "leakage": (
+        ["leakage"],
+        [
+            *("leakage-counts-alpha", "leakage-counts-sigma", "leakage-reported-alpha", "leakage-reported-sigma"),
+            *("leakage-corrected-alpha", "leakage-corrected-sigma", "leakage-published", "leakage-control"),
+        ],
+    ),
+    "anchor-scale": (["anchor-scale"], ["anchor-scale"]),
+    "table4": (["table4"], ["drift", "gate-scores", "gate-scores-per-set"]),
+    "mappings": (["mappings"], ["mappings", "scales", "calibration"]),
+    "table1-extended": (["table1-extended"], ["beyond"]),
+    "table3": (["table3"], ["sweep-tau"]),
+    "sweep-views": (["sweep-views"], ["sweep-views"]),
+    "sweep-alpha": (["sweep-alpha"], ["sweep-alpha"]),
+}
+
+
+def main() -> int:
+    """Draw everything; fails if a run has no data for a figure that a document shows."""
+    calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
+    for name, (runs, wanted) in WANTED.items():
+        run = read_runs([RESULTS / part for part in runs])
+        found = {figure.name: figure for figure in all_figures(run, calibration=calibration)}
+        if absent := [figure for figure in wanted if figure not in found]:
+            print(f"{name} has no {absent[0]}; it has {', '.join(found)}", file=sys.stderr)
+            return 1
+        for figure in wanted:
+            place = FIGURES / name / figure
+            save_figure(found[figure].make(), place)
+            if place.with_suffix(".svg").stat().st_size > LARGEST_SVG:
+                place.with_suffix(".svg").unlink()
+            print(place.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
