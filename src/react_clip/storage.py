@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from react_clip.errors import ReactClipError
+
+_LOCK = ".lock"
 
 
 def cache_dir() -> Path:
@@ -53,6 +55,39 @@ def atomic_path(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Hold a run's folder for this process; another one gets a line that names the holder.
+
+    The lock is the kernel's, so it ends with the process, however that ends. What a killed process left half-written
+    in the folder is removed.
+    """
+    import fcntl  # not on Windows, where the rest of the package is still of use
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
+        lock = (folder / _LOCK).open("a+", encoding="ascii")
+    except OSError as error:
+        raise ReactClipError(f"cannot use {folder} for a run: {error.strerror}; choose another --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read(20).strip() or "unknown"
+            raise ReactClipError(
+                f"{folder} is in use by process {holder}; wait for it to finish, or choose another --out"
+            ) from None
+        # The pid is for the message to others; the lock works without, so a full disk does not matter here.
+        with suppress(OSError):
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+        for leftover in folder.glob(".*.part"):
+            leftover.unlink(missing_ok=True)
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -145,7 +145,7 @@ def list_class_photos(folder: Path) -> dict[str, list[Path]]:
 
 def _bank_features(encoder: Encoder, names: tuple[str, ...], templates: Sequence[str] | None) -> Tensor:
     bank = LabelBank.load()
-    if encoder.name != bank.encoder:
+    if encoder.base != bank.encoder:
         raise ReactClipError(
             f"{encoder.name!r} has no text tower and the label bank belongs to {bank.encoder!r}; use "
             "ZeroShotClassifier.from_features or from_folder"

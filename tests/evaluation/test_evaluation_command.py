@@ -24,6 +24,7 @@ from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, r
 from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.cost import Passes, attack_cost, defense_cost, set_cost
 from react_clip.evaluation.images import read_pixels
+from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.store import ShardStore
 
 RECIPE = """
@@ -180,6 +181,14 @@ def test_validate_collects_all_problems(place: Path) -> None:
     assert [bool(one.problem) for one in report.sets] == [True, True, False]
     assert "the head knows 0 of the 5 classes" in report.problems[0]
     assert len(report.problems) == 2
+
+
+def test_validate_names_a_defence_that_cannot_run_on_the_model(place: Path) -> None:
+    recipe = Recipe.load(place / "toys.yaml")
+    tuned = recipe.replace(defenses=(LabelledDefense("tuned", rc.defenses.RTPT()),))
+    report = validate(tuned, "runs", root=place / "data", heads=place / "heads")
+    assert not report.ok
+    assert "r-tpt tunes prompt tokens and 'toy' has no text tower" in report.problems[0]
 
 
 def test_validate_looks_at_the_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ def test_a_checkpoint_is_asked_for_with_a_plus(
     for name, base in zip((f"{tiny_folder}+{other_openai}", f"{open_clip_name}+{other_openai}"), bases, strict=True):
         loaded = rc.load(name, device="cpu")
         assert loaded.name == name
+        assert loaded.base == base.name, "class features of the base stay those of the finetuned tower"
         assert torch.allclose(loaded.raw_features(PIXELS), wanted, atol=1e-4)
         assert torch.equal(loaded.encode_text(["a cat"]), base.encode_text(["a cat"])), "the text tower is the base's"
 

@@ -39,7 +39,11 @@ def new_command(
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which encoder, where, in which precision."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default=offline.NAME, help="hub id, open_clip:MODEL/PRETRAINED, folder (%(default)s)")
+    group.add_argument(
+        "--model",
+        default=offline.NAME,
+        help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT (%(default)s)",
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
     group.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
 
@@ -96,7 +100,7 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
         names = _read_lines(args.labels_file)
     else:
         bank = LabelBank.load()
-        if encoder.name != bank.encoder:
+        if encoder.base != bank.encoder:
             raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
         names = list(bank.vocabulary())
     return ZeroShotClassifier(encoder, names, templates=args.template)

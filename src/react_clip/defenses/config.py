@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from react_clip import storage
+from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 
 
@@ -22,6 +23,9 @@ class Configuration:
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def check(self, encoder: Encoder) -> None:
+        """Refuse an encoder that this defence cannot run on; most defences run on all."""
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON values."""

@@ -149,17 +149,21 @@ class PromptTuning(Configuration, ABC):
 
     # ------------------------------------------------------------------ the algorithm
 
+    def check(self, encoder: Encoder) -> None:
+        """Refuse an encoder without a text tower."""
+        if not encoder.has_text:
+            raise ReactClipError(
+                f"{self.name} tunes prompt tokens and {encoder.name!r} has no text tower; use a complete CLIP "
+                "(openai/clip-vit-base-patch32) or a defence without prompts"
+            )
+
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
 
         Gradients, where the pixels ask for them, flow through the views and their weights; the tuned prompt counts as a
         constant.
         """
-        if not clf.encoder.has_text:
-            raise ReactClipError(
-                f"{self.name} tunes prompt tokens and {clf.encoder.name!r} has no text tower; use a complete CLIP "
-                "(openai/clip-vit-base-patch32) or a defence without prompts"
-            )
+        self.check(clf.encoder)
         pixels = prepare(clf, images)
         differentiable = torch.is_grad_enabled() and pixels.requires_grad
         # Tuning needs gradients of its own, which inference mode would forbid.

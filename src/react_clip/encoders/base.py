@@ -45,6 +45,8 @@ class Encoder(nn.Module, ABC):
         super().__init__()
         self.tower = tower.eval().requires_grad_(False)
         self.name = name
+        self.base = name
+        """Whose feature space this is: a finetuned image tower keeps that of the model it started from."""
         self.image_size = image_size
         self.dim = dim
         self.has_text = has_text

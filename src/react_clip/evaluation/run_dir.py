@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,42 +15,18 @@ from react_clip.evaluation.store import ShardStore, log
 
 RECIPE, PER_IMAGE, RESULT, TABLES = "recipe.yaml", "per_image.parquet", "result.json", "tables"
 SHARDS = "shards"
-_LOCK, _LOG = ".lock", "run.log"
+_LOG = "run.log"
 
 
 @contextmanager
 def opened(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
     """Hold the folder for this process and this recipe; gives the store of its shards."""
-    import fcntl  # not on Windows, where the rest of the package is still of use
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
-        lock = (folder / _LOCK).open("a+", encoding="ascii")
-    except OSError as error:
-        raise ReactClipError(f"cannot use {folder} for a run: {error.strerror}; choose another --out") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read(20).strip() or "unknown"
-            raise ReactClipError(
-                f"{folder} is in use by process {holder}; wait for it to finish, or choose another --out"
-            ) from None
-        _write_pid(lock.fileno())
+    with storage.held_folder(folder):
         store = ShardStore(folder / SHARDS)
         _claim(folder, recipe)
-        _sweep(folder, store)
+        store.sweep()
         with _logged(folder / _LOG):
             yield store
-
-
-def _write_pid(descriptor: int) -> None:
-    """Who holds the lock, for the message to others; the lock works without, so a full disk does not matter here."""
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -73,12 +48,6 @@ def _claim(folder: Path, recipe: Recipe) -> None:
             f"{folder} holds the run {theirs.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
             f"{', '.join(keys) or 'keys'}); choose another --out"
         )
-
-
-def _sweep(folder: Path, store: ShardStore) -> None:
-    store.sweep()
-    for leftover in folder.glob(".*.part"):
-        leftover.unlink(missing_ok=True)
 
 
 class _QuietFile(logging.FileHandler):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from react_clip import data as data_room
 from react_clip import encoders
+from react_clip.defenses.config import Configuration
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.classes import class_source
@@ -125,7 +126,7 @@ def _check_set(
     source = class_source(encoder, dataset, heads, root)
     dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
     if costs is None:
-        # One photo through every defence: what would fail after an hour fails now.
+        # What would fail after an hour fails now: a defence that needs a text tower, or one of the caller's own.
         photo = as_pixels(dataset.image(0), encoder.image_size)
         costs = _defense_costs(recipe, encoder, photo)
     cost = set_cost(recipe, len(dataset), encoder.image_size, costs)
@@ -144,6 +145,9 @@ def _check_set(
 
 def _defense_costs(recipe: Recipe, encoder: Encoder, photo: Tensor) -> list[Passes]:
     """Passes do not depend on the classes, so two made-up ones will do."""
+    for item in recipe.defenses:
+        if isinstance(item.defense, Configuration):
+            item.defense.check(encoder)
     clf = ZeroShotClassifier.from_features(encoder, ["cat", "dog"], torch.eye(2, encoder.dim))
     return [defense_cost(item.defense, clf, photo) for item in recipe.defenses]
 

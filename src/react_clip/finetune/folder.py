@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
 from react_clip.errors import ReactClipError
 
 LOG = "log.csv"
-_CHECKPOINT, _LOCK = "checkpoint.safetensors", ".lock"
+_CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,29 +41,8 @@ class RunFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the folder for this process and this configuration."""
-        import fcntl  # not on Windows, where the rest of the package is still of use
-
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
-            lock = (self.path / _LOCK).open("a+", encoding="ascii")
-        except OSError as error:
-            raise ReactClipError(f"cannot use {self.path} for a run: {error.strerror}; choose another --out") from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.seek(0)
-                holder = lock.read(20).strip() or "unknown"
-                raise ReactClipError(
-                    f"{self.path} is in use by process {holder}; wait for it to finish, or choose another --out"
-                ) from None
-            with suppress(OSError):
-                os.ftruncate(lock.fileno(), 0)
-                os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+        with storage.held_folder(self.path):
             self._claim()
-            for leftover in self.path.glob(".*.part"):
-                leftover.unlink(missing_ok=True)
             yield
 
     def record(self) -> dict[str, Any] | None:

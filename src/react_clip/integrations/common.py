@@ -148,7 +148,7 @@ def _classes(
 
 
 def _belongs_to_bank(encoder: Encoder) -> bool:
-    return not encoder.has_text and encoder.name == LabelBank.load().encoder
+    return not encoder.has_text and encoder.base == LabelBank.load().encoder
 
 
 def _compares_predictions(guard: Defense) -> bool:

@@ -45,7 +45,7 @@ def label_source(encoder: Encoder) -> LabelSource:
     """Whether an encoder can name what nobody told it before."""
     if encoder.has_text:
         return "text"
-    return "bank" if encoder.name == LabelBank.load().encoder else "preset"
+    return "bank" if encoder.base == LabelBank.load().encoder else "preset"
 
 
 def compute_classes(
