@@ -1,8 +1,7 @@
-"""Runs to report on, and a real browser to open their pages in."""
+"""Runs to report on, and a page of theirs in a real browser."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,6 @@ from react_clip.evaluation import evaluate
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A class name that would run code if it ever became markup."""
 NAMES = [HOSTILE, "</script><script>alert(2)</script><!--", 'quote " and & amp', "tabby cat", "class \u2713"]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="session")
@@ -54,21 +51,6 @@ def toy_copy(toy_folder: Path, tmp_path: Path) -> Path:
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have tests of their own, and take most of a report's time."""
     monkeypatch.setattr("react_clip.report.figures.all_figures", lambda run, **options: [])
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """Headless Chromium: ``$REACT_CLIP_BROWSER``, one that is installed, or one that Playwright downloaded."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    installed = os.environ.get("REACT_CLIP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    with api.sync_playwright() as playwright:
-        try:
-            started = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
-        except api.Error as error:
-            reason = str(error).splitlines()[0]
-            pytest.skip(f"needs a browser (apt-get install chromium, or playwright install chromium): {reason}")
-        yield started
-        started.close()
 
 
 @pytest.fixture
