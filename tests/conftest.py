@@ -1,10 +1,13 @@
-"""Fixtures for everybody: the tiny CLIP, the real tower, the shared photos, and a cache of one's own."""
+"""Fixtures for everybody: the tiny CLIP, the real tower, the shared photos, a cache of one's own, and a browser."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,8 @@ import tiny_clip
 from react_clip import Encoder, ReactClipError, encoders
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +61,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command() -> list[str]:
     """How to start the real command line in a process of its own."""
     return [sys.executable, "-m", "react_clip"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium: ``$REACT_CLIP_BROWSER``, one that is installed, or one that Playwright downloaded.
+
+    It ends with its module: while it runs, so does Playwright's event loop, and ``asyncio.run`` fails beside one.
+    """
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    installed = os.environ.get("REACT_CLIP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    with api.sync_playwright() as playwright:
+        try:
+            started = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
+        except api.Error as error:
+            reason = str(error).splitlines()[0]
+            pytest.skip(f"needs a browser (apt-get install chromium, or playwright install chromium): {reason}")
+        yield started
+        started.close()

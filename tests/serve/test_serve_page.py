@@ -1,0 +1,478 @@
+"""The page at /, as people use it: a real server process, a real browser, by mouse, by keyboard, on a phone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import react_clip as rc
+from react_clip.serve.app import create_app
+from react_clip.serve.classes import ClassList
+from react_clip.serve.engine import Engine
+from react_clip.serve.settings import Settings
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+KEY = "a-key-of-the-tests-long-enough"
+LABELS = ("cat", "dog", "teapot")
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def demo(launch: Any) -> Any:
+    return launch("--demo")
+
+
+@pytest.fixture(scope="module")
+def strict(launch: Any) -> Any:
+    """A server that takes small bodies and its own labels, and tells why."""
+    return launch("--max-body", 20_000, "--max-buffered", 100_000, "--fixed-labels", "--diagnostics")
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visit]:
+    """Open a server's page; what it complains about, or asks of another origin, fails the test at its end.
+
+    ``refusals`` are texts of errors that a test provokes: browsers log failed requests, whatever the page does.
+    """
+    contexts, complaints, requests, origins = [], [], [], set()
+
+    def open_page(url: str, *, refusals: tuple[str, ...] = (), ready: bool = True, **options: Any) -> Any:
+        def heard(message: Any) -> None:
+            if message.type in ("error", "warning") and not any(text in message.text for text in refusals):
+                complaints.append(message.text)
+
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(30_000)
+        contexts.append(context)
+        origins.add(url)
+        page = context.new_page()
+        page.on("console", heard)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(f"alert {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(url + "/")
+        if ready:
+            page.locator("#page").wait_for()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    elsewhere = [url for url in requests if not url.startswith(("data:", "blob:", *(f"{each}/" for each in origins)))]
+    assert elsewhere == []
+
+
+def upload(page: Any, *photos: bytes) -> None:
+    files = [{"name": f"photo{i}.png", "mimeType": "image/png", "buffer": photo} for i, photo in enumerate(photos)]
+    page.set_input_files("#file", files)
+
+
+def wait_for(page: Any, text: str) -> str:
+    """The sentence about the answers, once it holds a text and nothing is under way."""
+    page.locator("#verdict", has_text=text).wait_for()
+    page.locator("#results:not([aria-busy])").wait_for()
+    return str(page.inner_text("#verdict"))
+
+
+def bars(page: Any, kind: str) -> list[str]:
+    return [str(text) for text in page.locator(f"#answers .{kind} li span:first-child").all_inner_texts()]
+
+
+def points(page: Any) -> list[str]:
+    return [str(text) for text in page.locator("#points tbody th").all_text_contents()]
+
+
+HAND_OVER = """([kind, data]) => {
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+  const parcel = new DataTransfer();
+  parcel.items.add(new File([bytes], "given.png", { type: "image/png" }));
+  const options = { bubbles: true, cancelable: true };
+  const event = kind === "paste" ? new ClipboardEvent(kind, { ...options, clipboardData: parcel })
+    : new DragEvent(kind, { ...options, dataTransfer: parcel });
+  return !document.getElementById("drop").dispatchEvent(event);
+}"""
+
+
+# ---------------------------------------------------------------------- photos in, answers out
+
+
+def test_a_chosen_photo_is_answered_twice(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    assert page.locator("#results").is_hidden()
+    upload(page, photos[0])
+    sentence = wait_for(page, "Not attacked")
+    told = demo.client.post("/v1/demo/attack", data={"eps": "0"}, files={"images": photos[0]}).json()["clean"]
+    assert bars(page, "plain") == [answer["label"] for answer in told["plain"]]
+    assert bars(page, "defended") == [answer["label"] for answer in told["defended"]]
+    assert f"plain CLIP says {told['plain'][0]['label']}" in sentence
+    assert f"{100 * told['defended'][0]['probability']:.1f} %" in page.inner_text("#answers .defended")
+    gate = page.inner_text("#gate")
+    assert gate.startswith("The gate opened" if told["diagnostics"]["gated"] else "The gate stayed closed")
+    assert f"{told['diagnostics']['score']:.3f}" in gate
+    assert "τ 1.48" in gate
+    names = [svg.get_attribute("aria-label") for svg in page.locator("#scales svg").all()]
+    assert any(name.startswith("r + J is") and name.endswith("threshold tau 1.48") for name in names)
+    assert page.locator("#strip li").inner_text() == told["defended"][0]["label"]
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_a_photo_can_be_dropped_or_pasted(demo: Any, visit: Visit, photos: list[bytes], kind: str) -> None:
+    page = visit(demo.url)
+    assert page.evaluate(HAND_OVER, [kind, base64.b64encode(photos[1]).decode()]), "the browser must not open the file"
+    wait_for(page, "Not attacked")
+    assert page.locator("#strip img").get_attribute("alt") == "given.png"
+
+
+def test_several_photos_are_a_strip_of_which_one_is_shown(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, *photos[:3])
+    wait_for(page, "Not attacked")
+    buttons = page.locator("#strip button")
+    assert [button.get_attribute("aria-pressed") for button in buttons.all()] == ["true", "false", "false"]
+    first = page.locator("#pictures img").first.get_attribute("src")
+    buttons.nth(2).click()
+    page.locator(f"#pictures img:not([src='{first}'])").first.wait_for()
+    wait_for(page, "Not attacked")
+    page.click("#remove")
+    page.locator("#strip li").nth(1).wait_for()
+    assert buttons.count() == 2
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+def test_a_file_that_is_no_photo_shows_the_servers_line(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url, refusals=("status of 415",))
+    page.set_input_files("#file", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"no photo"})
+    page.locator("#status .error").wait_for()
+    assert page.inner_text("#status") == "notes.txt is no JPEG, PNG or WebP file; convert it to one of them"
+    assert page.locator("#status").get_attribute("aria-live") == "polite"
+    upload(page, photos[0])
+    wait_for(page, "Not attacked")
+    assert page.inner_text("#status") == ""
+
+
+def test_a_file_that_is_too_large_is_not_sent(strict: Any, visit: Visit) -> None:
+    page = visit(strict.url)
+    upload(page, bytes(30_000))
+    page.locator("#status .error").wait_for()
+    assert page.inner_text("#status") == "photo0.png has 30,000 bytes; this server takes 20,000"
+
+
+# ---------------------------------------------------------------------- labels
+
+
+def test_labels_are_chips_and_a_hostile_one_stays_text(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    assert page.text_content("#preset .names") == "cat, dog, teapot"
+    upload(page, photos[0])
+    field = page.get_by_label("Names to choose from")
+    field.press_sequentially("boat,")
+    page.locator("#status", has_text="Add another label").wait_for()
+    field.press_sequentially(HOSTILE + ", boat, zebra")
+    field.press("Enter")
+    wait_for(page, "Not attacked")
+    assert page.locator("#chips li span").all_inner_texts() == ["boat", HOSTILE, "zebra"]
+    assert sorted(bars(page, "plain")) == sorted(["boat", HOSTILE, "zebra"])
+    assert page.locator("img[src=x]").count() == 0
+    page.get_by_role("button", name="Remove zebra").click()
+    page.locator("#answers .plain li").nth(2).wait_for(state="detached")
+    wait_for(page, "Not attacked")
+    assert sorted(bars(page, "defended")) == sorted(["boat", HOSTILE])
+    page.click("#clear")
+    page.locator("#answers .plain li", has_text="teapot").wait_for()
+
+
+def test_fixed_labels_are_said(strict: Any, visit: Visit) -> None:
+    page = visit(strict.url)
+    assert page.locator("#label-field").is_hidden()
+    assert page.inner_text("#label-note") == "This server answers for its own labels only."
+
+
+# ---------------------------------------------------------------------- the attack
+
+
+def test_the_slider_attacks_by_keyboard_and_remembers(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    upload(page, photos[1])
+    wait_for(page, "Not attacked")
+    slider = page.get_by_role("slider", name="Largest change of a pixel")
+    assert slider.get_attribute("aria-valuetext") == "no attack"
+    slider.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    sentence = wait_for(page, "Attacked with 1.5/255")
+    assert slider.get_attribute("aria-valuetext") == "1.5 of 255"
+    assert page.inner_text("#eps-text") == "1.5/255"
+    assert len(asked) == 2, "three quick steps are one request"
+    pictures = [picture.get_attribute("src") for picture in page.locator("#pictures img").all()]
+    assert len(set(pictures)) == 3
+    assert page.locator("#pictures figcaption").last.inner_text() == "the change, 85 times enlarged"
+    page.keyboard.press("End")
+    fooled = wait_for(page, "Attacked with 16/255")
+    assert fooled != sentence
+    told = {"eps": "16"}, {"images": photos[1]}
+    answer = demo.client.post("/v1/demo/attack", data=told[0], files=told[1]).json()
+    assert bars(page, "plain") == [each["label"] for each in answer["attacked"]["plain"]]
+    changed = answer["attacked"]["plain"][0]["label"] != answer["attacked_label"]
+    assert page.locator("#answers .plain .badge").inner_text() == ("✗ changed" if changed else "✓ unchanged")
+    assert points(page) == ["0/255", "1.5/255", "16/255"]
+    page.keyboard.press("Home")
+    wait_for(page, "Not attacked")
+    assert len(asked) == 3, "what was asked once is remembered"
+
+
+def test_the_last_request_wins(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, photos[1])
+    wait_for(page, "Not attacked")
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/v1/demo/attack", hold)
+    page.focus("#eps")
+    with page.expect_request("**/v1/demo/attack"):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("End")
+    wait_for(page, "Attacked with 16/255")
+    assert points(page) == ["0/255", "16/255"], "the first was abandoned"
+    held[0].abort()
+
+
+def test_the_sweep_fills_the_chart(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, photos[1])
+    wait_for(page, "Not attacked")
+    page.get_by_role("button", name="Run the whole sweep").click()
+    wait_for(page, "Attacked with 16/255")
+    page.locator("#progress").wait_for(state="hidden")
+    assert points(page) == [f"{eps}/255" for eps in (0, 1, 2, 4, 8, 16)]
+    assert page.locator("#chart circle").count() == page.locator("#chart rect").count() == 7, "six points and a legend"
+    assert re.match(
+        r"Line chart of 6 strengths; at 16/255 plain CLIP gives", page.get_attribute("#chart svg", "aria-label")
+    )
+
+
+def test_a_sweep_can_be_cancelled(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, photos[1])
+    wait_for(page, "Not attacked")
+    held: list[Any] = []
+    page.route("**/v1/demo/attack", lambda route: held.append(route))
+    page.click("#sweep")
+    page.locator("#progress").wait_for()
+    assert "Attacking with 1/255, 2 of 6" in page.inner_text("#status")
+    page.get_by_role("button", name="Cancel the sweep").click()
+    assert page.locator("#progress").is_hidden()
+    assert page.inner_text("#sweep").startswith("Run the whole sweep")
+    assert page.input_value("#eps") == "0"
+    assert points(page) == ["0/255"]
+    held[0].abort()
+
+
+def test_the_page_is_honest(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, photos[0])
+    wait_for(page, "Not attacked")
+    assert "These attacks do not know the defence. An attacker who does can defeat it." in page.inner_text("#attack")
+
+
+def test_an_attack_that_nobody_waits_for_is_not_computed(
+    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(encoder, rc.ReACT(), ClassList.of(rc.ZeroShotClassifier(encoder, LABELS)), secret=bytes(16))
+    engine.start()
+    call, queued, go_on, computed = engine.call, threading.Event(), threading.Event(), []
+
+    def call_later(function: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        """Let the attack wait behind something long."""
+        call(lambda: torch.tensor(go_on.wait(30)))
+        attack = call(function)
+        queued.set()
+        return attack
+
+    def attack(pixels: torch.Tensor, classes: ClassList, label: int, eps: float) -> torch.Tensor:
+        computed.append(eps)
+        return pixels
+
+    async def ask_and_leave() -> None:
+        transport = httpx.ASGITransport(create_app(engine, Settings(demo=True), attack))
+        async with httpx.AsyncClient(transport=transport, base_url="http://inside") as client:
+            task = asyncio.create_task(client.post("/v1/demo/attack", files={"images": photos[0]}))
+            await asyncio.to_thread(queued.wait, 30)
+            task.cancel()
+            await asyncio.wait([task])
+
+    monkeypatch.setattr(engine, "call", call_later)
+    with ThreadPoolExecutor() as thread:
+        # Beside a browser, whose event loop has this thread.
+        thread.submit(asyncio.run, ask_and_leave()).result()
+    go_on.set()
+    call(lambda: torch.zeros(1)).result(30)
+    engine.stop()
+    assert computed == []
+
+
+# ---------------------------------------------------------------------- what else a server may say
+
+
+def test_a_busy_server_is_asked_again(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url, refusals=("status of 503",))
+    error = json.dumps({"error": {"message": "the queue is full", "type": "overloaded", "field": None}})
+    answer = {"status": 503, "headers": {"Retry-After": "1"}, "content_type": "application/json", "body": error}
+    page.route("**/v1/demo/attack", lambda route: route.fulfill(**answer), times=2)
+    upload(page, photos[0])
+    for attempt in (2, 3):
+        line = f"The server is busy (the queue is full). Asking again in 1 s, try {attempt} of 6."
+        page.locator("#status", has_text=line).wait_for()
+    wait_for(page, "Not attacked")
+    assert page.inner_text("#status") == ""
+
+
+def test_a_server_that_is_gone_is_said_and_asked_again(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url, refusals=("ERR_INTERNET_DISCONNECTED",))
+    page.context.set_offline(True)
+    upload(page, photos[0])
+    page.locator("#status", has_text="cannot be reached").wait_for()
+    retry = page.get_by_role("button", name="Try again")
+    assert retry.is_visible()
+    page.context.set_offline(False)
+    wait_for(page, "Not attacked")
+    assert retry.is_hidden()
+
+
+def test_without_a_demo_the_page_says_what_is_missing(server: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(server.url)
+    upload(page, photos[0])
+    best = server.client.post("/v1/classify", files={"images": photos[0]}).json()["results"][0]["label"]
+    assert f"Defended CLIP says {best}" in wait_for(page, "Defended CLIP says")
+    assert "--demo" in page.inner_text("#comparison")
+    assert "--diagnostics" in page.inner_text("#no-why")
+    for hidden in ("#attack", "#course", "#why", "#answers .plain"):
+        assert page.locator(hidden).is_hidden()
+    assert page.locator("#pictures img").count() == 1
+
+
+def test_diagnostics_do_not_need_the_demo(strict: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(strict.url)
+    upload(page, photos[0])
+    wait_for(page, "Defended CLIP says")
+    assert page.inner_text("#gate").startswith("The gate ")
+    assert page.locator("#no-why").is_hidden()
+    assert page.locator("#comparison").is_visible()
+
+
+def test_a_key_is_asked_for_and_kept_in_memory_only(launch: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(launch(env={"REACT_CLIP_SERVE_API_KEYS": KEY}).url, refusals=("status of 401",), ready=False)
+    field = page.get_by_label("API key of this server")
+    field.wait_for()
+    assert page.evaluate("document.activeElement.id") == "key-field"
+    assert page.locator("#page").is_hidden()
+    field.fill("not-the-key-but-as-long-as-one")
+    field.press("Enter")
+    page.locator("#status", has_text="the API key is unknown").wait_for()
+    field.fill(KEY)
+    page.get_by_role("button", name="Use this key").click()
+    page.locator("#page").wait_for()
+    assert field.is_hidden()
+    upload(page, photos[0])
+    wait_for(page, "Defended CLIP says")
+    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    page.reload()
+    field.wait_for()
+
+
+# ---------------------------------------------------------------------- everybody can use it
+
+
+def test_nothing_overflows_a_phone(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    upload(page, *photos[:6])
+    field = page.get_by_label("Names to choose from")
+    field.fill("a label with many words in it, Donaudampfschifffahrtselektrizitaetenhauptbetriebswerk" + ", x" * 9)
+    field.press("Enter")
+    wait_for(page, "Not attacked")
+    page.focus("#eps")
+    page.keyboard.press("End")
+    wait_for(page, "Attacked with 16/255")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert (
+        page.evaluate(
+            "Math.max(...[...document.querySelectorAll('main *')].map((e) => e.getBoundingClientRect().right))"
+        )
+        <= 360
+    )
+    assert page.locator("#camera").get_attribute("capture") == "environment"
+    assert page.locator("label.camera").is_visible()
+
+
+def test_dark_and_light_differ_and_can_be_switched(demo: Any, visit: Visit) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light, dark = (visit(demo.url, color_scheme=scheme) for scheme in ("light", "dark"))
+    assert light.evaluate(paper) != dark.evaluate(paper)
+    light.get_by_role("button", name="Dark").click()
+    assert light.evaluate(paper) == dark.evaluate(paper)
+    assert light.locator("#theme").inner_text() == "Light"
+
+
+def test_everything_has_a_name(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url)
+    upload(page, photos[0])
+    page.get_by_label("Names to choose from").fill("boat, zebra,")
+    wait_for(page, "Not attacked")
+    unnamed = page.evaluate(
+        """() => [
+          ...[...document.querySelectorAll("input")].filter((each) => !each.labels.length),
+          ...[...document.querySelectorAll("button, label, summary")].filter((each) =>
+            !(each.ariaLabel || each.textContent.trim())),
+          ...[...document.querySelectorAll("img")].filter((each) => !each.alt),
+          ...[...document.querySelectorAll("svg")].filter((each) => !each.getAttribute("aria-label")),
+          ...[...document.querySelectorAll("[aria-labelledby]")].filter((each) =>
+            !document.getElementById(each.getAttribute("aria-labelledby"))),
+        ].map((each) => each.outerHTML)"""
+    )
+    assert unnamed == []
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len(set(ids))
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert page.locator("h1").count() == 1
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(demo.url, reduced_motion="reduce")
+    upload(page, photos[0])
+    wait_for(page, "Not attacked")
+    page.evaluate("document.activeElement.blur()")
+    reached = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.append(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+            )
+        )
+        outline = page.evaluate(
+            """() => {
+              const focused = document.activeElement;
+              return getComputedStyle(focused.type === "file" ? focused.labels[0] : focused).outlineStyle;
+            }"""
+        )
+        assert outline == "solid", reached[-1]
+    assert reached[:2] == ["skip", "theme"]
+    assert {"file", "remove", "label-field", "eps", "sweep"} <= set(reached)
