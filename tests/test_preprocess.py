@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -73,6 +74,38 @@ def test_cmyk_sixteen_bit_gray_alpha_and_palette_become_rgb() -> None:
     assert np.abs(sixteen - (ramp / 257.0)[..., None]).max() <= 0.5 + 1e-9, "scaled, not clipped at 255"
     for mode in ("L", "LA", "RGBA", "P", "1"):
         assert read_image(encoded(image.convert(mode), "PNG")).mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
+def test_sixteen_bit_grey_is_rounded_to_the_nearest_level(mode: str) -> None:
+    values = np.arange(65536).reshape(256, 256)
+    if mode == "I":
+        image = Image.fromarray(values.astype(np.int32))
+    else:
+        dtype = ">u2" if mode == "I;16B" else "<u2"
+        image = Image.frombytes(mode, (256, 256), values.astype(dtype).tobytes())
+    assert image.mode == mode
+    # 257 is odd, so that no value lies half-way between two levels: there is only one right answer.
+    expected = np.rint(values / 257).astype(np.uint8)
+    assert np.array_equal(np.asarray(read_image(image)), np.stack([expected] * 3, -1))
+    assert np.array_equal(np.asarray(image).ravel(), values.ravel()), "the caller's image is left alone"
+
+
+def test_thirty_two_bit_grey_is_clipped_to_sixteen() -> None:
+    image = Image.fromarray(np.array([[-(2**31), -1, 0, 65535, 65536, 2**31 - 1]], np.int32))
+    assert np.asarray(read_image(image))[0, :, 0].tolist() == [0, 0, 0, 255, 255, 255]
+
+
+def test_sixteen_bit_grey_takes_little_memory() -> None:
+    data = encoded(Image.fromarray(np.zeros((2000, 2000), np.uint16)), "PNG")
+    tracemalloc.start()
+    try:
+        read_image(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # numpy reports to tracemalloc, Pillow does not: two copies of 16 bits and one of 8.
+    assert peak / 2000**2 < 10, "bytes a pixel"
 
 
 def test_an_animation_is_its_first_frame() -> None:

@@ -96,9 +96,12 @@ def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]
 def _to_rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode == "I":
-        # Pillow would clip 16-bit values at 255; keep the upper byte instead.
-        values = np.asarray(image).astype(np.float64)
-        return Image.fromarray(np.clip(values / 257.0, 0, 255).round().astype(np.uint8)).convert("RGB")
+        # Pillow would clip 16-bit values at 255. Each becomes the nearest of 256 levels instead: round(v / 257), which
+        # is (v + 128) // 257. All from 65407 up are white, and cut there the sum still has 16 bits.
+        values = np.clip(np.asarray(image), 0, 65407).astype(np.uint16, copy=False)
+        values += 128
+        values //= 257
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

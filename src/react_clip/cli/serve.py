@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
             args, "the noise is keyed by a secret of this process: answers may differ after a restart (--secret-file)"
         )
     listener = open_socket(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     encoder = load_encoder(args)
     engine = Engine(
         encoder,
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         secret=secret,
         batch=settings.batch,
         max_wait=settings.max_wait / 1000,
+        deadline=settings.deadline,
         queue=settings.queue,
         label_cache=settings.label_cache,
         constant_work=settings.constant_work,

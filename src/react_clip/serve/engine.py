@@ -8,6 +8,7 @@ of a new list, a demo's attack) is an errand: a generator that is advanced one s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -29,6 +30,9 @@ logger = logging.getLogger("react_clip.serve")
 _MOST_ERRANDS = 32
 """Label lists and attacks that may wait; each is long, so few are enough."""
 
+
+_WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
+"""Of the deadline: how long an image may wait, and how long its batch should take; the rest is for wrong guesses."""
 
 _DIAGNOSTICS = ("drift_low", "drift_high", "drift", "instability", "score", "sigma", "gated", "passes")
 
@@ -84,6 +88,7 @@ class _Job:
     photo: Photo
     classes: ClassList
     future: Future[Answer] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,7 @@ class Engine:
         secret: bytes,
         batch: int = 32,
         max_wait: float = 0.004,
+        deadline: float = math.inf,
         queue: int = 256,
         label_cache: int = 64,
         constant_work: bool = False,
@@ -115,6 +121,7 @@ class Engine:
         self.label_source: LabelSource = label_source(encoder)
         self.observer: Callable[[Batch], None] = lambda batch: None
         self._batch, self._max_wait, self._room, self._label_cache = batch, max_wait, queue, label_cache
+        self._deadline, self._pace = deadline, 0.0
         self._jobs: deque[_Job] = deque()
         self._errands: deque[_Errand] = deque()
         self._lists: OrderedDict[tuple[tuple[str, ...], tuple[str, ...] | None], Future[ClassList]] = OrderedDict()
@@ -125,11 +132,15 @@ class Engine:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start the thread and wait for a first answer, which also loads what frameworks load lazily."""
+        """Start the thread and wait for two answers: one loads what frameworks load lazily, one shows the pace."""
         self._thread.start()
         size = self.encoder.image_size
         grey = Photo(torch.full((3, size, size), 0.5), torch.zeros((), dtype=torch.long))
-        self.submit([grey], self.preset)[0].result()
+        deadline, self._deadline = self._deadline, math.inf
+        for _ in range(2):
+            self._pace = 0.0
+            self.submit([grey], self.preset)[0].result()
+        self._deadline = deadline
 
     def stop(self, timeout: float | None = None) -> None:
         """Answer the images that wait, drop the errands, which nobody waits for any more, and end the thread."""
@@ -213,7 +224,7 @@ class Engine:
             jobs, errand = self._take()
             if not jobs and errand is None:
                 return
-            if waiting := [job for job in jobs if job.future.set_running_or_notify_cancel()]:
+            if waiting := self._refuse_late([job for job in jobs if job.future.set_running_or_notify_cancel()]):
                 self._answer(waiting)
             if errand is not None:
                 self._advance(errand)
@@ -224,13 +235,31 @@ class Engine:
             while not self._jobs and not self._errands and not self._stopping:
                 self._wake.wait()
             until = time.monotonic() + self._max_wait
-            while self._jobs and len(self._jobs) < self._batch and not self._errands and not self._stopping:
+            while self._jobs and len(self._jobs) < self._most and not self._errands and not self._stopping:
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 self._wake.wait(left)
-            jobs = [self._jobs.popleft() for _ in range(min(self._batch, len(self._jobs)))]
+            jobs = [self._jobs.popleft() for _ in range(min(self._most, len(self._jobs)))]
             return jobs, self._errands.popleft() if self._errands else None
+
+    @property
+    def _most(self) -> int:
+        """Images of the next batch: on a slow machine fewer, since a batch longer than the deadline answers nobody."""
+        return max(1, int(min(self._batch, _BATCH_SHARE * self._deadline / max(self._pace, 1e-9))))
+
+    def _refuse_late(self, jobs: list[_Job]) -> list[_Job]:
+        """The others: who has waited long would not be answered in time, and would make those behind him late too.
+
+        At the end nobody comes behind, so whoever was accepted is answered.
+        """
+        if self._stopping:
+            return jobs
+        oldest = time.monotonic() - _WAIT_SHARE * self._deadline
+        for job in jobs:
+            if job.since < oldest:
+                job.future.set_exception(OverloadedError())
+        return [job for job in jobs if job.since >= oldest]
 
     def _advance(self, errand: _Errand) -> None:
         try:
@@ -255,6 +284,9 @@ class Engine:
             for job in jobs:
                 job.future.set_exception(EngineError(type(error).__name__))
             return
+        seconds = time.monotonic() - began
+        pace = seconds / len(jobs)
+        self._pace = (self._pace + pace) / 2 if self._pace else pace
         # Counted before anybody hears: who has an answer must find it in the metrics.
         self.observer(
             Batch(
@@ -262,7 +294,7 @@ class Engine:
                 lists=len({id(job.classes) for job in jobs}),
                 opened=sum(answer.gated for answer in answers),
                 passes=sum(answer.passes for answer in answers),
-                seconds=time.monotonic() - began,
+                seconds=seconds,
             )
         )
         for job, answer in zip(jobs, answers, strict=True):

@@ -38,6 +38,7 @@ class Settings:
     name: str = _row("", "what callers are told the model is called (by default its own name, without folders)")
     log_level: str = _row("info", "debug, info, warning or error; no line ever holds a body or a query (%(default)s)")
 
+    threads: int = _row(0, "CPU threads of the model, 0 for torch's own choice (%(default)s)", least=0)
     batch: int = _row(32, "most images that share a pass through the engine (%(default)s)", least=1)
     max_wait: float = _row(4.0, "milliseconds to wait for others when a batch is not full (%(default)s)", least=0)
     queue: int = _row(256, "images that may wait; beyond it callers get 503 (%(default)s)", least=1)
