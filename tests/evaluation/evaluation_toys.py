@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import react_clip as rc
 from react_clip.encoders import Encoder
-from react_clip.evaluation import EvaluationResult, evaluate
+from react_clip.evaluation import EvaluationResult, Recipe, evaluate, yaml_text
 
 SIZE, CLASSES, COUNT = 32, 5, 40
 
@@ -101,6 +101,22 @@ def write_photos(root: Path, name: str, split: str = "test", count: int = 20, se
         place.mkdir(parents=True, exist_ok=True)
         array = photo.mul(255).round().byte().permute(1, 2, 0).numpy()
         Image.fromarray(array).save(place / f"{number:03d}.png")
+
+
+ADAPTIVE = """
+model: toy
+datasets: [toys]
+threat: adaptive
+attacks:
+  - {kind: adaptive-both, eps: [1/255, 4/255], steps: 20, eot: 4}
+  - {kind: adaptive-suite, eps: 4/255, members: [adaptive-through, {kind: adaptive-evade, lambdas: [1, 10]}]}
+defenses: [react, defend-clip]
+"""
+
+
+def adaptive_recipe(**changes: Any) -> Recipe:
+    """A recipe whose attacker knows the defence, with some keys changed."""
+    return Recipe.from_dict({**yaml_text.parse_mapping(ADAPTIVE), **changes})
 
 
 def write_head(path: Path, classes: int = CLASSES, dim: int = CLASSES, name: str = "class") -> None:

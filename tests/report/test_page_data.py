@@ -125,7 +125,7 @@ def test_pictures_are_small_and_the_perturbation_is_what_was_added(toy_folder: P
         index = int(key.partition(":")[2])
         assert max(picture(kept["clean"]).shape[:2]) <= SIDE
         for attack, (attacked, perturbation, factor) in kept["attacked"].items():
-            name, eps = rows.attacks[attack]
+            name, eps = rows.attacks[int(attack)]
             before, after = album.clean("data", index), album.attacked("data", name, eps, index)
             assert before is not None
             assert after is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from react_clip import functional, mappings, noise
 from react_clip.augment import WeakAugmentation
-from react_clip.defenses.base import Defended, encode_in_batches, prepare, unmeasured
+from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, prepare
 from react_clip.defenses.config import Configuration
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -31,7 +31,10 @@ from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream; each role has its own, so that skipping one does not shift another.
-_LOW, _HIGH, _AUGMENT, _ANCHOR = range(4)
+_LOW, _HIGH, _AUGMENT, _ANCHOR, _GATE = range(5)
+
+# Options beyond the paper: written out only where they are used, so that configurations without them stay the same.
+_HARDENING = {"jitter": 0.0, "alpha_closed": 0.0, "recheck": 0, "band": 0.1}
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,6 +57,12 @@ class Correction:
     gated: Tensor
     sigma: Tensor
     passes: Tensor
+    opened: Tensor
+    """Unit features as an open gate gives them; the answer's where that was not worked out (``lazy``)."""
+    closed: Tensor
+    """Unit features as a closed gate gives them; the answer's where that was not worked out."""
+    threshold: Tensor
+    """The score from which the gate opens; minus infinity without one."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,18 @@ class AnchoredDefense(Configuration):
     """Skip views that cannot change the answer. ``False`` runs every pass and measures every diagnostic."""
     max_batch: int = 64
     """Most views in one encoder call."""
+    jitter: float = 0.0
+    """Half-width of a keyed random shift of tau, image by image: nobody can aim just below the threshold."""
+    alpha_closed: float = 0.0
+    """Strength of the correction where the gate is closed; 0 leaves the feature alone."""
+    recheck: int = 0
+    """Extra noisy views per probe scale for images whose score lies within ``band`` of the threshold."""
+    band: float = 0.1
 
     def __post_init__(self) -> None:
         self._check_numbers("sigma_low", "sigma_high", "alpha", *(["tau"] if self.tau is not None else []))
+        self._check_numbers("jitter", "alpha_closed", "band", least=0)
+        self._check_counts("recheck", least=0)
         if not 0 < self.sigma_low < self.sigma_high <= 1:
             raise ReactClipError(
                 f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
@@ -94,8 +112,9 @@ class AnchoredDefense(Configuration):
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes that one image can need."""
         probes = 2 * self.probe_samples if self._needs_drift else 0
+        again = 2 * self.recheck if self.tau is not None else 0
         augmented = int(self.instability and (self.tau is not None or not self.lazy))
-        return 1 + probes + augmented + self.views, 0
+        return 1 + probes + again + augmented + self.views, 0
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -131,20 +150,31 @@ class AnchoredDefense(Configuration):
 
         Classes enter through J alone, which ``divergence`` measures for the rows it is given.
         """
-        plain, low, high = self._probe(encoder, pixels, keys)
+        plain, *probed = self._probe(encoder, pixels, keys)
+        low, high = (functional.drift(plain, mean) for mean in probed)
         drift = functional.relative_drift(low, high)
-        instability = self._measure_instability(encoder, pixels, keys, plain, drift, divergence)
+        threshold = self._threshold(keys)
+        instability = self._measure_instability(encoder, pixels, keys, plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
-        gated = torch.ones_like(drift, dtype=torch.bool) if self.tau is None else functional.gate(score, self.tau)
-        sigma = self.mapping(drift).to(pixels.dtype)
+        rechecked = torch.zeros_like(drift, dtype=torch.bool)
+        if self.recheck and threshold is not None:
+            rechecked = (score - threshold).abs() < self.band
+            probed = self._probe_again(encoder, pixels, keys, probed, rechecked)
+            low, high = (functional.drift(plain, mean) for mean in probed)
+            drift = functional.relative_drift(low, high)
+            score = functional.intervention_score(drift, instability.nan_to_num(0.0))
+        gated = torch.ones_like(drift, dtype=torch.bool) if threshold is None else score >= threshold
+        sigma = self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype)
 
-        corrected = gated if self.lazy else torch.ones_like(gated)
+        corrected = gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)
         rows = corrected.nonzero().flatten()
-        features = plain
+        features = opened = closed = plain
         if len(rows):
             anchors = functional.anchor(self._anchor_views(encoder, pixels, keys, sigma, rows))
             moved = functional.extrapolate(plain[rows], anchors, self.alpha)
-            features = plain.index_copy(0, rows, torch.where(gated[rows, None], moved, plain[rows]))
+            still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
+            features = plain.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
+            opened, closed = features.index_copy(0, rows, moved), features.index_copy(0, rows, still)
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Correction(
             plain=plain,
@@ -156,33 +186,66 @@ class AnchoredDefense(Configuration):
             score=score,
             gated=gated,
             sigma=sigma,
-            passes=probes + (~instability.isnan()).long() + self.views * corrected.long(),
+            passes=probes
+            + (~instability.isnan()).long()
+            + 2 * self.recheck * rechecked.long()
+            + self.views * corrected.long(),
+            opened=opened,
+            closed=closed,
+            threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
         )
 
     @property
     def _needs_drift(self) -> bool:
         return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
 
+    def _threshold(self, keys: Tensor) -> float | Tensor | None:
+        """The score from which the gate opens: tau, or tau moved at random for each image."""
+        if self.tau is None or not self.jitter:
+            return self.tau
+        draw = noise.uniform(noise.fork(keys, _GATE), 1).squeeze(1)
+        return self.tau + self.jitter * (2.0 * draw - 1.0)
+
     def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Clean features and their drift at both scales: the clean views first, then the probes of each scale."""
-        images, samples = len(pixels), self.probe_samples
+        """Clean features and the mean feature of either probe: the clean views first, then the probes of each scale."""
+        images = len(pixels)
         if not self._needs_drift:
-            nan = unmeasured(pixels)
-            return encode_in_batches(encoder, images, self.max_batch, lambda i, j: pixels[i:j]), nan, nan
-        streams = [noise.fork(noise.fork(keys, scale), i) for scale in (_LOW, _HIGH) for i in range(samples)]
-        probe_keys = torch.cat(streams)
-        sigma = pixels.new_tensor([self.sigma_low, self.sigma_high]).repeat_interleave(samples * images)
-        image_of = torch.arange(images, device=pixels.device).repeat(2 * samples)
+            features = encode_in_batches(encoder, images, self.max_batch, lambda i, j: pixels[i:j])
+            unknown = torch.full_like(features, torch.nan)
+            return features, unknown, unknown
+        probe = self._probe_views(pixels, keys, range(self.probe_samples))
 
         def views(start: int, stop: int) -> Tensor:
             clean = pixels[start : min(stop, images)]
-            at = slice(max(start - images, 0), max(stop - images, 0))
-            return torch.cat([clean, _noisy(pixels[image_of[at]], probe_keys[at], sigma[at])])
+            return torch.cat([clean, probe(max(start - images, 0), max(stop - images, 0))])
 
-        unit = encode_in_batches(encoder, images * (1 + 2 * samples), self.max_batch, views)
-        features = unit[:images]
-        low, high = unit[images:].reshape(2, samples, images, -1).mean(1)
-        return features, functional.drift(features, low), functional.drift(features, high)
+        unit = encode_in_batches(encoder, images * (1 + 2 * self.probe_samples), self.max_batch, views)
+        low, high = unit[images:].reshape(2, self.probe_samples, images, -1).mean(1)
+        return unit[:images], low, high
+
+    def _probe_again(
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor, means: list[Tensor], chosen: Tensor
+    ) -> list[Tensor]:
+        """The mean probe features with ``recheck`` more samples of the chosen images."""
+        rows = chosen.nonzero().flatten()
+        if not len(rows):
+            return means
+        before, more = self.probe_samples, self.recheck
+        probe = self._probe_views(pixels[rows], keys[rows], range(before, before + more))
+        unit = encode_in_batches(encoder, 2 * more * len(rows), self.max_batch, probe)
+        added = unit.reshape(2, more, len(rows), -1).sum(1)
+        return [
+            mean.index_copy(0, rows, (before * mean[rows] + extra) / (before + more))
+            for mean, extra in zip(means, added, strict=True)
+        ]
+
+    def _probe_views(self, pixels: Tensor, keys: Tensor, samples: range) -> Callable[[int, int], Tensor]:
+        """A range of the noisy views of both scales, scale by scale, sample by sample, image by image."""
+        streams = [noise.fork(noise.fork(keys, scale), i) for scale in (_LOW, _HIGH) for i in samples]
+        probe_keys = torch.cat(streams)
+        sigma = pixels.new_tensor([self.sigma_low, self.sigma_high]).repeat_interleave(len(samples) * len(pixels))
+        image_of = torch.arange(len(pixels), device=pixels.device).repeat(2 * len(samples))
+        return lambda i, j: _noisy(pixels[image_of[i:j]], probe_keys[i:j], sigma[i:j])
 
     def _measure_instability(
         self,
@@ -191,6 +254,7 @@ class AnchoredDefense(Configuration):
         keys: Tensor,
         features: Tensor,
         drift: Tensor,
+        threshold: float | Tensor | None,
         divergence: Divergence,
     ) -> Tensor:
         """J(x) where it can still change the gate, NaN elsewhere."""
@@ -198,10 +262,12 @@ class AnchoredDefense(Configuration):
         if not self.instability or (self.lazy and self.tau is None):
             return result
         undecided = torch.ones_like(drift, dtype=torch.bool)
-        if self.lazy and self.tau is not None:
-            # The margin covers rounding in r + J: what is skipped must be certain.
-            margin = 1e-6 * (1.0 + abs(self.tau))
-            undecided = (drift < self.tau) & (drift >= self.tau - functional.MAX_INSTABILITY - margin)
+        if self.lazy and self.tau is not None and threshold is not None:
+            # The margin covers rounding in r + J: what is skipped must be certain. What may be measured again later
+            # must not be skipped either.
+            margin = 1e-6 * (1.0 + abs(self.tau)) + (self.band if self.recheck else 0.0)
+            above = threshold + self.band if self.recheck else threshold
+            undecided = (drift < above) & (drift >= threshold - functional.MAX_INSTABILITY - margin)
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result
@@ -225,6 +291,12 @@ class AnchoredDefense(Configuration):
         return unit.reshape(len(rows), self.views, -1)
 
     # ------------------------------------------------------------------ configuration
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON values; options beyond the paper only where they are used."""
+        values = super().to_dict()
+        unused = {name for name, default in _HARDENING.items() if values[name] == default}
+        return {name: value for name, value in values.items() if name not in unused}
 
     def _write_field(self, name: str) -> Any:
         if name == "mapping":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from react_clip.encoders.base import Encoder
 from react_clip.noise import Seed
@@ -32,7 +36,8 @@ class Defended:
     instability: Tensor
     """J(x); NaN where r alone had decided the gate and the augmented pass was saved."""
     score: Tensor
-    """s(x) = r + J, with J counted as 0 where it was not needed; ``gated`` is always ``score >= tau``."""
+    """s(x) = r + J, with J counted as 0 where it was not needed; ``gated`` is always ``score >= tau``, with the
+    tau of this image where it is jittered."""
     gated: Tensor
     """Whether the correction was applied."""
     sigma: Tensor
@@ -93,11 +98,6 @@ def prepare(clf: ZeroShotClassifier, images: Images) -> Tensor:
     return pixels if pixels.dtype == torch.float64 else pixels.float()
 
 
-def unmeasured(pixels: Tensor) -> Tensor:
-    """NaN per image: the value of a diagnostic that a defence does not compute."""
-    return torch.full((len(pixels),), torch.nan, device=pixels.device)
-
-
 def answer(
     clf: ZeroShotClassifier,
     *,
@@ -136,29 +136,131 @@ def _per_image(passes: Tensor | int, count: int, device: torch.device) -> Tensor
     return torch.full((count,), passes, dtype=torch.long, device=device)
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """How gradients run through a defence, for an attacker who differentiates it; answers do not depend on it."""
+
+    checkpoint: bool = False
+    """Keep no activations: every encoder call is made again in the backward pass, so one call bounds the memory."""
+    detach_sigma: bool = False
+    """Treat the anchor's noise scale as a constant instead of a function of the pixels."""
+
+
+_gradients: ContextVar[Gradients] = ContextVar("gradients", default=Gradients())  # noqa: B039 (it is frozen)
+
+
+def current_gradients() -> Gradients:
+    """What holds here."""
+    return _gradients.get()
+
+
+@contextmanager
+def gradients(how: Gradients) -> Iterator[None]:
+    """Within this block, defences are differentiated that way."""
+    token = _gradients.set(how)
+    try:
+        yield
+    finally:
+        _gradients.reset(token)
+
+
 def encode_in_batches(encoder: Encoder, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
     """Unit features of ``count`` views, in as few, as large calls as allowed; ``views(start, stop)`` builds a range."""
-    ranges = [(start, min(start + max_batch, count)) for start in range(0, count, max_batch)]
-    return torch.cat([encoder.encode_views(views(start, stop)) for start, stop in ranges])
+
+    def encode(start: int) -> Tensor:
+        return encoder.encode_views(views(start, min(start + max_batch, count)))
+
+    starts = range(0, count, max_batch)
+    if current_gradients().checkpoint and torch.is_grad_enabled():
+        # The noise of a view follows from its key, so what is made again is what was made, bit for bit.
+        return torch.cat([recomputed(encode, i, use_reentrant=False, preserve_rng_state=False) for i in starts])
+    return torch.cat([encode(start) for start in starts])
+
+
+def derived_seed(seed: Seed, label: str) -> Seed:
+    """A seed of its own for every label; those derived from numbers lie above 2**62, where no one's own seed lies.
+
+    >>> derived_seed(0, "draw 1") == derived_seed(0, "draw 1"), derived_seed(0, "draw 1") == derived_seed(0, "draw 2")
+    (True, False)
+    >>> derived_seed(0, "draw 1") >= 2**62
+    True
+    """
+    if isinstance(seed, bytes):
+        return hashlib.blake2b(label.encode(), key=hashlib.blake2b(seed).digest(), digest_size=32).digest()
+    digest = hashlib.blake2b(f"{seed}/{label}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**62 + 2**62
 
 
 class DefendedModule(nn.Module):
-    """A classifier with its defence as one module from [0, 1] pixels to logits."""
+    """A classifier with its defence as one module from [0, 1] pixels to logits; see :func:`as_module`."""
 
-    def __init__(self, clf: ZeroShotClassifier, defense: Defense, seed: Seed) -> None:
+    def __init__(
+        self,
+        clf: ZeroShotClassifier,
+        defense: Defense,
+        seed: Seed,
+        *,
+        differentiable: bool = False,
+        how: Gradients | None = None,
+        fresh: bool = False,
+    ) -> None:
         super().__init__()
         self.clf = clf
         self.defense = defense
         self.seed = seed
+        self.differentiable = differentiable
+        self.how = how or Gradients()
+        self.fresh = fresh
+        self.calls = 0
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Defended logits; gradients flow through the correction where the pixels ask for them."""
-        return self.defense(self.clf, pixels, seed=self.seed).logits
+        seed = derived_seed(self.seed, f"call {self.calls}") if self.fresh else self.seed
+        self.calls += 1
+        with gradients(self.how):
+            logits = self.defense(self.clf, pixels, seed=seed).logits
+        wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
+        return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
 
 
-def as_module(clf: ZeroShotClassifier, defense: Defense, *, seed: Seed = 0) -> DefendedModule:
+def straight_through(defended: Tensor, plain: Tensor) -> Tensor:
+    r"""What a defence without gradients answers, with the gradients of undefended CLIP (BPDA with the identity).
+
+    .. math:: z = z_{def}(x), \qquad \partial z / \partial x := \partial z_{CLIP} / \partial x
+
+    >>> plain = torch.tensor([1.0], requires_grad=True)
+    >>> answer = straight_through(torch.tensor([5.0]), 3.0 * plain)
+    >>> answer.detach(), torch.autograd.grad(answer, plain)[0]
+    (tensor([5.]), tensor([3.]))
+    """
+    return defended.detach() + (plain - plain.detach())
+
+
+def as_module(
+    clf: ZeroShotClassifier,
+    defense: Defense,
+    *,
+    seed: Seed = 0,
+    differentiable: bool = False,
+    checkpoint: bool | None = None,
+    detach_sigma: bool = False,
+    fresh: bool = False,
+) -> DefendedModule:
     """The defended classifier as ``nn.Module``: [0, 1] pixels to logits, for any attack library.
 
     The noise follows the pixels, so every step of an iterative attack meets fresh noise, as it would in deployment.
+
+    Args:
+        clf: CLIP with its classes.
+        defense: any defence.
+        seed: of the noise.
+        differentiable: for an attacker who knows the defence: memory stays bounded (see ``checkpoint``), and a defence
+            that gives no gradients lends those of undefended CLIP (BPDA with the identity).
+        checkpoint: make every encoder call again in the backward pass instead of keeping its activations; on where
+            ``differentiable`` is.
+        detach_sigma: keep the anchor's noise scale out of the gradient.
+        fresh: every call draws noise of its own, also for the same pixels, as averaging over draws (EOT) needs; a new
+            module with the same seed repeats the same sequence.
     """
-    return DefendedModule(clf, defense, seed)
+    how = Gradients(differentiable if checkpoint is None else checkpoint, detach_sigma)
+    return DefendedModule(clf, defense, seed, differentiable=differentiable, how=how, fresh=fresh)

@@ -8,10 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
 from react_clip.defenses import Defense
 from react_clip.defenses.base import Priced
-from react_clip.evaluation.recipe import Recipe
+from react_clip.evaluation.recipe import LabelledAttack, Recipe
+from react_clip.evaluation.threats import AnyAttack
 from react_clip.zeroshot import ZeroShotClassifier
 
 _BYTES = {"float16": 2, "uint8": 1, "none": 0}
@@ -66,6 +68,13 @@ def _count_passes(attack: Attack) -> Passes:
     return Passes(count["forward"], count["backward"])
 
 
+def crafting_cost(attack: AnyAttack, defense: Defense, passes: Passes) -> Passes:
+    """Passes per image at most; an attack that knows the defence runs it too, whose own ``passes`` these are."""
+    if isinstance(attack, AdaptiveAttack):
+        return Passes(*attack.cost(defense, (passes.forward, passes.backward)))
+    return attack_cost(attack)
+
+
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
     """Passes per image: the most a defence says it can need, or what one that does not say needs on an example."""
     if isinstance(defense, Priced):
@@ -82,20 +91,29 @@ class SetCost:
     disk_bytes: int
 
 
+def attacked_cost(recipe: Recipe, item: LabelledAttack, number: int, defenses: list[Passes]) -> Passes:
+    """Passes per image to attack and answer one defence; what defences share is counted with the first."""
+    answers = defenses[number] * recipe.draws
+    if item.attack is None or (number and not item.adaptive):
+        return answers
+    # The attack, the plain answer on what was stored, and the defence.
+    return crafting_cost(item.attack, recipe.defenses[number].defense, defenses[number]) + Passes(1) + answers
+
+
 def set_cost(recipe: Recipe, images: int, size: int, defenses: list[Passes]) -> SetCost:
     """Cost of ``images`` images of ``size`` pixels; ``defenses`` are the passes of the recipe's defences."""
-    defended = Passes(0)
-    for passes in defenses:
-        defended += passes * recipe.draws
-    total = (Passes(1) + defended) * images
-    for item in recipe.attacks:
+    total = Passes(1)
+    crafted = 0
+    for item in recipe.all_attacks:
+        for number in range(len(defenses)):
+            total += attacked_cost(recipe, item, number, defenses)
         if item.attack is not None:
-            # The attack, the plain answer on what was stored, and every defence.
-            total += (attack_cost(item.attack) + Passes(1) + defended) * images
+            crafted += len(defenses) if item.adaptive else 1
     shards = -(-images // recipe.batch)
     results = len(recipe.all_attacks) * len(recipe.defenses) * recipe.draws
-    disk = images * 3 * size * size * _BYTES[recipe.store] * len(recipe.attacks)
-    disk += results * (images * _ROW_BYTES + shards * _SHARD_OVERHEAD) + shards * _SHARD_OVERHEAD * (
-        1 + len(recipe.attacks)
-    )
-    return SetCost(total, disk)
+    disk = images * 3 * size * size * _BYTES[recipe.store] * crafted
+    disk += results * (images * _ROW_BYTES + shards * _SHARD_OVERHEAD) + shards * _SHARD_OVERHEAD * (1 + crafted)
+    if recipe.store != "none":
+        # Clean photos are kept beside the attacked ones, as bytes.
+        disk += images * 3 * size * size + shards * _SHARD_OVERHEAD
+    return SetCost(total * images, disk)

@@ -41,6 +41,11 @@ def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:
         model=", ".join(models),
         recipe={**first.recipe, "defenses": defenses},
         rows=tuple(row for result in results for row in result.rows),
+        # Attacks that know the defence were made for each; the others are the same in all.
+        attacks=first.attacks
+        if not any(row.defense for row in first.attacks)
+        else tuple(row for result in results for row in result.attacks),
+        checks=tuple(check for result in results for check in result.checks),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
     )
 

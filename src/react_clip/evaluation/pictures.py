@@ -28,12 +28,15 @@ class Pictures:
         """The photo as the encoder saw it, ``[3, S, S]`` in [0, 1]."""
         return self._read(dataset, CLEAN.label, index)
 
-    def attacked(self, dataset: str, attack: str, eps: float, index: int) -> Tensor | None:
-        """The adversarial photo as it was stored, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked."""
-        return self._read(dataset, f"{attack} {format_eps(eps)}", index)
+    def attacked(self, dataset: str, attack: str, eps: float, index: int, defense: str | None = None) -> Tensor | None:
+        """The adversarial photo as it was stored, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.
 
-    def _read(self, dataset: str, title: str, index: int) -> Tensor | None:
-        for start, place in reversed(self._places(dataset, title)):
+        Attacks that know the defence made one for each: name it.
+        """
+        return self._read(dataset, f"{attack} {format_eps(eps)}", index, *([] if defense is None else [defense]))
+
+    def _read(self, dataset: str, title: str, index: int, *more: str) -> Tensor | None:
+        for start, place in reversed(self._places(dataset, title, *more)):
             if start <= index:
                 try:
                     return _picture(place, index)
@@ -41,8 +44,8 @@ class Pictures:
                     return None
         return None
 
-    def _list(self, dataset: str, title: str) -> list[tuple[int, Path]]:
-        folder = self._shards / slug(dataset) / slug(title) / IMAGES
+    def _list(self, *path: str) -> list[tuple[int, Path]]:
+        folder = self._shards.joinpath(*(slug(part) for part in path), IMAGES)
         return sorted((int(place.stem), place) for place in folder.glob("*.safetensors") if place.stem.isdigit())
 
 

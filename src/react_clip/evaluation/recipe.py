@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
-from react_clip.attacks import PGD, Attack
+from react_clip.adaptive import AdaptiveAttack
+from react_clip.attacks import PGD
 from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import grid, yaml_text
+from react_clip.evaluation import grid, threats, yaml_text
+from react_clip.evaluation.threats import OBLIVIOUS, THREATS, AnyAttack
 
 SCORINGS = ("leakage_free", "attack_all")
 STORES = ("float16", "uint8", "none")
-THREATS = {"oblivious": "the attacker knows CLIP, its weights and its prompts, but not the defence"}
 MEAN = "mean"
 """What the rows over all sets are called; no set may have this name."""
 
@@ -43,7 +43,7 @@ _KEYS = [
     "draws",
     "seed",
 ]
-_KEYS += ["scoring", "threat", "images", "batch", "self_check"]
+_KEYS += ["scoring", "threat", "transfer_model", "images", "batch", "self_check"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ class LabelledAttack:
     """An attack and what tables call it; ``None`` attacks nothing."""
 
     label: str
-    attack: Attack | None
+    attack: AnyAttack | None
 
     @property
     def eps(self) -> float:
         """The budget, 0 for clean images."""
         return self.attack.eps if self.attack is not None else 0.0
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether each defence meets images of its own."""
+        return isinstance(self.attack, AdaptiveAttack)
 
     @property
     def title(self) -> str:
@@ -93,7 +98,9 @@ class Recipe:
     draws: int = 1
     seed: int = 0
     scoring: str = "leakage_free"
-    threat: str = "oblivious"
+    threat: str = OBLIVIOUS
+    transfer_model: str | None = None
+    """What attacks are crafted on where the threat is ``transfer``."""
     store: str = "float16"
     batch: int = 64
     self_check: bool = True
@@ -110,6 +117,8 @@ class Recipe:
                 _check_whole(name, value, least)
         _check_choice("scoring", self.scoring, SCORINGS)
         _check_choice("threat", self.threat, tuple(THREATS))
+        if self.transfer_model is not None:
+            _check_text("transfer_model", self.transfer_model)
         _check_choice("images.store", self.store, STORES)
         if not isinstance(self.self_check, bool):
             raise ReactClipError(f"self_check is {self.self_check!r}; it is true or false")
@@ -121,6 +130,8 @@ class Recipe:
         _check_unique("data set", self.datasets, "name each once")
         _check_unique("attack", [attack.title for attack in self.all_attacks], "give one of them a label")
         _check_unique("defence", [defense.label for defense in self.defenses], "give one of them a label")
+        attacks = [(item.title, item.attack) for item in self.attacks]
+        threats.check(self.threat, self.transfer_model, attacks, [(i.label, i.defense) for i in self.defenses])
 
     @property
     def all_attacks(self) -> tuple[LabelledAttack, ...]:
@@ -134,7 +145,9 @@ class Recipe:
 
     @property
     def own_self_check(self) -> LabelledAttack | None:
-        """PGD-10 at 1/255 where the recipe has it among its attacks."""
+        """PGD-10 at 1/255 on the model itself where the recipe has it among its attacks."""
+        if self.threat != OBLIVIOUS:
+            return None
         return next((item for item in self.attacks if item.attack == SELF_CHECK_ATTACK.attack), None)
 
     def replace(self, **changes: Any) -> Recipe:
@@ -168,6 +181,8 @@ class Recipe:
             "batch": self.batch,
             "self_check": self.self_check,
         }
+        if self.transfer_model is not None:
+            values["transfer_model"] = self.transfer_model
         # As JSON and YAML see them: tuples are lists, so that what is read back compares equal.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
@@ -227,7 +242,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     if entry == CLEAN.label:
         return []
     values = {"kind": entry} if isinstance(entry, str) else dict(entry)
-    kinds = attack_room.names()
+    kinds = threats.kinds()
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ReactClipError(f"attack {_short(kind)} does not exist; choose one of {CLEAN.label}, {', '.join(kinds)}")
@@ -239,7 +254,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     for eps in budgets if isinstance(budgets, list) else [budgets]:
         config = values if budgets is None else {**values, "eps": eps}
         try:
-            attack = attack_room.from_dict(config)
+            attack = threats.read(config)
         except TypeError as error:
             raise ReactClipError(f"attack {kind!r} is not understood: {error}") from None
         if label is not None:

@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AttackRow:
-    """What an attack did to undefended CLIP on one set."""
+    """What an attack did to undefended CLIP, or to the defence that it knows, on one set."""
 
     dataset: str
     attack: str
@@ -59,11 +59,15 @@ class AttackRow:
     config: str
     attacked: int
     success_rate: float
-    """Share of attacked images that undefended CLIP gets wrong, as stored."""
+    """Share of attacked images that undefended CLIP (or the defence, over its draws) gets wrong, as stored."""
     lost_to_rounding: int
     """Attacks that had succeeded and no longer do on the stored image (or in the precision of the defended encoder)."""
     queries: float
     """Forward passes the attack spent per attacked image."""
+    defense: str = ""
+    """The defence that the attack knows; its success is then that on the defended answers. Empty for other attacks."""
+    part: str = ""
+    """For one member of a suite: its name; ``success_rate`` is then as the suite saw it."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,23 @@ class SelfCheck:
 
 
 @dataclass(frozen=True)
+class Check:
+    """One question that an honest attack must answer with yes, asked of one attack on one defence."""
+
+    name: str
+    defense: str
+    attack: str
+    expected: str
+    """What must hold, in words."""
+    first: float
+    second: float
+    """The two accuracies compared, or an accuracy and its limit."""
+    slack: float
+    """By how much chance may let it fail."""
+    passed: bool
+
+
+@dataclass(frozen=True)
 class EvaluationResult:
     """Everything a run reports; :meth:`save` writes it as ``result.json``."""
 
@@ -121,6 +142,8 @@ class EvaluationResult:
     attacks: tuple[AttackRow, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    checks: tuple[Check, ...] = ()
+    """Sanity checks of attacks that know the defence; empty where there were none."""
 
     def select(
         self,
@@ -178,6 +201,7 @@ class EvaluationResult:
                 "sets": tuple(_read_set(item) for item in data["sets"]),
                 "attacks": _read_all(AttackRow, data["attacks"]),
                 "rows": _read_all(Row, data["rows"]),
+                "checks": _read_all(Check, data.get("checks", [])),
             }
             return cls(**typed)
         except (KeyError, TypeError, AttributeError) as error:

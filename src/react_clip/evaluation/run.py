@@ -13,19 +13,21 @@ from typing import Any
 
 from react_clip import data as data_room
 from react_clip import encoders
+from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
 from react_clip.defenses import Defense
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import records, run_dir, selfcheck, sets, summary
+from react_clip.evaluation import records, run_dir, sanity, selfcheck, sets, summary
 from react_clip.evaluation.cost import defense_cost, set_cost
 from react_clip.evaluation.images import ROUNDING_NOTES
 from react_clip.evaluation.progress import Progress
-from react_clip.evaluation.recipe import CLEAN, THREATS, LabelledAttack, LabelledDefense, Recipe
-from react_clip.evaluation.result import SCHEMA, AttackRow, EvaluationResult, Row, SelfCheck, SetInfo
+from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
+from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, Row, SelfCheck, SetInfo
 from react_clip.evaluation.runner import Block, SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import ShardStore, log
+from react_clip.evaluation.threats import ADAPTIVE, THREATS, TRANSFER, AnyAttack
 from react_clip.zeroshot import ZeroShotClassifier
 
 
@@ -35,7 +37,7 @@ def evaluate(
     data: Data,
     *,
     run_dir: str | Path,
-    attacks: Sequence[Attack | str] | Mapping[str, Attack] = (),
+    attacks: Sequence[AnyAttack | str] | Mapping[str, AnyAttack] = (),
     attack_clf: ZeroShotClassifier | None = None,
     title: str = "Evaluation",
     draws: int = 1,
@@ -47,18 +49,23 @@ def evaluate(
     self_check: bool = True,
     progress: bool = True,
 ) -> EvaluationResult:
-    """Clean and robust accuracy of defences that all meet the same adversarial images.
+    """Clean and robust accuracy of defences.
+
+    All meet the same adversarial images, unless the attacker knows the defence and makes images for each.
 
     Args:
         clf: CLIP with its classes.
         defenses: several share the images; a mapping gives them labels of their own.
         data: a set from :func:`react_clip.data.load`, or ``(pixels [N, 3, S, S], labels [N])``.
         run_dir: where the run lives. The same call on the same folder continues a run that was interrupted.
-        attacks: crafted against undefended CLIP. Clean images are always evaluated and need no mention.
-        attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision).
+        attacks: crafted against undefended CLIP or, those of :mod:`react_clip.adaptive`, against each defence. Clean
+            images are always evaluated and need no mention.
+        attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
+            encoder where the threat is ``transfer``).
         draws: how often each defence answers with fresh noise, with seeds ``seed, seed + 1, ...``.
         scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
             counts the leakage.
+        threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
         store: adversarial images are kept as ``float16`` or ``uint8``, or not at all (``none``).
         self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
     """
@@ -75,6 +82,7 @@ def evaluate(
         seed=seed,
         scoring=scoring,
         threat=threat,
+        transfer_model=attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
         store=store,
         batch=batch,
         self_check=self_check,
@@ -96,8 +104,9 @@ def run_recipe(
     recipe = recipe.with_sets_under(root)
     encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
     attack_encoder = encoder
-    if recipe.attack_dtype not in (None, recipe.dtype):
-        attack_encoder = encoders.load(recipe.model, device=device, dtype=str(recipe.attack_dtype))
+    if recipe.transfer_model is not None or recipe.attack_dtype not in (None, recipe.dtype):
+        attacked, dtype = recipe.transfer_model or recipe.model, recipe.attack_dtype or recipe.dtype
+        attack_encoder = encoders.load(attacked, device=device, dtype=dtype)
     subjects = sets.from_recipe(recipe, encoder, attack_encoder, root, heads, progress)
     return _run(recipe, subjects, Path(folder), progress=progress, command=shlex.join(["react-clip", *sys.argv[1:]]))
 
@@ -112,6 +121,7 @@ def _run(
         tables: list[Any] = []
         witnesses: list[Block] = []
         check = selfcheck.skipped()
+        checks: list[Check] = []
         device = ""
         for subject in subjects:
             device = sets.device_name(subject.clf.device)
@@ -121,6 +131,8 @@ def _run(
                 selfcheck.insist(check)
             blocks = _run_set(recipe, subject, store, progress)
             witnesses += [block for block in blocks if block.attack == recipe.own_self_check][:1]
+            if sanity.wanted(recipe) and not infos:
+                checks += sanity.probes(recipe, subject, blocks, store)
             tables.append(records.to_table(recipe, blocks))
             rows += summary.set_rows(recipe, blocks)
             attacks += summary.attack_rows(blocks)
@@ -129,7 +141,10 @@ def _run(
         if recipe.self_check and recipe.own_self_check is not None:
             check = selfcheck.from_blocks(recipe, witnesses)
             selfcheck.insist(check)
-        result = _result(recipe, command, device, check, infos, attacks, rows)
+        if sanity.wanted(recipe):
+            checks += sanity.from_rows(rows, attacks)
+            sanity.insist(checks)
+        result = _result(recipe, command, device, check, checks, infos, attacks, rows)
         result.save(folder / run_dir.RESULT)
         log.info("finished: %s", folder / run_dir.RESULT)
         return result
@@ -160,6 +175,7 @@ def _result(
     command: str,
     device: str,
     check: SelfCheck,
+    checks: list[Check],
     infos: list[SetInfo],
     attacks: list[AttackRow],
     rows: list[Row],
@@ -167,9 +183,13 @@ def _result(
     notes = [ROUNDING_NOTES[recipe.store]] if recipe.attacks else []
     if not check.enabled:
         notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
-    if lost := sum(row.lost_to_rounding for row in attacks):
-        total = sum(row.attacked for row in attacks)
-        notes.append(f"{lost} of {total} attacks had succeeded and no longer do on the image as stored")
+        if recipe.threat == ADAPTIVE:
+            notes.append("the sanity checks of attacks that know the defence were switched off")
+    whole = [row for row in attacks if not row.part]
+    if lost := sum(row.lost_to_rounding for row in whole):
+        total = sum(row.attacked for row in whole)
+        why = ", or not under the noise that judges it" if recipe.threat == ADAPTIVE else ""
+        notes.append(f"{lost} of {total} attacks had succeeded and no longer do on the image as stored{why}")
     return EvaluationResult(
         schema=SCHEMA,
         title=recipe.title,
@@ -194,6 +214,7 @@ def _result(
         attacks=tuple(attacks),
         rows=(*rows, *summary.mean_rows(rows)),
         notes=tuple(notes),
+        checks=tuple(checks),
     )
 
 
@@ -217,13 +238,13 @@ def _dtype_name(clf: ZeroShotClassifier) -> str:
     raise ReactClipError(f"the encoder computes in {clf.encoder.dtype}; an evaluation runs in {', '.join(DTYPES)}")
 
 
-def _labelled_attacks(attacks: Sequence[Attack | str] | Mapping[str, Attack]) -> tuple[LabelledAttack, ...]:
+def _labelled_attacks(attacks: Sequence[AnyAttack | str] | Mapping[str, AnyAttack]) -> tuple[LabelledAttack, ...]:
     pairs = attacks.items() if isinstance(attacks, Mapping) else [(None, attack) for attack in attacks]
     found = []
     for label, attack in pairs:
         if attack == CLEAN.label:
             continue
-        if not isinstance(attack, Attack):
+        if not isinstance(attack, Attack | AdaptiveAttack):
             raise ReactClipError(f"an attack is {attack!r}; give 'clean' or an object such as attacks.PGD(eps=4/255)")
         found.append(LabelledAttack(label or attack.name, attack))
     return tuple(found)

@@ -15,23 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from react_clip.attacks import Attack
-from react_clip.defenses import Defended
+from react_clip.adaptive import AdaptiveAttack, AdaptiveResult, Suite
+from react_clip.attacks import AttackResult
+from react_clip.defenses import Defended, Defense
 from react_clip.encoders.memory import ViewMemory
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.cost import Passes, attack_cost
+from react_clip.evaluation.cost import Passes, crafting_cost
 from react_clip.evaluation.images import ROUNDING_NOTES, rounded, to_float
 from react_clip.evaluation.pictures import IMAGES
 from react_clip.evaluation.progress import Progress
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import Shard, ShardStore, Tensors
+from react_clip.evaluation.threats import AnyAttack
 
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
 
 _INTEGERS = {"prediction": torch.int64, "gated": torch.bool, "passes": torch.int32, "backward_passes": torch.int32}
 _FLOATS = ("d_low", "d_high", "r", "J", "score", "sigma")
+PART = "part "
+"""Before the name of a suite's member: how often its images were wrong where the suite chose between members."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,8 @@ class Victims:
     found: Tensor
     """Whether the attack had succeeded before its image was rounded for the store."""
     queries: Tensor
+    parts: Tensors
+    """For a suite: what each member achieved."""
 
 
 class SetRunner:
@@ -103,8 +109,11 @@ class SetRunner:
         for item in self.recipe.all_attacks:
             for span in spans:
                 self._memory.forget()
-                outcome, victims = self._outcome(item, span, plain[span])
+                outcome, victims = self._outcome(item, span, plain[span], 0)
                 for choice in self._choices():
+                    if item.adaptive and choice[0] and choice[1] == 0:
+                        # Whoever knows the defence makes images for each.
+                        outcome, victims = self._outcome(item, span, plain[span], choice[0])
                     answers = unperturbed[span, choice]
                     if victims is not None:
                         answers = self._through_defence(item, span, choice, victims, answers)
@@ -126,10 +135,10 @@ class SetRunner:
         """Every defence with every draw of its noise."""
         return ((number, draw) for number in range(len(self.recipe.defenses)) for draw in range(self.recipe.draws))
 
-    def _outcome(self, item: LabelledAttack, span: Span, clean: Shard) -> tuple[Tensors, Victims | None]:
-        """What an attack did to a shard, before any defence."""
+    def _outcome(self, item: LabelledAttack, span: Span, clean: Shard, number: int) -> tuple[Tensors, Victims | None]:
+        """What an attack did to a shard, before any defence; ``number`` is the defence that it may know."""
         labels, prediction = self.subject.labels[slice(*span)], clean.tensors["prediction"]
-        victims = self._attacked(item, item.attack, span, clean) if item.attack is not None else None
+        victims = self._attacked(item, item.attack, span, clean, number) if item.attack is not None else None
         attacked, found = torch.zeros(2, len(labels), dtype=torch.bool)
         queries, plain = torch.zeros_like(labels), prediction
         if victims is not None:
@@ -147,6 +156,9 @@ class SetRunner:
             "clean_prediction": prediction,
             "plain_prediction": plain,
         }
+        if victims is not None:
+            for name, share in victims.parts.items():
+                outcome[name] = torch.full(labels.shape, torch.nan).index_copy(0, victims.rows, share)
         return outcome, victims
 
     def _through_defence(
@@ -177,20 +189,25 @@ class SetRunner:
             self.store.write(self._address(CLEAN, IMAGES, span), about, kept)
         return self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
 
-    def _attacked(self, item: LabelledAttack, attack: Attack, span: Span, clean: Shard) -> Victims:
+    def _attacked(self, item: LabelledAttack, attack: AnyAttack, span: Span, clean: Shard, number: int) -> Victims:
         """The images that the protocol attacks, attacked."""
         labels = self.subject.labels[slice(*span)]
         right = clean.tensors["prediction"] == labels
         rows = (torch.ones_like(right) if self.recipe.scoring == "attack_all" else right).nonzero().flatten()
-        work = (attack_cost(attack) + Passes(1)).work
+        chosen = self.recipe.defenses[number]
+        work = (crafting_cost(attack, chosen.defense, self.costs[number]) + Passes(1)).work
         self.progress.skip(work * (len(labels) - len(rows)))
 
         def craft() -> Tensors:
-            self.progress.stage(item.title)
-            return self._craft(attack, self.subject.batch(*span)[rows.to(self.subject.clf.device)], labels[rows])
+            self.progress.stage(f"{item.title}, against {chosen.label}" if item.adaptive else item.title)
+            photos = self.subject.batch(*span)[rows.to(self.subject.clf.device)]
+            return self._craft(attack, number, photos, labels[rows])
 
         path = self._address(item, IMAGES, span)
         about = self._about(span, work="attack", attack=repr(attack), clean=clean.digest, store=self.recipe.store)
+        if item.adaptive:
+            path = self._address(item, chosen.label, span, IMAGES)
+            about |= {"defense": chosen.defense.to_dict()}
         shard = self.store.read(path, about)
         crafted: Tensors | None = None
         if shard is None:
@@ -209,19 +226,22 @@ class SetRunner:
             return to_float(source["images"].to(self.subject.clf.device))
 
         source = Source(images, len(rows), shard.digest)
-        return Victims(rows, source, kept["plain"], kept["found"], kept["queries"])
+        parts = {name: share for name, share in kept.items() if name.startswith(PART)}
+        return Victims(rows, source, kept["plain"], kept["found"], kept["queries"], parts)
 
-    def _craft(self, attack: Attack, clean: Tensor, labels: Tensor) -> Tensors:
+    def _craft(self, attack: AnyAttack, number: int, clean: Tensor, labels: Tensor) -> Tensors:
         """Adversarial images as they are stored, and the undefended answers on them."""
+        defense = self.recipe.defenses[number].defense
         if not len(clean):
             none = torch.zeros(0, dtype=torch.int64)
             return {
+                **{PART + name: none.float() for name in _part_names(attack, defense)},
                 "images": rounded(clean, clean, attack.eps, self.recipe.store),
                 "plain": none,
                 "found": none.bool(),
                 "queries": none,
             }
-        work = attack_cost(attack).work * len(clean)
+        work = crafting_cost(attack, defense, self.costs[number]).work * len(clean)
         reported = 0
 
         def tick(done: int, total: int) -> None:
@@ -231,13 +251,20 @@ class SetRunner:
             reported = reached
 
         with _one_line_when_memory_is_short(self.recipe.batch):
-            result = attack(
-                self.subject.attack_clf, clean, labels.to(clean.device), seed=self.recipe.seed, progress=tick
-            )
+            clf, y, seed = self.subject.attack_clf, labels.to(clean.device), self.recipe.seed
+            result: AttackResult | AdaptiveResult
+            if isinstance(attack, AdaptiveAttack):
+                result = attack(clf, defense, clean, y, seed=seed, progress=tick)
+            else:
+                result = attack(clf, clean, y, seed=seed, progress=tick)
         self.progress.done(work - reported)
         images = rounded(result.images, clean, attack.eps, self.recipe.store)
         plain = self._plain(to_float(images))
-        return {"images": images, "plain": plain, "found": result.success.cpu(), "queries": result.queries.cpu()}
+        found = {"images": images, "plain": plain, "found": result.success.cpu(), "queries": result.queries.cpu()}
+        if isinstance(result, AdaptiveResult):
+            found |= {"backward": result.backward.cpu()}
+            found |= {PART + name: share.float().cpu() for name, share in result.parts.items()}
+        return found
 
     def _clean_source(self, span: Span, clean: Shard) -> Source:
         return Source(lambda: self.subject.batch(*span), span[1] - span[0], clean.digest)
@@ -286,6 +313,10 @@ class SetRunner:
             "scoring": self.recipe.scoring,
         }
         return {**protocol, **self._identity, **details}
+
+
+def _part_names(attack: AnyAttack, defense: Defense) -> list[str]:
+    return [member.name for member in attack.able(defense)] if isinstance(attack, Suite) else []
 
 
 @contextmanager

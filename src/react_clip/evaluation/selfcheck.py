@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from react_clip.attacks import Attack
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import SELF_CHECK_ATTACK, Recipe
 from react_clip.evaluation.result import SelfCheck
 from react_clip.evaluation.runner import Block
 from react_clip.evaluation.sets import EvaluationSet
+from react_clip.evaluation.threats import TRANSFER
 
 LIMIT = 0.3
 """Largest share of its clean accuracy that undefended CLIP may keep."""
@@ -46,14 +48,16 @@ def from_blocks(recipe: Recipe, blocks: Sequence[Block]) -> SelfCheck:
 def on_few_images(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     """Attack the first images of a set that undefended CLIP gets right."""
     attack = SELF_CHECK_ATTACK.attack
-    assert attack is not None
+    assert isinstance(attack, Attack)
+    # Images made for another model need not break this one, but the one that they were made for.
+    victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
     right, seen = 0, 0
     kept = []
     for start in range(0, len(subject), recipe.batch):
         pixels = subject.batch(start, start + recipe.batch)
         labels = subject.labels[start : start + recipe.batch].to(pixels.device)
         with torch.no_grad():
-            correct = subject.clf(pixels).argmax(-1) == labels
+            correct = victim(pixels).argmax(-1) == labels
         right, seen = right + int(correct.sum()), seen + len(labels)
         kept.append((pixels[correct], labels[correct]))
         if right >= _IMAGES:
@@ -63,7 +67,7 @@ def on_few_images(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     x, y = (torch.cat(parts)[:_IMAGES] for parts in zip(*kept, strict=True))
     adversarial = attack(subject.attack_clf, x, y, seed=recipe.seed).images
     with torch.no_grad():
-        standing = float((subject.clf(adversarial).argmax(-1) == y).double().mean())
+        standing = float((victim(adversarial).argmax(-1) == y).double().mean())
     return SelfCheck(True, subject.name, len(x), right / seen, right / seen * standing, LIMIT)
 
 

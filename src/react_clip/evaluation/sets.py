@@ -14,10 +14,11 @@ from react_clip import data as data_room
 from react_clip.data import ImageDataset
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.classes import class_source
+from react_clip.evaluation.classes import ClassSource, class_source
 from react_clip.evaluation.images import read_pixels, to_float
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.store import digest_of
+from react_clip.evaluation.threats import TRANSFER
 from react_clip.zeroshot import ZeroShotClassifier
 
 Data = ImageDataset | tuple[Tensor, Tensor]
@@ -99,7 +100,9 @@ def from_recipe(
         yield EvaluationSet(
             name=name,
             clf=clf,
-            attack_clf=same_classes(clf, attack_encoder),
+            attack_clf=_source_classifier(clf, attack_encoder, source, progress)
+            if recipe.threat == TRANSFER
+            else same_classes(clf, attack_encoder),
             pixels=read_pixels(dataset, encoder.image_size, progress=progress),
             labels=torch.tensor(dataset.labels),
             fingerprint=dataset.fingerprint(),
@@ -113,6 +116,31 @@ def same_classes(clf: ZeroShotClassifier, encoder: Encoder) -> ZeroShotClassifie
     if encoder is clf.encoder:
         return clf
     return ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features, unique=False)
+
+
+def _source_classifier(
+    clf: ZeroShotClassifier, encoder: Encoder, source: ClassSource, progress: bool
+) -> ZeroShotClassifier:
+    """The same classes on the encoder that images are crafted on, with features of its own where it can make them.
+
+    An encoder without a text tower and without photos to average shares those of the model under test: right for a
+    tower that was finetuned from it, refused where the dimension says otherwise.
+    """
+    check_replayable(encoder, clf.encoder)
+    if encoder.has_text:
+        return ZeroShotClassifier(encoder, clf.names, templates=source.dataset.templates, unique=False)
+    if source.train is not None:
+        return source.classifier(encoder, progress=progress)[0]
+    return same_classes(clf, encoder)
+
+
+def check_replayable(source: Encoder, target: Encoder) -> None:
+    """Refuse to craft on an encoder that sees images of another size."""
+    if source.image_size != target.image_size:
+        raise ReactClipError(
+            f"{source.name!r} sees {source.image_size} pixels a side and {target.name!r} {target.image_size}; images "
+            "cannot be replayed, so choose a transfer_model of the same size"
+        )
 
 
 def _check_classes(clf: ZeroShotClassifier, dataset: ImageDataset) -> None:

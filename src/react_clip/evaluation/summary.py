@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import MEAN, LabelledAttack, Recipe
 from react_clip.evaluation.result import AttackRow, Row
-from react_clip.evaluation.runner import Block
+from react_clip.evaluation.runner import PART, Block
 
 
 def set_rows(recipe: Recipe, blocks: Sequence[Block]) -> list[Row]:
@@ -96,27 +97,43 @@ def _mean_row(group: list[Row]) -> Row:
 
 
 def attack_rows(blocks: Sequence[Block]) -> list[AttackRow]:
-    """One row per attack of one set; every defence met the same images, so the first one's block tells all."""
-    first: dict[LabelledAttack, Block] = {}
+    """One row per attack of one set; attacks that know the defence have one per defence, and one per suite member."""
+    groups: dict[tuple[LabelledAttack, str], list[Block]] = {}
     for block in blocks:
         if block.attack.attack is not None:
-            first.setdefault(block.attack, block)
+            # Where every defence met the same images, the first one's block tells all.
+            groups.setdefault((block.attack, block.defense if block.attack.adaptive else ""), []).append(block)
     rows = []
-    for item, block in first.items():
+    for (item, defense), draws in groups.items():
+        columns = {name: tensor.numpy() for name, tensor in draws[0].columns.items()}
         attacked, success, found, queries = (
-            block.columns[name].numpy() for name in ("attacked", "attack_success", "found", "queries")
+            columns[name] for name in ("attacked", "attack_success", "found", "queries")
         )
-        count = int(attacked.sum())
-        rows.append(
-            AttackRow(
-                dataset=block.dataset,
-                attack=item.label,
-                eps=item.eps,
-                config=repr(item.attack),
-                attacked=count,
-                success_rate=float(success[attacked].mean()) if count else math.nan,
-                lost_to_rounding=int((found & ~success).sum()),
-                queries=float(queries[attacked].mean()) if count else math.nan,
+        count, share = int(attacked.sum()), success.astype(float)
+        if defense:
+            share = np.mean([(d.columns["prediction"] != d.columns["label"]).numpy() for d in draws], axis=0)
+            success = share > 0.5
+        row = AttackRow(
+            dataset=draws[0].dataset,
+            attack=item.label,
+            eps=item.eps,
+            config=repr(item.attack),
+            attacked=count,
+            success_rate=float(share[attacked].mean()) if count else math.nan,
+            lost_to_rounding=int((found & ~success).sum()),
+            queries=float(queries[attacked].mean()) if count else math.nan,
+            defense=defense,
+        )
+        rows.append(row)
+        rows += [
+            replace(
+                row,
+                part=name.removeprefix(PART),
+                success_rate=float(values[attacked].mean()) if count else math.nan,
+                lost_to_rounding=0,
+                queries=math.nan,
             )
-        )
+            for name, values in columns.items()
+            if name.startswith(PART)
+        ]
     return rows

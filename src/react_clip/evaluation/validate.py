@@ -17,8 +17,10 @@ from react_clip.defenses.config import Configuration
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.classes import class_source
-from react_clip.evaluation.cost import Passes, defense_cost, set_cost
+from react_clip.evaluation.cost import Passes, attacked_cost, defense_cost, set_cost
 from react_clip.evaluation.recipe import Recipe
+from react_clip.evaluation.sets import check_replayable
+from react_clip.evaluation.threats import ADAPTIVE
 from react_clip.preprocess import as_pixels
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -39,6 +41,15 @@ class SetReport:
 
 
 @dataclass(frozen=True)
+class DefenseReport:
+    """Passes at most to attack and answer one defence, where the attacker knows it."""
+
+    label: str
+    forward_passes: int
+    backward_passes: int
+
+
+@dataclass(frozen=True)
 class Validation:
     """The outcome of a validation; passes and bytes are upper bounds."""
 
@@ -50,6 +61,8 @@ class Validation:
     disk_bytes: int
     disk_free: int
     problems: tuple[str, ...]
+    defenses: tuple[DefenseReport, ...] = ()
+    """What each defence costs, where each is attacked with images of its own; empty otherwise."""
 
     @property
     def ok(self) -> bool:
@@ -67,6 +80,10 @@ class Validation:
             if report.problem
             else f"{report.name}: {report.images:,} images, {report.classes:,} classes, {report.class_source}"
             for report in self.sets
+        ]
+        found += [
+            f"{report.label}: at most {report.forward_passes:,} forward and {report.backward_passes:,} backward passes"
+            for report in self.defenses
         ]
         found.append(f"cost: at most {self.forward_passes:,} forward and {self.backward_passes:,} backward passes")
         found.append(f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free")
@@ -90,6 +107,12 @@ def validate(
     except ReactClipError as error:
         encoder = None
         problems.append(str(error))
+    if encoder is not None and recipe.transfer_model is not None:
+        try:
+            source = encoders.load(recipe.transfer_model, device=device, dtype=recipe.attack_dtype or recipe.dtype)
+            check_replayable(source, encoder)
+        except ReactClipError as error:
+            problems.append(f"transfer_model: {error}")
     reports = []
     costs: list[Passes] | None = None
     for name in recipe.datasets:
@@ -114,6 +137,7 @@ def validate(
         disk_bytes=needed,
         disk_free=free,
         problems=tuple(problems),
+        defenses=_defense_reports(recipe, sum(report.images for report in reports), costs),
     )
 
 
@@ -141,6 +165,18 @@ def _check_set(
         disk_bytes=cost.disk_bytes,
     )
     return report, costs
+
+
+def _defense_reports(recipe: Recipe, images: int, costs: list[Passes] | None) -> tuple[DefenseReport, ...]:
+    if costs is None or recipe.threat != ADAPTIVE:
+        return ()
+    reports = []
+    for number, item in enumerate(recipe.defenses):
+        passes = Passes(0)
+        for attack in recipe.all_attacks:
+            passes += attacked_cost(recipe, attack, number, costs) * images
+        reports.append(DefenseReport(item.label, passes.forward, passes.backward))
+    return tuple(reports)
 
 
 def _defense_costs(recipe: Recipe, encoder: Encoder, photo: Tensor) -> list[Passes]:

@@ -313,7 +313,8 @@ function browse(data) {
       return make("p", { textContent: words });
     }
     const strip = make("div", { className: "pictures" }, picture(kept.clean, "the photo"));
-    const attacked = kept.attacked[columns.attack[row]];
+    const attack = columns.attack[row];
+    const attacked = kept.attacked[attack] || kept.attacked[`${attack}:${columns.defense[row]}`];
     if (attacked) {
       strip.append(picture(attacked[0], `attacked, ${attackTitles[columns.attack[row]]}`));
       strip.append(picture(attacked[1], `the perturbation, magnified ${attacked[2]} times; mid-grey is 0`));

@@ -24,7 +24,8 @@ SIDE = 160
 def embedded_photos(folders: Sequence[Path], rows: Rows, count: int) -> dict[str, Any]:
     """Pictures of at most ``count`` images by ``set:index``, the instructive ones first.
 
-    Each is ``{"clean": uri, "attacked": {attack: [uri, perturbation's uri, its magnification]}}``.
+    Each is ``{"clean": uri, "attacked": {attack: [uri, perturbation's uri, its magnification]}}``; where the attack
+    knew the defence the key is ``attack:defence``, for each defence met images of its own.
     """
     albums = [Pictures(folder) for folder in folders]
     found: dict[str, Any] = {}
@@ -35,11 +36,12 @@ def embedded_photos(folders: Sequence[Path], rows: Rows, count: int) -> dict[str
         )
         if album is None or clean is None:
             continue
-        attacked = {}
+        attacked: dict[str, list[Any]] = {}
         for attack, (name, eps) in enumerate(rows.attacks):
-            photo = album.attacked(dataset, name, eps, index) if eps else None
-            if photo is not None and photo.shape == clean.shape:
-                attacked[attack] = _attacked(to_float(photo), to_float(clean), eps)
+            for key, defense in (f"{attack}", None), *((f"{attack}:{i}", d) for i, d in enumerate(rows.defenses)):
+                photo = album.attacked(dataset, name, eps, index, defense) if eps else None
+                if photo is not None and photo.shape == clean.shape:
+                    attacked[key] = _attacked(to_float(photo), to_float(clean), eps)
         found[f"{number}:{index}"] = {"clean": _data_uri(to_float(clean)), "attacked": attacked}
         if len(found) == count:
             break

@@ -170,10 +170,11 @@ def per_dataset_table(result: EvaluationResult) -> Table:
 
 
 def attack_table(result: EvaluationResult) -> Table:
-    """How well the attacks work on undefended CLIP."""
+    """How well the attacks work: on undefended CLIP, or on the defence that they know."""
+    informed = any(row.defense for row in result.attacks)
     rows = tuple(
         (
-            (row.dataset, f"{row.attack} {format_eps(row.eps)}"),
+            (row.dataset, f"{row.attack} {format_eps(row.eps)}", *([row.defense, row.part] if informed else [])),
             (
                 Cell(row.attacked, digits=0),
                 Cell(100 * row.success_rate),
@@ -183,8 +184,10 @@ def attack_table(result: EvaluationResult) -> Table:
         )
         for row in result.attacks
     )
-    header = ("data set", "attack", "attacked", "success in %", "lost to rounding", "forward passes")
-    return _table(result, "attacks", "what the attacks do to undefended CLIP", header, rows)
+    names = ("data set", "attack", *(("defence", "part of the suite") if informed else ()))
+    what = "what the attacks do to the defences they know" if informed else "what the attacks do to undefended CLIP"
+    header = (*names, "attacked", "success in %", "lost to rounding", "forward passes")
+    return _table(result, "attacks", what, header, rows)
 
 
 def caption(result: EvaluationResult, what: str) -> str:

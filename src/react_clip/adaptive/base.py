@@ -1,0 +1,256 @@
+"""What all adaptive attacks share: a config object that is called on (clf, defense, x, y), and the registry."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from react_clip import noise
+from react_clip.adaptive.pipeline import Pipeline, Price, Tally
+from react_clip.attacks.losses import margin
+from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels, check_size
+from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed
+from react_clip.errors import ReactClipError
+from react_clip.zeroshot import ZeroShotClassifier
+
+JUDGE_DRAWS = 10
+"""Fresh draws that decide what an attack achieved; none of them is one that it optimised on."""
+
+_KINDS: dict[str, type[AdaptiveAttack]] = {}
+
+
+@dataclass(frozen=True)
+class AdaptiveResult:
+    """What an adaptive attack hands back; every field has one entry per image."""
+
+    images: Tensor
+    """``[B, C, H, W]`` fp32 in [0, 1], within eps of the input."""
+    success: Tensor
+    """``[B]`` bool: the defended answer is wrong in more than half of the judging draws."""
+    broken: Tensor
+    """``[B]``: share of the judging draws in which it is wrong."""
+    loss: Tensor
+    """``[B]``: mean margin over the judging draws."""
+    queries: Tensor
+    """``[B]`` int64: encoder forward passes, those of the defence, of recomputing and of judging included, at most."""
+    backward: Tensor
+    """``[B]`` int64: encoder backward passes at most."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """For a suite: the share of broken draws of each member's images, by its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Crafted:
+    """Adversarial images before they are judged, and what they cost."""
+
+    images: Tensor
+    forward: Tensor
+    backward: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Whom to attack, with what budget, under which seed."""
+
+    clf: ZeroShotClassifier
+    defense: Defense
+    x: Tensor
+    y: Tensor
+    eps: Tensor  # [B, 1, 1, 1]
+    seed: noise.Seed
+    steps: Steps
+    passes: Price
+    """Encoder passes the defence needs for an image, at most."""
+
+    def pipeline(self, label: str, how: Gradients | None = None) -> Pipeline:
+        """The defended classifier with noise of its own."""
+        return Pipeline(self.clf, self.defense, derived_seed(self.seed, label), how)
+
+    def problem(self, label: str) -> Problem:
+        """Balls and random starts."""
+        keys = noise.stream_keys(self.x, derived_seed(self.seed, label))
+        rows, queries = torch.arange(len(self.x), device=self.x.device), torch.zeros_like(self.y)
+        return Problem(self.clf, self.x, self.y, self.eps, keys, rows, queries, self.steps)
+
+    def judge(self, images: Tensor) -> Tally:
+        """How images fare on draws that no attack optimises on; the same draws for all who ask."""
+        return self.pipeline("judge").judge(images, self.y, margin, JUDGE_DRAWS)
+
+    def everyone(self, price: Price, times: int = 1) -> tuple[Tensor, Tensor]:
+        """The same passes for every image."""
+        forward, backward = (torch.full_like(self.y, count * times) for count in price)
+        return forward, backward
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptiveAttack(ABC):
+    """A configuration; call it on a classifier, its defence, images and labels. Its repr is the log line.
+
+    All randomness comes from the seed and the images. Noise is drawn anew for every step, from seeds that no
+    evaluation draws from (see :func:`~react_clip.defenses.base.derived_seed`).
+    """
+
+    kind: ClassVar[str]
+    eps: float = 4 / 255
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            _KINDS[cls.kind] = cls
+
+    def __post_init__(self) -> None:
+        check_size("eps", self.eps)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Short name for tables, such as ``adaptive-both-20``."""
+
+    @property
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Steps at most, for progress bars."""
+
+    @abstractmethod
+    def craft(self, target: Target) -> Crafted:
+        """Look for adversarial images within the target's balls."""
+
+    @abstractmethod
+    def price(self, defense: Defense, passes: Price) -> Price:
+        """Encoder passes of one image at most, without judging; ``passes`` are those of the defence."""
+
+    def obstacle(self, defense: Defense) -> str:
+        """Why this attack makes no sense on a defence; empty where it does.
+
+        >>> from react_clip.adaptive import Evade
+        >>> from react_clip.defenses import AOM
+        >>> Evade().obstacle(AOM())
+        'aom has no gate to keep shut'
+        """
+        del defense
+        return ""
+
+    def cost(self, defense: Defense, passes: Price) -> Price:
+        """Encoder passes of one image at most, judging included."""
+        forward, backward = self.price(defense, passes)
+        return forward + JUDGE_DRAWS * passes[0], backward + JUDGE_DRAWS * passes[1]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __call__(
+        self,
+        clf: ZeroShotClassifier,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        *,
+        seed: noise.Seed = 0,
+        eps: Tensor | float | None = None,
+        progress: Progress | None = None,
+    ) -> AdaptiveResult:
+        """Attack ``[B, C, H, W]`` pixels in [0, 1] with labels ``[B]`` through the defence.
+
+        ``eps`` overrides the configured budget, with one number or a ``[B]`` tensor.
+        """
+        check_images(x)
+        check_labels(y, len(x))
+        if reason := self.obstacle(defense):
+            raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
+        radius = budgets(self.eps if eps is None else eps, x)
+        pixels, labels = x.detach().float().clone(), y.detach().to(x.device, torch.int64, copy=True)
+        if not len(x):
+            none = torch.zeros(0, device=x.device)
+            return AdaptiveResult(pixels, none.bool(), none, none, none.long(), none.long())
+        steps, passes = Steps(self.total_steps, progress), defense_passes(clf, defense, pixels[:1])
+        target = Target(clf, defense, pixels, labels, radius, derived_seed(seed, "attack"), steps, passes)
+        result = self._judged(target)
+        steps.finish()
+        return result
+
+    def _judged(self, target: Target) -> AdaptiveResult:
+        """What the attack found, on fresh draws."""
+        crafted, (forward, backward) = self.craft(target), target.everyone(target.passes, JUDGE_DRAWS)
+        tally = target.judge(crafted.images)
+        return as_result(crafted.images, tally, crafted.forward + forward, crafted.backward + backward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and YAML; :func:`from_dict` gives the attack back."""
+        return {"kind": self.kind} | {f.name: _written(f.name, getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> AdaptiveAttack:
+        """The attack from its fields as a recipe holds them."""
+        for length in ("eps", "step_size"):
+            if isinstance(values.get(length), str) and values[length] != "eps/4":
+                values[length] = _length(length, values[length])
+        fixed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        try:
+            return cls(**fixed)
+        except TypeError as error:
+            raise ReactClipError(f"attack {cls.kind!r} is not understood: {error}") from None
+
+    def __repr__(self) -> str:
+        shown = (f"{key}={value}" for key, value in self.to_dict().items() if key != "kind")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def as_result(
+    images: Tensor, tally: Tally, forward: Tensor, backward: Tensor, parts: dict[str, Tensor] | None = None
+) -> AdaptiveResult:
+    """Judged images as a result."""
+    return AdaptiveResult(images, tally.broken > 0.5, tally.broken, tally.loss, forward, backward, parts or {})
+
+
+def defense_passes(clf: ZeroShotClassifier, defense: Defense, example: Tensor) -> Price:
+    """Passes the defence says it needs at most, or what one that does not say needs on an example."""
+    if isinstance(defense, Priced):
+        return defense.cost()
+    found = defense(clf, example)
+    return int(found.passes.max()), int(found.backward_passes.max())
+
+
+def names() -> list[str]:
+    """The kinds that :func:`from_dict` knows.
+
+    >>> names()[:3]
+    ['adaptive-both', 'adaptive-bpda', 'adaptive-evade']
+    """
+    return sorted(_KINDS)
+
+
+def from_dict(config: Mapping[str, Any]) -> AdaptiveAttack:
+    """An adaptive attack from plain values, as a recipe file holds them.
+
+    >>> from_dict({"kind": "adaptive-both", "eps": "8/255", "eot": 2})
+    Both(eps=8/255, steps=20, step_size=eps/4, loss=ce, eot=2, sigma=differentiated, checkpoint=True, combine=mean)
+    """
+    values = dict(config)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ReactClipError(f"adaptive attack {kind!r} does not exist; choose one of {', '.join(names())}")
+    known = [f.name for f in fields(_KINDS[kind])]
+    if unknown := sorted(set(values) - set(known)):
+        raise ReactClipError(f"attack {kind!r} has no field {unknown[0]!r}; it has {', '.join(known)}")
+    return _KINDS[kind].read(values)
+
+
+def _length(name: str, text: str) -> float:
+    """The number written as ``"4/255"`` or ``"0.0157"``."""
+    above, _, below = text.partition("/")
+    try:
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError):
+        raise ReactClipError(f"{name} is {text!r}, but it must be a number such as 4/255") from None
+
+
+def _written(name: str, value: Any) -> Any:
+    """Lengths as fractions of 255 where that is exact, everything else as JSON has it."""
+    if name in ("eps", "step_size") and isinstance(value, float):
+        text = f"{value * 255:.6g}/255"
+        return text if _length(name, text) == value else value
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,130 @@
+"""Several adaptive attacks, and per image the worst of them, judged on draws that none of them has seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from react_clip.adaptive.base import (
+    JUDGE_DRAWS,
+    AdaptiveAttack,
+    AdaptiveResult,
+    Crafted,
+    Target,
+    from_dict,
+)
+from react_clip.adaptive.objectives import BPDA, Both, Evade, Feature, Through
+from react_clip.adaptive.pipeline import Price
+from react_clip.adaptive.wrapped import Queries, Rand, Transfer
+from react_clip.defenses.base import Defense
+from react_clip.errors import ReactClipError
+
+
+@dataclass(frozen=True, repr=False)
+class Suite(AdaptiveAttack):
+    """The worst case over its members; the budget is the suite's, and a member that makes no sense on a defence rests.
+
+    Every member attacks every image. Its images are judged on the same fresh draws as those of the others, and per
+    image the one that is wrong in most of them counts.
+
+    >>> Suite(members=(Both(steps=5), Evade(steps=5, lambdas=(1.0,)))).name
+    'adaptive-suite-2'
+    """
+
+    kind: ClassVar[str] = "adaptive-suite"
+    members: tuple[AdaptiveAttack, ...] = (
+        Transfer(),
+        Both(),
+        Through(),
+        Evade(),
+        BPDA(),
+        Feature(),
+        Rand(steps=20, eot=4),
+        Queries(queries=500, eot=4),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.members, tuple) or not self.members:
+            raise ReactClipError("a suite has no members; give at least one, such as adaptive-both")
+        names = [member.name for member in self.members]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ReactClipError(f"suite member {twice[0]!r} is there {names.count(twice[0])} times; name each once")
+
+    @property
+    def name(self) -> str:
+        """``adaptive-suite-8``: how many members."""
+        return f"{self.kind}-{len(self.members)}"
+
+    @property
+    def total_steps(self) -> int:
+        """Those of all members."""
+        return sum(member.total_steps for member in self.members)
+
+    def able(self, defense: Defense) -> tuple[AdaptiveAttack, ...]:
+        """The members that make sense on a defence, with the suite's budget."""
+        return tuple(replace(member, eps=self.eps) for member in self.members if not member.obstacle(defense))
+
+    def obstacle(self, defense: Defense) -> str:
+        """Only if every member has one."""
+        return "" if self.able(defense) else self.members[0].obstacle(defense)
+
+    def price(self, defense: Defense, passes: Price) -> Price:
+        """Those of the members and of judging all but one of them, which :meth:`cost` counts."""
+        members = self.able(defense)
+        parts = [member.price(defense, passes) for member in members]
+        judged = JUDGE_DRAWS * (len(members) - 1)
+        return sum(p[0] for p in parts) + judged * passes[0], sum(p[1] for p in parts) + judged * passes[1]
+
+    def craft(self, target: Target) -> Crafted:
+        """The chosen images alone."""
+        found = self._judged(target)
+        return Crafted(found.images, found.queries, found.backward)
+
+    def _judged(self, target: Target) -> AdaptiveResult:
+        results: dict[str, AdaptiveResult] = {}
+        for member in self.able(target.defense):
+            results[member.name] = member._judged(target)
+        first, *others = results.values()
+        images, broken, loss = first.images, first.broken, first.loss
+        for other in others:
+            better = (other.broken > broken) | ((other.broken == broken) & (other.loss > loss))
+            images = torch.where(better[:, None, None, None], other.images, images)
+            broken, loss = torch.where(better, other.broken, broken), torch.where(better, other.loss, loss)
+        return replace(
+            first,
+            images=images,
+            success=broken > 0.5,
+            broken=broken,
+            loss=loss,
+            queries=torch.stack([result.queries for result in results.values()]).sum(0),
+            backward=torch.stack([result.backward for result in results.values()]).sum(0),
+            parts={name: result.broken for name, result in results.items()},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; members have no budget of their own."""
+        members = [
+            {name: value for name, value in member.to_dict().items() if name != "eps"} for member in self.members
+        ]
+        return {**super().to_dict(), "members": members}
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> AdaptiveAttack:
+        """The suite from its fields; a member is a kind or a mapping."""
+        entries = values.get("members")
+        if entries is None:
+            return super().read(values)
+        if not isinstance(entries, list):
+            raise ReactClipError(f"members is {entries!r}, but it must be a list such as [adaptive-both]")
+        members = []
+        for entry in entries:
+            if not isinstance(entry, str | dict):
+                raise ReactClipError(f"a suite member is {entry!r}, but it must be a kind or a mapping with one")
+            config = {"kind": entry} if isinstance(entry, str) else entry
+            if "eps" in config or config.get("kind") == cls.kind:
+                raise ReactClipError("a suite member has no eps of its own and is no suite; give eps to the suite")
+            members.append(from_dict(config))
+        return super().read({**values, "members": members})

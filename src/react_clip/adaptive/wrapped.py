@@ -1,0 +1,236 @@
+"""Known attacks turned on the whole pipeline: Square, AutoAttack's ``rand``, and images made for another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from react_clip.adaptive.base import AdaptiveAttack, AdaptiveResult, Crafted, Target
+from react_clip.adaptive.pipeline import Pipeline, Price, Tally, gradient_price
+from react_clip.attacks import APGD, PGD, Attack, Square
+from react_clip.attacks.base import check_count
+from react_clip.attacks.losses import margin
+from react_clip.attacks.problem import Progress, Steps
+from react_clip.defenses.base import Defense, as_module, derived_seed
+from react_clip.noise import Seed
+from react_clip.zeroshot import ZeroShotClassifier
+
+
+@dataclass(frozen=True, repr=False)
+class Queries(AdaptiveAttack):
+    """Square on the defended classifier, without gradients; every query is the mean of ``eot`` fresh answers.
+
+    >>> Queries(queries=500).name
+    'adaptive-square-500'
+    """
+
+    kind: ClassVar[str] = "adaptive-square"
+    queries: int = 1000
+    eot: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("queries", self.queries)
+        check_count("eot", self.eot)
+
+    @property
+    def name(self) -> str:
+        """``adaptive-square-1000``."""
+        return f"{self.kind}-{self.queries}"
+
+    @property
+    def total_steps(self) -> int:
+        """One query each."""
+        return self.queries
+
+    def price(self, defense: Defense, passes: Price) -> Price:
+        """The queries, the clean and the last answer."""
+        del defense
+        times = (self.queries + 2) * self.eot
+        return times * passes[0], times * passes[1]
+
+    def craft(self, target: Target) -> Crafted:
+        """One run of Square."""
+        model = _averaged(target.pipeline(self.kind), self.eot)
+        found = Square(queries=self.queries)(
+            model,
+            target.x,
+            target.y,
+            seed=derived_seed(target.seed, self.kind),
+            eps=_flat(target),
+            progress=_ticks(target),
+        )
+        forward, backward = (found.queries * self.eot * count for count in target.passes)
+        return Crafted(found.images, forward, backward)
+
+
+@dataclass(frozen=True, repr=False)
+class Rand(AdaptiveAttack):
+    """AutoAttack's ``rand`` on the defended classifier: APGD-CE and APGD-DLR, gradients averaged over ``eot`` draws.
+
+    Whether an image still stands is asked of the mean of ``eot`` answers, not of one; the defaults are AutoAttack's.
+
+    >>> Rand().name
+    'adaptive-rand-100'
+    """
+
+    kind: ClassVar[str] = "adaptive-rand"
+    steps: int = 100
+    eot: int = 20
+    checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("steps", self.steps)
+        check_count("eot", self.eot)
+
+    @property
+    def name(self) -> str:
+        """``adaptive-rand-100``."""
+        return f"{self.kind}-{self.steps}"
+
+    @property
+    def total_steps(self) -> int:
+        """Those of both members."""
+        return 2 * self.steps
+
+    def price(self, defense: Defense, passes: Price) -> Price:
+        """For each member a gradient at the start and after every step, the clean and the last answer, and a look."""
+        gradients = 2 * self.eot * (self.steps + 1)
+        step = gradient_price(defense, passes, self.checkpoint)
+        forward, backward = (gradients * a + 6 * self.eot * b for a, b in zip(step, passes, strict=True))
+        return forward, backward
+
+    def craft(self, target: Target) -> Crafted:
+        """Both members on every image; the worse of the two counts."""
+        members = (APGD(loss="ce", steps=self.steps, eot=self.eot), APGD(loss="dlr", steps=self.steps, eot=self.eot))
+        best, kept = target.x, Tally(*torch.full((2, len(target.x)), -torch.inf, device=target.x.device))
+        step = gradient_price(target.defense, target.passes, self.checkpoint)
+        forward, backward = torch.zeros(2, len(target.x), dtype=torch.int64, device=target.x.device)
+        for member in members:
+            label = f"{self.kind} {member.name}"
+            found = member(
+                self._model(target, label),
+                target.x,
+                target.y,
+                seed=derived_seed(target.seed, label),
+                eps=_flat(target),
+                progress=_ticks(target),
+            )
+            tally = target.pipeline(f"{label} chosen").judge(found.images, target.y, margin, self.eot)
+            better = tally.beats(kept)
+            best, kept = torch.where(better[:, None, None, None], found.images, best), kept.where(better, tally)
+            # Two of the queries are means without gradients, and so is the comparison; the others are one draw each.
+            forward = forward + (found.queries - 2) * step[0] + 3 * self.eot * target.passes[0]
+            backward = backward + (found.queries - 2) * step[1] + 3 * self.eot * target.passes[1]
+        return Crafted(best, forward, backward)
+
+    def _model(self, target: Target, label: str) -> Callable[[Tensor], Tensor]:
+        """One draw where a gradient is wanted (APGD averages those), the mean of several where an answer is."""
+        seed = derived_seed(target.seed, label)
+        module = as_module(
+            target.clf, target.defense, seed=seed, differentiable=True, checkpoint=self.checkpoint, fresh=True
+        )
+        answer = _averaged(target.pipeline(f"{label} answers"), self.eot)
+        return lambda pixels: module(pixels) if pixels.requires_grad else answer(pixels)
+
+
+@dataclass(frozen=True, repr=False)
+class Transfer(AdaptiveAttack):
+    """Images made for another classifier and replayed: PGD on ``source``, or on undefended CLIP itself.
+
+    On CLIP itself this is what an attacker does who does not know the defence, so that a suite with it is never weaker.
+
+    >>> Transfer(steps=10).price(None, (14, 0))  # whatever the defence costs
+    (11, 10)
+    """
+
+    kind: ClassVar[str] = "adaptive-transfer"
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("steps", self.steps)
+
+    @property
+    def name(self) -> str:
+        """``adaptive-transfer-20``."""
+        return f"{self.kind}-{self.steps}"
+
+    @property
+    def total_steps(self) -> int:
+        """One gradient each."""
+        return self.steps
+
+    def price(self, defense: Defense, passes: Price) -> Price:
+        """PGD on a plain classifier."""
+        del defense, passes
+        return self.steps + 1, self.steps
+
+    def craft(self, target: Target) -> Crafted:
+        """PGD on undefended CLIP."""
+        return self._craft_on(target.clf, target)
+
+    def from_source(
+        self,
+        source: ZeroShotClassifier,
+        clf: ZeroShotClassifier,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        *,
+        seed: Seed = 0,
+        progress: Progress | None = None,
+    ) -> AdaptiveResult:
+        """Craft on ``source`` (the same classes on another encoder), judge on the defended ``clf``."""
+        return _Sourced(self.eps, self.steps, source)(clf, defense, x, y, seed=seed, progress=progress)
+
+    def _craft_on(self, source: ZeroShotClassifier, target: Target) -> Crafted:
+        seed = derived_seed(target.seed, self.kind)
+        attack: Attack = PGD(steps=self.steps, step_size="eps/4")
+        found = attack(source, target.x, target.y, seed=seed, eps=_flat(target), progress=_ticks(target))
+        return Crafted(found.images, found.queries, torch.full_like(found.queries, self.steps))
+
+
+@dataclass(frozen=True, repr=False)
+class _Sourced(Transfer):
+    """A transfer attack that holds its source, which no recipe can."""
+
+    source: ZeroShotClassifier | None = None
+
+    def craft(self, target: Target) -> Crafted:
+        """PGD on the source."""
+        return self._craft_on(self.source or target.clf, target)
+
+
+def _averaged(pipeline: Pipeline, draws: int) -> Callable[[Tensor], Tensor]:
+    """Mean logits over fresh draws."""
+
+    def model(pixels: Tensor) -> Tensor:
+        total = pipeline.answer(pixels)
+        for _ in range(draws - 1):
+            total = total + pipeline.answer(pixels)
+        return total / draws
+
+    return model
+
+
+def _flat(target: Target) -> Tensor:
+    return target.eps.flatten()
+
+
+def _ticks(target: Target) -> Progress:
+    """The steps of an inner attack, told as steps of the outer one."""
+    steps: Steps = target.steps
+    start = steps.done
+
+    def told(done: int, total: int) -> None:
+        del total
+        while steps.done < start + done:
+            steps.tick()
+
+    return told

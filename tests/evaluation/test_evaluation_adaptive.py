@@ -1,0 +1,421 @@
+"""Evaluations against attackers who know the defence, or only another model: recipes, runs, kills, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_toys import CLASSES, ToyEncoder, adaptive_recipe, exit_code, toy_classifier, toy_photos, toy_run
+
+import react_clip as rc
+from react_clip import adaptive, encoders, noise
+from react_clip.adaptive import BPDA, Both, Evade, Queries, Suite, Transfer
+from react_clip.adaptive.base import Crafted
+from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
+from react_clip.evaluation.cost import Passes, defense_cost, set_cost
+from react_clip.evaluation.merge import merge
+from react_clip.evaluation.pictures import Pictures
+from react_clip.evaluation.result import AttackRow, Row
+from react_clip.evaluation.store import ShardStore
+from react_clip.report.tables import all_tables
+
+GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
+MEMBERS = (
+    Transfer(steps=4),
+    Both(steps=4, eot=1, checkpoint=False),
+    Evade(steps=3, eot=1, lambdas=(1.0,), checkpoint=False),
+    Queries(queries=6, eot=1),
+)
+
+
+def suites(*budgets: int) -> list[Any]:
+    return [Suite(eps=eps / 255, members=MEMBERS) for eps in budgets]
+
+
+def adaptive_run(folder: Path, pause: float = 0.0, **options: Any) -> EvaluationResult:
+    settings: dict[str, Any] = {"attacks": suites(1, 4), "threat": "adaptive", "defenses": GUARDS, "draws": 2}
+    return toy_run(folder, pause, **{**settings, "data": toy_photos(16), **options})
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationResult]:
+    folder = tmp_path_factory.mktemp("adaptive") / "run"
+    return folder, adaptive_run(folder)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_every_defence_meets_images_of_its_own(attacked: Any, rows_of: Any) -> None:
+    folder, result = attacked
+    pictures, photos = Pictures(folder), toy_photos(16)[0]
+    index = next(row["index"] for row in rows_of(folder) if row["attacked"])
+    shown = [pictures.attacked("data", "adaptive-suite-4", 4 / 255, index, label) for label in GUARDS]
+    assert all(picture is not None for picture in shown)
+    assert not torch.equal(shown[0], shown[1])
+    assert all((picture - photos[index]).abs().max() <= 4 / 255 + 1e-6 for picture in shown)
+    assert pictures.attacked("data", "adaptive-suite-4", 4 / 255, index) is None
+    assert (result.threat, result.defense_seeds) == ("adaptive", (0, 1))
+    for row in rows_of(folder):
+        assert row["threat"] == "adaptive"
+        assert row["seed"] < 2**31
+
+
+def test_what_is_judged_is_what_the_defence_answers(attacked: Any, rows_of: Any) -> None:
+    folder, _ = attacked
+    pictures, clf = Pictures(folder), toy_classifier()
+    for row in [row for row in rows_of(folder) if row["attacked"]][::7]:
+        photo = pictures.attacked("data", row["attack"], row["eps"], row["index"], row["defense"])
+        assert photo is not None
+        answer = GUARDS[row["defense"]](clf, photo[None], seed=row["seed"])
+        assert int(answer.labels) == row["prediction"]
+
+
+def test_members_are_reported_and_the_threat_is_everywhere(attacked: Any) -> None:
+    folder, result = attacked
+    again = EvaluationResult.load(folder / "result.json")
+    assert again.to_json() == result.to_json()
+    parts = {(row.defense, row.part) for row in result.attacks}
+    names = {member.name for member in MEMBERS}
+    assert parts == {("ReACT", name) for name in {"", *names}} | {
+        ("AOM", name) for name in {"", *names} - {"adaptive-evade-3"}
+    }
+    assert "threat: adaptive" in str(result)
+    for table in all_tables(result):
+        assert "adaptive (the attacker knows CLIP and the defence in full" in table.caption
+        assert all(line.endswith(",adaptive,leakage_free") for line in table.csv().splitlines()[1:])
+
+
+def test_the_attack_table_names_the_defence_that_was_attacked(attacked: Any) -> None:
+    _, result = attacked
+    table = next(table for table in all_tables(result) if table.name == "attacks")
+    assert table.header[2:4] == ("defence", "part of the suite")
+    assert {labels[2] for labels, _ in table.rows} == set(GUARDS)
+    assert len({labels for labels, _ in table.rows}) == len(table.rows), "no two rows look alike"
+    assert "the defences they know" in table.caption
+
+
+def test_attack_seeds_are_never_judging_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[bool, set[Any]] = {True: set(), False: set()}
+    crafting = False
+    draw, craft = noise.stream_keys, runner.SetRunner._craft
+
+    def recorded(images: Any, seed: Any) -> Any:
+        seeds[crafting].add(seed)
+        return draw(images, seed)
+
+    def flagged(self: Any, *arguments: Any) -> Any:
+        nonlocal crafting
+        crafting = True
+        found = craft(self, *arguments)
+        crafting = False
+        return found
+
+    monkeypatch.setattr(noise, "stream_keys", recorded)
+    monkeypatch.setattr(runner.SetRunner, "_craft", flagged)
+    adaptive_run(tmp_path, attacks=suites(1), draws=3, self_check=False, defenses={"ReACT": GUARDS["ReACT"]})
+    assert {0, 1, 2} <= seeds[False]
+    assert len(seeds[True]) > 10
+    assert not seeds[True] & seeds[False]
+
+
+def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
+    class Ledger:
+        def __init__(self) -> None:
+            self.passes = self.skipped = 0
+
+        def stage(self, text: str) -> None:
+            pass
+
+        def done(self, passes: int) -> None:
+            self.passes += passes
+
+        def skip(self, passes: int) -> None:
+            self.skipped += passes
+
+    attacks = [{"kind": "adaptive-both", "steps": 2, "eot": 1, "eps": "1/255"}, suites(4)[0].to_dict()]
+    defenses = [{"defense": "react", "views": 2}, {"defense": "aom", "views": 2}, "ttc"]
+    recipe = adaptive_recipe(attacks=attacks, defenses=defenses, batch=8, datasets=["data"])
+    clf = toy_classifier()
+    subject = sets.from_data(clf, clf, toy_photos(12), progress=False)
+    costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
+    planned = set_cost(recipe, len(subject), 32, costs).passes.work
+    for resumed in (False, True):
+        ledger: Any = Ledger()
+        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, ledger).run()
+        assert ledger.passes + ledger.skipped == planned
+        assert (ledger.passes == 0) == resumed
+
+
+def test_the_disk_estimate_counts_clean_photos_and_every_defence() -> None:
+    costs = [Passes(14), Passes(31)]
+    recipe = adaptive_recipe(attacks=["adaptive-both"], batch=64)
+    stored = (
+        set_cost(recipe, 64, 100, costs).disk_bytes - set_cost(recipe.replace(store="none"), 64, 100, costs).disk_bytes
+    )
+    pixels = 64 * 3 * 100 * 100
+    assert stored == pixels * 2 * 2 + pixels + 4096, "two bytes for each defence, one for the clean photo, and a shard"
+    oblivious = recipe.replace(attacks=adaptive_recipe(threat="oblivious", attacks=["pgd"]).attacks, threat="oblivious")
+    kept = (
+        set_cost(oblivious, 64, 100, costs).disk_bytes
+        - set_cost(oblivious.replace(store="none"), 64, 100, costs).disk_bytes
+    )
+    assert kept == pixels * 2 + pixels + 4096
+
+
+def test_adaptive_results_are_joined_with_their_attacks(attacked: Any, tmp_path: Path) -> None:
+    halves = [adaptive_run(tmp_path / label, defenses={label: guard}) for label, guard in GUARDS.items()]
+    both = merge(halves)
+    assert {row.defense for row in both.attacks} == set(GUARDS)
+    assert len(both.checks) == sum(len(half.checks) for half in halves) > 0
+    _, together = attacked
+    assert [row.accuracy for row in both.rows] == pytest.approx(
+        [row.accuracy for label in GUARDS for row in together.rows if row.defense == label]
+    )
+
+
+# ---------------------------------------------------------------------- transfer
+
+
+def other_classifier() -> Any:
+    encoder = ToyEncoder()
+    encoder.name = "other"
+    weight: Any = encoder.tower.weight
+    weight.data += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 32
+    return rc.ZeroShotClassifier.from_features(encoder, toy_classifier().names, torch.eye(CLASSES))
+
+
+def test_images_of_another_model_are_shared_by_all_defences(tmp_path: Path, rows_of: Any) -> None:
+    options: dict[str, Any] = {"attacks": [rc.attacks.PGD(eps=1 / 255)], "draws": 1, "data": toy_photos(24)}
+    result = toy_run(tmp_path / "t", threat="transfer", attack_clf=other_classifier(), **options)
+    own = toy_run(tmp_path / "o", **options)
+    assert (result.threat, result.recipe["transfer_model"]) == ("transfer", "other")
+    assert "crafts on another model" in result.threat_meaning
+    assert result.self_check.robust_accuracy <= 0.3 * result.self_check.clean_accuracy, "judged where it was crafted"
+    assert result.attacks[0].success_rate <= own.attacks[0].success_rate
+    assert len(list((tmp_path / "t").glob("shards/data/pgd*/images/*"))) == 3
+    with pytest.raises(rc.ReactClipError, match="transfer_model is None"):
+        toy_run(tmp_path / "x", threat="transfer", **options)
+
+
+def test_a_transfer_recipe_loads_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evaluation_toys import write_head, write_photos
+
+    write_photos(tmp_path / "data", "toys")
+    write_head(tmp_path / "heads" / "toys.npz")
+    small = ToyEncoder()
+    small.image_size = 16
+    models = {"toy": ToyEncoder(), "other": other_classifier().encoder, "small": small}
+    monkeypatch.setattr(encoders, "load", lambda name, **options: models[name])
+    recipe = adaptive_recipe(threat="transfer", transfer_model="other", attacks=[{"kind": "pgd", "eps": "1/255"}])
+    place: Any = {"root": tmp_path / "data", "heads": tmp_path / "heads"}
+    assert validate(recipe, tmp_path / "run", **place).ok
+    result = rc.evaluation.run_recipe(recipe, tmp_path / "run", progress=False, **place)
+    assert result.threat == "transfer"
+    wrong = recipe.replace(transfer_model="small")
+    (problem,) = validate(wrong, tmp_path / "run2", **place).problems
+    assert "cannot be replayed" in problem
+    with pytest.raises(rc.ReactClipError, match="choose a transfer_model of the same size"):
+        rc.evaluation.run_recipe(wrong, tmp_path / "run2", progress=False, **place)
+
+
+def test_validation_tells_what_each_defence_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evaluation_toys import write_head, write_photos
+
+    write_photos(tmp_path / "data", "toys")
+    write_head(tmp_path / "heads" / "toys.npz")
+    monkeypatch.setattr(encoders, "load", lambda name, **options: ToyEncoder())
+    recipe = adaptive_recipe(
+        attacks=[{"kind": "adaptive-both", "steps": 3, "eot": 2, "checkpoint": False}], defenses=["aom"]
+    )
+    found = validate(recipe, tmp_path, root=tmp_path / "data", heads=tmp_path / "heads")
+    # Two answers (clean and attacked), three steps and a last look with two draws each, the clean feature, ten draws
+    # to judge, one plain answer; and the plain answer on the clean image.
+    forward = 2 * 11 + (3 * 2 + 2) * 11 + 1 + 10 * 11 + 1
+    assert found.lines()[1] == f"aom: at most {20 * forward:,} forward and {20 * 3 * 2 * 11:,} backward passes"
+    assert found.forward_passes == 20 * (forward + 1)
+
+
+# ---------------------------------------------------------------------- kills
+
+
+def numbers(result: EvaluationResult) -> dict[str, Any]:
+    values = dataclasses.asdict(result)
+    del values["created"]
+    return values
+
+
+def test_killed_again_and_again_it_ends_with_the_same_numbers(attacked: Any, rows_of: Any, tmp_path: Path) -> None:
+    paths = os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[1]))
+    ended = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended -9") >= 3, "the children were to be killed, not to finish"
+    assert rows_of(tmp_path / "run") == rows_of(attacked[0])
+    again = EvaluationResult.load(tmp_path / "run" / "result.json")
+    assert repr(numbers(again)) == repr(numbers(attacked[1]))
+
+
+def test_a_finished_run_is_read_back_without_the_encoder(attacked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, result = attacked
+    encode, views = ToyEncoder._image_features, []
+    monkeypatch.setattr(
+        ToyEncoder, "_image_features", lambda self, batch: (views.append(len(batch)), encode(self, batch))[1]
+    )
+    again = adaptive_run(folder)
+    assert repr(numbers(again)) == repr(numbers(result))
+    # Only PGD-10 of the self-check on undefended CLIP is run anew.
+    assert sum(views) <= 13 * 16
+
+
+def test_another_defence_is_not_mistaken_for_ours(attacked: Any, tmp_path: Path) -> None:
+    store = ShardStore(attacked[0] / "shards")
+    shard = next((attacked[0] / "shards").glob("data/adaptive-suite-4*/*/images/*.safetensors"))
+    assert store.read(shard.relative_to(store.folder).with_suffix("").parts, {"defense": "other"}) is None
+
+
+# ---------------------------------------------------------------------- sanity checks
+
+
+def test_the_checks_are_part_of_the_result(attacked: Any) -> None:
+    _, result = attacked
+    assert all(check.passed for check in result.checks)
+    assert {(check.name, check.defense) for check in result.checks} == {
+        (name, label) for name in ("steps", "huge budget", "oblivious", "budget", "queries") for label in GUARDS
+    }
+
+
+class Backwards(Both):
+    """Climbs down."""
+
+    def objective(self, look: Any, scene: Any, weight: float) -> Any:
+        return -super().objective(look, scene, weight)
+
+    def worth(self, look: Any, scene: Any) -> Any:
+        return -super().worth(look, scene)
+
+    def wrong(self, look: Any, scene: Any) -> Any:
+        return torch.zeros_like(scene.y, dtype=torch.bool)
+
+
+def test_a_broken_attack_is_refused(tmp_path: Path) -> None:
+    broken = Backwards(eps=4 / 255, steps=8, eot=1)
+    options: dict[str, Any] = {"attacks": [broken], "defenses": {"plain": rc.Undefended()}, "draws": 1}
+    with pytest.raises(rc.ReactClipError, match=r"sanity check 'huge budget' failed .* nothing is reported") as caught:
+        adaptive_run(tmp_path / "on", **options)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "on" / "per_image.parquet").exists()
+    assert not (tmp_path / "on" / "result.json").exists()
+    result = adaptive_run(tmp_path / "off", self_check=False, **options)
+    assert result.checks == ()
+    assert any("sanity checks of attacks that know the defence were switched off" in note for note in result.notes)
+
+
+def test_weaker_than_an_oblivious_attack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An attack that takes no gradients has no steps or budget to probe: only the comparison can catch it.
+    lazy = Queries(eps=4 / 255, queries=1, eot=1)
+    monkeypatch.setattr(adaptive.Queries, "craft", lambda self, target: Crafted(target.x, target.y, target.y))
+    with pytest.raises(
+        rc.ReactClipError, match=r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20"
+    ):
+        adaptive_run(tmp_path, attacks=[lazy], defenses={"plain": rc.Undefended()}, draws=1)
+
+
+def row(eps: float, accuracy: float, n: int = 200) -> Row:
+    return Row(
+        "data", "a", eps, "d", "adaptive", "leakage_free", n, n, accuracy, 0, 1, 0, 0, 0, 0, math.nan, 1, 0
+    )  # fmt: skip
+
+
+def attack_row(part: str, success: float, attacked: int = 200) -> AttackRow:
+    return AttackRow("data", "s", 4 / 255, "Suite(...)", attacked, success, 0, 1.0, "d", part)
+
+
+def test_a_budget_that_helps_the_defence_is_refused() -> None:
+    assert all(check.passed for check in sanity.from_rows([row(1 / 255, 0.5), row(4 / 255, 0.3), row(0.0, 0.9)], []))
+    assert all(check.passed for check in sanity.from_rows([row(1 / 255, 0.5), row(4 / 255, 0.54)], [])), "chance"
+    risen = sanity.from_rows([row(4 / 255, 0.7), row(1 / 255, 0.5)], [])
+    with pytest.raises(rc.ReactClipError, match=r"'budget' failed .* 70.0 % are left against 50.0 %"):
+        sanity.insist(risen)
+
+
+def test_queries_that_beat_gradients_are_refused() -> None:
+    whole, square, both = (
+        attack_row("", 0.9),
+        attack_row("adaptive-square-100", 0.5),
+        attack_row("adaptive-both-9", 0.8),
+    )
+    assert all(check.passed for check in sanity.from_rows([], [whole, square, both]))
+    weak = dataclasses.replace(both, success_rate=0.1)
+    with pytest.raises(rc.ReactClipError, match=r"'queries' failed"):
+        sanity.insist(sanity.from_rows([], [whole, square, weak]))
+    assert sanity.from_rows([], [whole, square]) == []
+
+
+def test_results_without_checks_still_load(attacked: Any, tmp_path: Path) -> None:
+    import json
+
+    values = json.loads((attacked[0] / "result.json").read_text())
+    del values["checks"]
+    for item in values["attacks"]:
+        del item["defense"], item["part"]
+    (tmp_path / "result.json").write_text(json.dumps(values))
+    old = EvaluationResult.load(tmp_path / "result.json")
+    assert old.checks == ()
+    assert old.attacks[0].defense == ""
+
+
+def test_oblivious_runs_have_no_checks(finished: Any) -> None:
+    _, result = finished
+    assert result.checks == ()
+    assert all(not row.defense and not row.part for row in result.attacks)
+
+
+def test_any_defence_can_be_attacked(tmp_path: Path) -> None:
+    guards = {"TTC": rc.defenses.TTC(), "TTE": rc.defenses.TTE(crops=1)}
+    result = adaptive_run(tmp_path, defenses=guards, attacks=[BPDA(eps=4 / 255, steps=4, eot=1)], draws=1)
+    for label in guards:
+        (clean,), (robust,) = (
+            result.select(dataset="mean", attack=a, defense=label) for a in ("clean", "adaptive-bpda-4")
+        )
+        assert robust.accuracy <= clean.accuracy
+
+
+# ---------------------------------------------------------------------- as a program
+
+
+def _child(folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        adaptive_run(folder, pause=0.002)
+    finally:
+        os._exit(0 if (folder / "result.json").exists() else 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place, moments = Path(sys.argv[1]), random.Random(0)
+    for _ in range(5):
+        child = _child(place)
+        time.sleep(moments.uniform(0.2, 1.0))
+        os.kill(child, signal.SIGKILL)
+        print("ended", exit_code(child))
+    sys.exit(exit_code(_child(place)))
