@@ -11,7 +11,6 @@ of those images whose gate opened.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -70,6 +69,7 @@ class AnchoredDefense(Configuration):
     """Fields shared by the defences that correct a feature through a noise anchor; see :class:`ReACT`."""
 
     name: ClassVar[str] = "anchored"
+    _parts: ClassVar[dict[str, type[Any]]] = {"augmentation": WeakAugmentation}
 
     sigma_low: float = 0.02
     sigma_high: float = 0.05
@@ -299,20 +299,13 @@ class AnchoredDefense(Configuration):
         return {name: value for name, value in values.items() if name not in unused}
 
     def _write_field(self, name: str) -> Any:
-        if name == "mapping":
-            return mappings.to_dict(self.mapping)
-        return dataclasses.asdict(self.augmentation) if name == "augmentation" else getattr(self, name)
+        return mappings.to_dict(self.mapping) if name == "mapping" else super()._write_field(name)
 
     @classmethod
     def _read_field(cls, name: str, value: Any) -> Any:
         if name == "mapping" and isinstance(value, dict):
             return mappings.from_dict(value)
-        if name == "augmentation" and isinstance(value, dict):
-            try:
-                return WeakAugmentation(**value)
-            except TypeError as error:
-                raise ReactClipError(f"augmentation is not understood: {error}") from None
-        return value
+        return super()._read_field(name, value)
 
 
 def _noisy(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ class Configuration:
     """A frozen dataclass whose ``repr`` is its id; subclasses add their fields and a ``name``."""
 
     name: ClassVar[str]
+    _parts: ClassVar[dict[str, type[Any]]] = {}
+    """Fields that are configurations of their own, and their types."""
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -59,13 +61,19 @@ class Configuration:
         return cls.from_dict(data.get("config", data))
 
     def _write_field(self, name: str) -> Any:
-        """A field as JSON values; for fields that are objects, subclasses say how."""
-        return getattr(self, name)
+        """A field as JSON values."""
+        value = getattr(self, name)
+        return dataclasses.asdict(value) if name in self._parts else value
 
     @classmethod
     def _read_field(cls, name: str, value: Any) -> Any:
         """The opposite of :meth:`_write_field`."""
-        return value
+        if name not in cls._parts or not isinstance(value, dict):
+            return value
+        try:
+            return cls._parts[name](**value)
+        except TypeError as error:
+            raise ReactClipError(f"{name} is not understood: {error}") from None
 
     def _check_numbers(self, *names: str, least: float = -math.inf) -> None:
         """Refuse fields that are no finite numbers, or smaller than ``least``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,6 +39,7 @@ class MAC(Counterattack):
     """
 
     name: ClassVar[str] = "mac"
+    _parts: ClassVar[dict[str, type[Any]]] = {"augmentation": WeakAugmentation}
     eps: float = 8 / 255
     steps: int = 4
     step_size: float = 2 / 255
@@ -95,15 +95,3 @@ class MAC(Counterattack):
         moved = ascend(encoder, start, distance_from(anchor), ball, steps=self.steps, step_size=self.step_size)
         weight = ((ratio - self.tau) / self.temperature).sigmoid().to(view.dtype)[:, None, None, None]
         return encoder.encode_views(ball.project(view + weight * (moved - view))), ratio
-
-    def _write_field(self, name: str) -> Any:
-        return dataclasses.asdict(self.augmentation) if name == "augmentation" else super()._write_field(name)
-
-    @classmethod
-    def _read_field(cls, name: str, value: Any) -> Any:
-        if name != "augmentation" or not isinstance(value, dict):
-            return value
-        try:
-            return WeakAugmentation(**value)
-        except TypeError as error:
-            raise ReactClipError(f"augmentation is not understood: {error}") from None

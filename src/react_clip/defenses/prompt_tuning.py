@@ -14,7 +14,6 @@ and a repetition of the former where K prompts do not fit into one call.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
-_AUGMENTATIONS: dict[str, type[AugMix | WeakAugmentation]] = {"augmix": AugMix, "augmentation": WeakAugmentation}
 # Branches of an image's random stream.
 _VIEWS, _VARIANTS = range(2)
 
@@ -90,6 +88,7 @@ class PromptTuning(Configuration, ABC):
     """Fields and the course of events; a subclass says what makes a view good and what loss to descend."""
 
     name: ClassVar[str] = "prompt-tuning"
+    _parts: ClassVar[dict[str, type[Any]]] = {"augmix": AugMix, "augmentation": WeakAugmentation}
 
     views: int = 64
     """The image itself and its augmentations."""
@@ -219,21 +218,6 @@ class PromptTuning(Configuration, ABC):
             (context.grad,) = torch.autograd.grad(loss, [context])
             optimizer.step()
         return context.detach()
-
-    # ------------------------------------------------------------------ configuration
-
-    def _write_field(self, name: str) -> Any:
-        value = getattr(self, name)
-        return dataclasses.asdict(value) if name in _AUGMENTATIONS else value
-
-    @classmethod
-    def _read_field(cls, name: str, value: Any) -> Any:
-        if name not in _AUGMENTATIONS or not isinstance(value, dict):
-            return value
-        try:
-            return _AUGMENTATIONS[name](**value)
-        except TypeError as error:
-            raise ReactClipError(f"{name} is not understood: {error}") from None
 
 
 def _score(features: Tensor, class_features: Tensor) -> Tensor:
