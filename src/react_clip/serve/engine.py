@@ -41,6 +41,10 @@ class OverloadedError(Exception):
     """There is no room in the queue."""
 
 
+class TooLateError(OverloadedError):
+    """There was room, but the answer would not be ready in time."""
+
+
 class EngineError(Exception):
     """The model failed on a batch (out of memory, features that are not finite)."""
 
@@ -258,7 +262,7 @@ class Engine:
         oldest = time.monotonic() - _WAIT_SHARE * self._deadline
         for job in jobs:
             if job.since < oldest:
-                job.future.set_exception(OverloadedError())
+                job.future.set_exception(TooLateError())
         return [job for job in jobs if job.since >= oldest]
 
     def _advance(self, errand: _Errand) -> None:

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from react_clip.errors import ReactClipError
 from react_clip.serve.body import Buffers, media_type, parse_body, read_body
 from react_clip.serve.decode import DecoderPool
-from react_clip.serve.engine import EngineError, OverloadedError, Photo
+from react_clip.serve.engine import EngineError, OverloadedError, Photo, TooLateError
 from react_clip.serve.problems import RequestError, busy, shown
 from react_clip.serve.schemas import Model, validate
 from react_clip.serve.settings import Settings
@@ -61,10 +61,12 @@ class Intake:
                 return await task
             if left.done():
                 raise _gone()
+            raise TooLateError
+        except TooLateError:
             raise busy(
                 f"the answer was not ready within {self._settings.deadline:g} s; try again, or send fewer images",
                 kind="deadline",
-            )
+            ) from None
         except OverloadedError:
             raise busy("the queue is full; try again soon") from None
         except EngineError:
