@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from react_clip import functional, noise
+from react_clip import noise
 from react_clip.attacks.losses import Loss
-from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.defenses.anchored import AnchoredDefense, divergence_of
 from react_clip.defenses.base import Defense, Gradients, derived_seed, gradients, prepare, straight_through
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -110,13 +110,9 @@ class Pipeline:
 
     def _look_inside(self, guard: AnchoredDefense, pixels: Tensor, seed: noise.Seed) -> Look:
         clf, pixels = self.clf, prepare(self.clf, pixels)
-
-        def divergence(rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
-            return functional.js_divergence(clf.logits(features), clf.logits(augmented))
-
         # Both branches and the whole score of every image; a defence without a gate has nothing to add.
         complete = guard if guard.tau is None else replace(guard, lazy=False)
-        found = complete.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence)
+        found = complete.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf))
         return Look(
             closed=clf.logits(found.closed),
             opened=clf.logits(found.opened),

@@ -40,6 +40,11 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(rows, features, augmented features) -> J``: how far the predictions of these rows differ, each for its classes."""
 
 
+def divergence_of(clf: ZeroShotClassifier) -> Divergence:
+    """J where all rows are of one classifier."""
+    return lambda rows, features, augmented: functional.js_divergence(clf.logits(features), clf.logits(augmented))
+
+
 @dataclass(frozen=True, eq=False)
 class Correction:
     """What the correction did, one row per image; the fields are those of :class:`Defended`."""
@@ -124,12 +129,8 @@ class AnchoredDefense(Configuration):
         ``seed`` is a number, or a secret as ``bytes``. The noise depends on it and on the image alone.
         """
         pixels = prepare(clf, images)
-
-        def divergence(rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
-            return functional.js_divergence(clf.logits(features), clf.logits(augmented))
-
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            found = self.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence)
+            found = self.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf))
             return Defended(
                 features=found.features,
                 logits=clf.logits(found.features),
