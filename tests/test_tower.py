@@ -3,8 +3,6 @@ in ``benchmarks/results``."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,6 @@ from react_clip.preprocess import as_pixels
 
 pytestmark = [pytest.mark.tower, pytest.mark.shared]
 PHOTOS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _every_core() -> Iterator[None]:
-    """Tests of tiny models run on one thread; this is the one that needs them all."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from threads import one_thread
 
 
-@pytest.fixture(scope="package", autouse=True)
+# Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread, and leave the others to other people."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield

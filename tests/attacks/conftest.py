@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from threads import one_thread
 
 SIZE = 8
 
@@ -25,17 +26,6 @@ class Task:
         """The first images that the net gets right."""
         right = (self.net(self.x).argmax(1) == self.y).nonzero().squeeze(1)[:count]
         return self.x[right], self.y[right]
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread, and leave the others to other people."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class CountCalls:

@@ -6,21 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import react_clip as rc
 import tiny_clip
 from react_clip import Encoder
+from threads import one_thread
 
 from .prompt_toys import F64, classifier
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

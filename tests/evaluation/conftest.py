@@ -7,26 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from evaluation_toys import toy_run
 
 from react_clip.evaluation import EvaluationResult
+from threads import one_thread
 
 
-@pytest.fixture(scope="package", autouse=True)
+# Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread, and leave the others to other people."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")
-def finished(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationResult]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationResult]:
     """An uninterrupted run; look, do not touch."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    return folder, toy_run(folder)
+    with one_thread():
+        return folder, toy_run(folder)
 
 
 @pytest.fixture(scope="session")

@@ -11,16 +11,16 @@ from torch import Tensor
 
 import react_clip as rc
 import tiny_clip
+from threads import one_thread
 
 CLASSES = 4
 
 
-@pytest.fixture(scope="package", autouse=True)
+# Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -13,6 +13,7 @@ from evaluation_toys import CLASSES, COUNT, ToyEncoder, toy_attacks, toy_defense
 
 import react_clip as rc
 from react_clip.evaluation import evaluate
+from threads import one_thread
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A class name that would run code if it ever became markup."""
@@ -34,10 +35,8 @@ def second_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(folder: Path, defenses: Any, count: int = COUNT, **options: Any) -> Path:
     clf = rc.ZeroShotClassifier.from_features(ToyEncoder(), NAMES, torch.eye(CLASSES))
     settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "draws": 2, "progress": False, **options}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on tensors this small, more threads only wait for each other
-    evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
-    torch.set_num_threads(threads)
+    with one_thread():
+        evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
     return folder
 
 
