@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
     *("errors", "optional", "storage", "functional", "mappings", "noise", "augment", "preprocess", "encoders", "bank"),
     *("zeroshot", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation", "finetune", "bench"),
-    *("report", "integrations", "serve", "cli", "__main__"),
+    *("report", "integrations", "serve", "scale", "cli", "__main__"),
 ]
 FORBIDDEN = {
     "serve": {"attacks", "adaptive", "evaluation"},
@@ -20,7 +20,7 @@ FORBIDDEN = {
 }
 OPTIONAL = {"open_clip", "torchvision", "onnx", "transformers", "skimage", "sklearn", "yaml", "pyarrow", "matplotlib"}
 OPTIONAL |= {"datasets", "webdataset", "scipy", "fastapi", "uvicorn", "ray", "pyautoattack"}
-OPTIONAL |= {"chromadb", "langchain_core"}
+OPTIONAL |= {"chromadb", "langchain_core", "fsspec", "onnxruntime", "onnxscript", "openvino"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
