@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Processes that share the tests, file by file.
+JOBS   ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test lint types unit browser clean
@@ -20,7 +22,7 @@ types: $(VENV)/.test-ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.test-ready browser
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
 
 # The pages are tested in a real Chromium. In a Debian container we fetch one; elsewhere those tests use what is
 # installed, or skip and say so.
