@@ -206,6 +206,40 @@ def test_the_worst_of_a_suite_is_no_better_than_any_member(bright: Any, task: An
     assert bool((suite(bright[0], GATE, *bright[1:]).broken == 1).all())
 
 
+def test_members_in_turn_spare_what_is_broken_and_find_the_same_worst_case(bright: Any) -> None:
+    clf, x, y = bright
+    evade = Evade(steps=40, step_size=0.5 / 255, eot=1, lambdas=(1000.0,), margin=0.002)
+    thorough = Suite(eps=EPS, members=(Transfer(steps=5), evade, Queries(queries=5, eot=1)))
+    brief = Suite(eps=EPS, members=thorough.members, in_turn=True)
+    everything, needed = thorough(clf, GATE, x, y, seed=1), brief(clf, GATE, x, y, seed=1)
+    assert torch.equal(everything.broken, needed.broken)
+    for name, shares in needed.parts.items():
+        tried = ~shares.isnan()
+        assert torch.equal(shares[tried], everything.parts[name][tried]), "who is left does not depend on who is not"
+    assert bool(needed.parts["adaptive-square-5"].isnan().all()), "evasion has broken them all"
+    assert int(needed.queries.max()) < int(everything.queries.min())
+
+
+def test_the_attackers_copy_of_the_defence_has_fewer_views(task: Any) -> None:
+    clf, x, y = task
+    encoder: Any = clf.encoder
+    guard = GUARD.replace(lazy=False)
+    spent = {}
+    for views in (None, 1):
+        attack = Both(eps=EPS, steps=2, eot=2, checkpoint=False, views=views)
+        encoder.encoded = 0
+        attack(clf, guard, x, y)
+        spent[views] = encoder.encoded
+        assert encoder.encoded == attack.cost(guard, guard.cost())[0] * len(x)
+    assert spent[None] - spent[1] == 3 * 2 * 2 * len(x), (
+        "three iterates, two draws, two views less each"
+    )
+    assert Both(views=1).price(rc.defenses.TTC(), (4, 2)) == Both().price(rc.defenses.TTC(), (4, 2))
+    for kind in (Both, Rand):
+        with pytest.raises(rc.ReactClipError, match="views"):
+            kind(views=0)
+
+
 def test_members_that_make_no_sense_rest(task: Any) -> None:
     clf, x, y = task
     suite = Suite(eps=EPS, members=(Evade(**{**SMALL, "steps": 2}), Transfer(steps=2)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.adaptive.pipeline import Pipeline, Price, Tally
+from react_clip.adaptive.pipeline import Pipeline, Price, Tally, sketch
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels, check_size
 from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed
@@ -67,9 +67,9 @@ class Target:
     passes: Price
     """Encoder passes the defence needs for an image, at most."""
 
-    def pipeline(self, label: str, how: Gradients | None = None) -> Pipeline:
-        """The defended classifier with noise of its own."""
-        return Pipeline(self.clf, self.defense, derived_seed(self.seed, label), how)
+    def pipeline(self, label: str, how: Gradients | None = None, views: int | None = None) -> Pipeline:
+        """The defended classifier with noise of its own, or the attacker's copy of it with fewer anchor views."""
+        return Pipeline(self.clf, sketch(self.defense, views), derived_seed(self.seed, label), how)
 
     def problem(self, label: str) -> Problem:
         """Balls and random starts."""
@@ -80,6 +80,10 @@ class Target:
     def judge(self, images: Tensor) -> Tally:
         """How images fare on draws that no attack optimises on; the same draws for all who ask."""
         return self.pipeline("judge").judge(images, self.y, margin, JUDGE_DRAWS)
+
+    def only(self, rows: Tensor) -> Target:
+        """The same with some of the images."""
+        return replace(self, x=self.x[rows], y=self.y[rows], eps=self.eps[rows])
 
     def everyone(self, price: Price, times: int = 1) -> tuple[Tensor, Tensor]:
         """The same passes for every image."""
@@ -195,7 +199,8 @@ class AdaptiveAttack(ABC):
             raise ReactClipError(f"attack {cls.kind!r} is not understood: {error}") from None
 
     def __repr__(self) -> str:
-        shown = (f"{key}={value}" for key, value in self.to_dict().items() if key != "kind")
+        given = {key: value for key, value in self.to_dict().items() if key != "kind" and value is not None}
+        shown = (f"{key}={value}" for key, value in given.items())
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from react_clip.adaptive.base import AdaptiveAttack, Crafted, Target
-from react_clip.adaptive.pipeline import Look, Pipeline, Price, Tally, gradient_price, look_price
+from react_clip.adaptive.pipeline import Look, Pipeline, Price, Tally, gradient_price, look_price, sketch_passes
 from react_clip.attacks.base import check_choice, check_count
 from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
 from react_clip.attacks.problem import Problem, check_size
@@ -49,11 +49,15 @@ class GradientAttack(AdaptiveAttack):
     """Whether the gradient sees that the anchor's noise scale depends on the pixels."""
     checkpoint: bool = True
     """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
+    views: int | None = None
+    """Most anchor views of the copy of the defence that is climbed on; all of them by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("steps", self.steps)
         check_count("eot", self.eot)
+        if self.views is not None:
+            check_count("views", self.views)
         check_choice("loss", self.loss, tuple(LOSSES))
         check_choice("sigma", self.sigma, ("differentiated", "detached"))
         if not isinstance(self.checkpoint, bool):
@@ -97,7 +101,7 @@ class GradientAttack(AdaptiveAttack):
 
     def price(self, defense: Defense, passes: Price) -> Price:
         """Gradients at every iterate but the last, which is only looked at, and the clean features."""
-        runs = len(self.variants()) * self.eot
+        runs, passes = len(self.variants()) * self.eot, sketch_passes(defense, self.views, passes)
         step, last = gradient_price(defense, passes, self.checkpoint), look_price(defense, passes)
         forward, backward = (runs * (self.steps * a + b) for a, b in zip(step, last, strict=True))
         return forward + 1, backward
@@ -109,7 +113,7 @@ class GradientAttack(AdaptiveAttack):
         how = Gradients(self.checkpoint, self.sigma == "detached")
         for number, weight in enumerate(self.variants()):
             label = f"{self.kind} {number}"
-            images, tally = self._climb(target.pipeline(label, how), target.problem(label), scene, weight)
+            images, tally = self._climb(target.pipeline(label, how, self.views), target.problem(label), scene, weight)
             better = tally.beats(kept)
             best, kept = torch.where(better[:, None, None, None], images, best), kept.where(better, tally)
         return Crafted(best, *target.everyone(self.price(target.defense, target.passes)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.attacks.losses import Loss
 from react_clip.defenses.anchored import AnchoredDefense, divergence_of
-from react_clip.defenses.base import Defense, Gradients, derived_seed, gradients, prepare, straight_through
+from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed, gradients, prepare, straight_through
 from react_clip.zeroshot import ZeroShotClassifier
 
 Price = tuple[int, int]
@@ -143,6 +143,27 @@ class Pipeline:
             drift=found.drift,
             threshold=torch.full_like(found.score, torch.nan),
         )
+
+
+def sketch(defense: Defense, views: int | None) -> Defense:
+    """An attacker's own, cheaper copy of a defence: the same with at most that many anchor views.
+
+    The mean of fewer views has the same expectation, so gradients point the same way with more noise. Only what is
+    optimised on may be a copy; what counts is judged on the defence itself.
+
+    >>> from react_clip.defenses import TTC, ReACT
+    >>> sketch(ReACT(), 4).views, sketch(ReACT(), None).views, sketch(TTC(), 4) == TTC()
+    (4, 10, True)
+    """
+    if views is None or not isinstance(defense, AnchoredDefense) or defense.views <= views:
+        return defense
+    return replace(defense, views=views)
+
+
+def sketch_passes(defense: Defense, views: int | None, passes: Price) -> Price:
+    """Passes of such a copy; ``passes`` are those of the defence itself."""
+    copy = sketch(defense, views)
+    return passes if copy is defense or not isinstance(copy, Priced) else copy.cost()
 
 
 def look_price(defense: Defense, passes: Price) -> Price:

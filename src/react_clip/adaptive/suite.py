@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from react_clip.adaptive.base import (
     JUDGE_DRAWS,
@@ -13,10 +14,11 @@ from react_clip.adaptive.base import (
     AdaptiveResult,
     Crafted,
     Target,
+    as_result,
     from_dict,
 )
 from react_clip.adaptive.objectives import BPDA, Both, Evade, Feature, Through
-from react_clip.adaptive.pipeline import Price
+from react_clip.adaptive.pipeline import Price, Tally
 from react_clip.adaptive.wrapped import Queries, Rand, Transfer
 from react_clip.defenses.base import Defense
 from react_clip.errors import ReactClipError
@@ -26,8 +28,10 @@ from react_clip.errors import ReactClipError
 class Suite(AdaptiveAttack):
     """The worst case over its members; the budget is the suite's, and a member that makes no sense on a defence rests.
 
-    Every member attacks every image. Its images are judged on the same fresh draws as those of the others, and per
-    image the one that is wrong in most of them counts.
+    A member's images are judged on the same fresh draws as those of the others, and per image the one that is wrong in
+    most of them counts. Every member attacks every image, or with ``in_turn`` only those that the members before it
+    have left right in some of these draws: the worst case is the same for a fraction of the work, but a member's own
+    share then covers only the images that were left to it.
 
     >>> Suite(members=(Both(steps=5), Evade(steps=5, lambdas=(1.0,)))).name
     'adaptive-suite-2'
@@ -44,11 +48,14 @@ class Suite(AdaptiveAttack):
         Rand(steps=20, eot=4),
         Queries(queries=500, eot=4),
     )
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.members, tuple) or not self.members:
             raise ReactClipError("a suite has no members; give at least one, such as adaptive-both")
+        if not isinstance(self.in_turn, bool):
+            raise ReactClipError(f"in_turn is {self.in_turn!r}, but it must be true or false")
         names = [member.name for member in self.members]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ReactClipError(f"suite member {twice[0]!r} is there {names.count(twice[0])} times; name each once")
@@ -84,25 +91,23 @@ class Suite(AdaptiveAttack):
         return Crafted(found.images, found.queries, found.backward)
 
     def _judged(self, target: Target) -> AdaptiveResult:
-        results: dict[str, AdaptiveResult] = {}
+        images, worst = target.x, Tally(*torch.full((2, len(target.x)), -torch.inf, device=target.x.device))
+        forward, backward = torch.zeros_like(target.y), torch.zeros_like(target.y)
+        parts: dict[str, Tensor] = {}
         for member in self.able(target.defense):
-            results[member.name] = member._judged(target)
-        first, *others = results.values()
-        images, broken, loss = first.images, first.broken, first.loss
-        for other in others:
-            better = (other.broken > broken) | ((other.broken == broken) & (other.loss > loss))
-            images = torch.where(better[:, None, None, None], other.images, images)
-            broken, loss = torch.where(better, other.broken, broken), torch.where(better, other.loss, loss)
-        return replace(
-            first,
-            images=images,
-            success=broken > 0.5,
-            broken=broken,
-            loss=loss,
-            queries=torch.stack([result.queries for result in results.values()]).sum(0),
-            backward=torch.stack([result.backward for result in results.values()]).sum(0),
-            parts={name: result.broken for name, result in results.items()},
-        )
+            standing = worst.broken < 1 if self.in_turn else torch.ones_like(target.y, dtype=torch.bool)
+            parts[member.name] = torch.full_like(worst.broken, torch.nan)
+            rows = standing.nonzero().flatten()
+            if not len(rows):
+                continue
+            found = member._judged(target.only(rows))
+            tally = Tally(worst.broken.index_copy(0, rows, found.broken), worst.loss.index_copy(0, rows, found.loss))
+            better = tally.beats(worst)
+            images = torch.where(better[:, None, None, None], images.index_copy(0, rows, found.images), images)
+            worst = worst.where(better, tally)
+            forward, backward = forward.index_add(0, rows, found.queries), backward.index_add(0, rows, found.backward)
+            parts[member.name] = parts[member.name].index_copy(0, rows, found.broken)
+        return as_result(images, worst, forward, backward, parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; members have no budget of their own."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from react_clip.adaptive.base import AdaptiveAttack, AdaptiveResult, Crafted, Target
-from react_clip.adaptive.pipeline import Pipeline, Price, Tally, gradient_price
+from react_clip.adaptive.pipeline import Pipeline, Price, Tally, gradient_price, sketch, sketch_passes
 from react_clip.attacks import APGD, PGD, Attack, Square
 from react_clip.attacks.base import check_count
 from react_clip.attacks.losses import margin
@@ -82,11 +82,15 @@ class Rand(AdaptiveAttack):
     steps: int = 100
     eot: int = 20
     checkpoint: bool = True
+    views: int | None = None
+    """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("steps", self.steps)
         check_count("eot", self.eot)
+        if self.views is not None:
+            check_count("views", self.views)
 
     @property
     def name(self) -> str:
@@ -101,7 +105,7 @@ class Rand(AdaptiveAttack):
     def price(self, defense: Defense, passes: Price) -> Price:
         """For each member a gradient at the start and after every step, the clean and the last answer, and a look."""
         gradients = 2 * self.eot * (self.steps + 1)
-        step = gradient_price(defense, passes, self.checkpoint)
+        step = gradient_price(defense, sketch_passes(defense, self.views, passes), self.checkpoint)
         forward, backward = (gradients * a + 6 * self.eot * b for a, b in zip(step, passes, strict=True))
         return forward, backward
 
@@ -109,7 +113,8 @@ class Rand(AdaptiveAttack):
         """Both members on every image; the worse of the two counts."""
         members = (APGD(loss="ce", steps=self.steps, eot=self.eot), APGD(loss="dlr", steps=self.steps, eot=self.eot))
         best, kept = target.x, Tally(*torch.full((2, len(target.x)), -torch.inf, device=target.x.device))
-        step = gradient_price(target.defense, target.passes, self.checkpoint)
+        copied = sketch_passes(target.defense, self.views, target.passes)
+        step = gradient_price(target.defense, copied, self.checkpoint)
         forward, backward = torch.zeros(2, len(target.x), dtype=torch.int64, device=target.x.device)
         for member in members:
             label = f"{self.kind} {member.name}"
@@ -133,7 +138,12 @@ class Rand(AdaptiveAttack):
         """One draw where a gradient is wanted (APGD averages those), the mean of several where an answer is."""
         seed = derived_seed(target.seed, label)
         module = as_module(
-            target.clf, target.defense, seed=seed, differentiable=True, checkpoint=self.checkpoint, fresh=True
+            target.clf,
+            sketch(target.defense, self.views),
+            seed=seed,
+            differentiable=True,
+            checkpoint=self.checkpoint,
+            fresh=True,
         )
         answer = _averaged(target.pipeline(f"{label} answers"), self.eot)
         return lambda pixels: module(pixels) if pixels.requires_grad else answer(pixels)

@@ -170,6 +170,8 @@ def _query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
         singles = [row for row in group if row.part or not row.config.startswith(f"{Suite.__name__}(")]
         blind = [row for row in singles if (row.part or row.config).startswith((Queries.kind, f"{Queries.__name__}("))]
         seeing = [row for row in singles if row not in blind]
+        # Where members took turns, Square met only what gradients had left, and there is nothing to compare.
+        seeing = [row for row in seeing if blind and row.attacked == blind[0].attacked]
         if blind and seeing:
             without, with_gradients = (1.0 - max(row.success_rate for row in side) for side in (blind, seeing))
             title = f"the best gradient attack {format_eps(eps)} on {dataset}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import MEAN, LabelledAttack, Recipe
@@ -125,15 +126,18 @@ def attack_rows(blocks: Sequence[Block]) -> list[AttackRow]:
             defense=defense,
         )
         rows.append(row)
-        rows += [
-            replace(
-                row,
-                part=name.removeprefix(PART),
-                success_rate=float(values[attacked].mean()) if count else math.nan,
-                lost_to_rounding=0,
-                queries=math.nan,
-            )
-            for name, values in columns.items()
-            if name.startswith(PART)
-        ]
+        rows += [_part_row(row, name, values[attacked]) for name, values in columns.items() if name.startswith(PART)]
     return rows
+
+
+def _part_row(suite: AttackRow, name: str, shares: npt.NDArray[np.float32]) -> AttackRow:
+    """What one member of a suite achieved on the images that were left to it."""
+    tried = shares[~np.isnan(shares)]
+    return replace(
+        suite,
+        part=name.removeprefix(PART),
+        attacked=len(tried),
+        success_rate=float(tried.mean()) if len(tried) else math.nan,
+        lost_to_rounding=0,
+        queries=math.nan,
+    )
