@@ -1,10 +1,10 @@
-"""What all adaptive attacks share: a config object that is called on (clf, defense, x, y), and the registry."""
+"""What all adaptive attacks share: a config object that is called on (clf, defense, x, y)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.adaptive.pipeline import Pipeline, Price, Tally, sketch
+from react_clip.attacks.kinds import Kinds, Written
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels, check_size
 from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed
@@ -20,8 +21,6 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 JUDGE_DRAWS = 10
 """Fresh draws that decide what an attack achieved; none of them is one that it optimised on."""
-
-_KINDS: dict[str, type[AdaptiveAttack]] = {}
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,15 @@ class Target:
 
 
 @dataclass(frozen=True, repr=False)
-class AdaptiveAttack(ABC):
+class AdaptiveAttack(Written, ABC):
     """A configuration; call it on a classifier, its defence, images and labels. Its repr is the log line.
 
     All randomness comes from the seed and the images. Noise is drawn anew for every step, from seeds that no
     evaluation draws from (see :func:`~react_clip.defenses.base.derived_seed`).
     """
 
-    kind: ClassVar[str]
+    kinds: ClassVar[Kinds[AdaptiveAttack]] = Kinds("adaptive attack")
     eps: float = 4 / 255
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "kind" in cls.__dict__:
-            _KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
         check_size("eps", self.eps)
@@ -182,27 +176,6 @@ class AdaptiveAttack(ABC):
         tally = target.judge(crafted.images)
         return as_result(crafted.images, tally, crafted.forward + forward, crafted.backward + backward)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and YAML; :func:`from_dict` gives the attack back."""
-        return {"kind": self.kind} | {f.name: _written(f.name, getattr(self, f.name)) for f in fields(self)}
-
-    @classmethod
-    def read(cls, values: dict[str, Any]) -> AdaptiveAttack:
-        """The attack from its fields as a recipe holds them."""
-        for length in ("eps", "step_size"):
-            if isinstance(values.get(length), str) and values[length] != "eps/4":
-                values[length] = _length(length, values[length])
-        fixed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        try:
-            return cls(**fixed)
-        except TypeError as error:
-            raise ReactClipError(f"attack {cls.kind!r} is not understood: {error}") from None
-
-    def __repr__(self) -> str:
-        given = {key: value for key, value in self.to_dict().items() if key != "kind" and value is not None}
-        shown = (f"{key}={value}" for key, value in given.items())
-        return f"{type(self).__name__}({', '.join(shown)})"
-
 
 def as_result(
     images: Tensor, tally: Tally, forward: Tensor, backward: Tensor, parts: dict[str, Tensor] | None = None
@@ -225,7 +198,7 @@ def names() -> list[str]:
     >>> names()[:3]
     ['adaptive-both', 'adaptive-bpda', 'adaptive-evade']
     """
-    return sorted(_KINDS)
+    return AdaptiveAttack.kinds.names()
 
 
 def from_dict(config: Mapping[str, Any]) -> AdaptiveAttack:
@@ -234,28 +207,4 @@ def from_dict(config: Mapping[str, Any]) -> AdaptiveAttack:
     >>> from_dict({"kind": "adaptive-both", "eps": "8/255", "eot": 2})
     Both(eps=8/255, steps=20, step_size=eps/4, loss=ce, eot=2, sigma=differentiated, checkpoint=True, combine=mean)
     """
-    values = dict(config)
-    kind = values.pop("kind", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ReactClipError(f"adaptive attack {kind!r} does not exist; choose one of {', '.join(names())}")
-    known = [f.name for f in fields(_KINDS[kind])]
-    if unknown := sorted(set(values) - set(known)):
-        raise ReactClipError(f"attack {kind!r} has no field {unknown[0]!r}; it has {', '.join(known)}")
-    return _KINDS[kind].read(values)
-
-
-def _length(name: str, text: str) -> float:
-    """The number written as ``"4/255"`` or ``"0.0157"``."""
-    above, _, below = text.partition("/")
-    try:
-        return float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError):
-        raise ReactClipError(f"{name} is {text!r}, but it must be a number such as 4/255") from None
-
-
-def _written(name: str, value: Any) -> Any:
-    """Lengths as fractions of 255 where that is exact, everything else as JSON has it."""
-    if name in ("eps", "step_size") and isinstance(value, float):
-        text = f"{value * 255:.6g}/255"
-        return text if _length(name, text) == value else value
-    return list(value) if isinstance(value, tuple) else value
+    return AdaptiveAttack.kinds.from_dict(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from react_clip.adaptive.base import AdaptiveAttack, Crafted, Target
 from react_clip.adaptive.pipeline import Look, Pipeline, Price, Tally, gradient_price, look_price, sketch_passes
-from react_clip.attacks.base import check_choice, check_count
+from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
 from react_clip.attacks.problem import Problem, check_size
 from react_clip.defenses.base import Defense, Gradients

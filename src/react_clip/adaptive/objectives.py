@@ -11,7 +11,7 @@ from torch import Tensor
 
 from react_clip.adaptive.gradient import LOSSES, GradientAttack, Scene
 from react_clip.adaptive.pipeline import Look
-from react_clip.attacks.base import check_choice
+from react_clip.attacks.kinds import check_choice
 from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.defenses.base import Defense
 from react_clip.errors import ReactClipError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class Suite(AdaptiveAttack):
         return {**super().to_dict(), "members": members}
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> AdaptiveAttack:
+    def read(cls, values: dict[str, Any]) -> Self:
         """The suite from its fields; a member is a kind or a mapping."""
         entries = values.get("members")
         if entries is None:

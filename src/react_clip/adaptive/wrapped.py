@@ -12,7 +12,7 @@ from torch import Tensor
 from react_clip.adaptive.base import AdaptiveAttack, AdaptiveResult, Crafted, Target
 from react_clip.adaptive.pipeline import Pipeline, Price, Tally, gradient_price, sketch, sketch_passes
 from react_clip.attacks import APGD, PGD, Attack, Square
-from react_clip.attacks.base import check_count
+from react_clip.attacks.kinds import check_count
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Progress, Steps
 from react_clip.defenses.base import Defense, as_module, derived_seed

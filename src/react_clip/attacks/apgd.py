@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from react_clip.attacks import losses
-from react_clip.attacks.base import Attack, check_choice, check_count
+from react_clip.attacks.base import Attack
+from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
 

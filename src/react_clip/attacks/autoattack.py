@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from react_clip.attacks.apgd import APGD
-from react_clip.attacks.base import Attack, check_choice
+from react_clip.attacks.base import Attack
 from react_clip.attacks.fab import FAB
+from react_clip.attacks.kinds import check_choice
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
 from react_clip.attacks.square import Square
 

@@ -1,16 +1,17 @@
-"""What all attacks share: a config object that is called on (model, x, y), and the registry of kinds."""
+"""What all attacks share: a config object that is called on (model, x, y)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.attacks.kinds import Kinds, Written
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import (
     Found,
@@ -23,11 +24,8 @@ from react_clip.attacks.problem import (
     check_labels,
     check_size,
 )
-from react_clip.errors import ReactClipError
 
 __all__ = ["Attack", "AttackResult", "Model", "from_dict", "names"]
-
-_KINDS: dict[str, type[Attack]] = {}
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class AttackResult:
 
 
 @dataclass(frozen=True, repr=False)
-class Attack(ABC):
+class Attack(Written, ABC):
     """A configuration; call it on a model, images and labels. Its repr is the log line.
 
     The model runs as it is handed over (put it in eval mode); gradients are taken with respect to pixels only, and
@@ -57,14 +55,8 @@ class Attack(ABC):
     seed: no result depends on the batch an image sits in.
     """
 
-    kind: ClassVar[str]
+    kinds: ClassVar[Kinds[Attack]] = Kinds("attack kind")
     eps: float = 4 / 255
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A subclass without a kind of its own must not take its parent's place.
-        if "kind" in cls.__dict__:
-            _KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
         check_size("eps", self.eps)
@@ -121,14 +113,6 @@ class Attack(ABC):
         final = Found(images, problem.logits(images))
         return AttackResult(images, final.broken(labels), self.own_loss(final.logits, labels).float(), queries)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and YAML; :func:`from_dict` gives the attack back."""
-        return {"kind": self.kind} | {f.name: _written(getattr(self, f.name)) for f in fields(self)}
-
-    def __repr__(self) -> str:
-        shown = (f"{key}={value}" for key, value in self.to_dict().items() if key != "kind")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
 
 def names() -> list[str]:
     """The kinds that :func:`from_dict` knows.
@@ -136,7 +120,7 @@ def names() -> list[str]:
     >>> names()
     ['apgd', 'autoattack', 'cw', 'fab', 'pgd', 'square']
     """
-    return sorted(_KINDS)
+    return Attack.kinds.names()
 
 
 def from_dict(config: Mapping[str, Any]) -> Attack:
@@ -145,44 +129,4 @@ def from_dict(config: Mapping[str, Any]) -> Attack:
     >>> from_dict({"kind": "pgd", "eps": "8/255", "steps": 20})
     PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True)
     """
-    values = dict(config)
-    kind = values.pop("kind", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ReactClipError(f"attack kind {kind!r} does not exist; choose one of {', '.join(names())}")
-    known = [f.name for f in fields(_KINDS[kind])]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ReactClipError(f"attack {kind!r} has no field {unknown[0]!r}; it has {', '.join(known)}")
-    for length in ("eps", "step_size"):
-        if isinstance(values.get(length), str) and values[length] != "eps/4":
-            values[length] = _read(length, values[length])
-    return _KINDS[kind](**values)
-
-
-def check_count(name: str, value: int) -> None:
-    """Refuse anything but a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ReactClipError(f"{name} is {value!r}, but it must be an integer of at least 1")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse anything that is not on the list."""
-    if value not in choices:
-        raise ReactClipError(f"{name} is {value!r}, but it must be one of {', '.join(choices)}")
-
-
-def _read(name: str, text: str) -> float:
-    """The number written as ``"4/255"`` or ``"0.0157"``."""
-    above, _, below = text.partition("/")
-    try:
-        return float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError):
-        raise ReactClipError(f"{name} is {text!r}, but it must be a number such as 4/255") from None
-
-
-def _written(value: Any) -> Any:
-    """Lengths as fractions of 255 where that is exact; everything else as it is."""
-    if isinstance(value, float):
-        text = f"{value * 255:.6g}/255"
-        return text if _read("value", text) == value else value
-    return value
+    return Attack.kinds.from_dict(config)

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from react_clip.attacks.base import Attack, check_count
+from react_clip.attacks.base import Attack
+from react_clip.attacks.kinds import check_count
 from react_clip.attacks.losses import Loss, ranked_targets
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
 

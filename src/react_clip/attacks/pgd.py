@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from react_clip.attacks.base import Attack, check_choice, check_count
+from react_clip.attacks.base import Attack
+from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss, cross_entropy, margin
 from react_clip.attacks.problem import Problem, check_size
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.attacks.base import check_count
+from react_clip.attacks.kinds import check_count
 from react_clip.attacks.problem import check_size
 from react_clip.finetune.methods import Batch, Method
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from react_clip.attacks.base import check_choice, check_count
+from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.errors import ReactClipError
 from react_clip.finetune.inner import InnerAttack
 
