@@ -10,6 +10,7 @@ from pathlib import Path
 
 from react_clip.calibration import Calibration
 from react_clip.report.figures import all_figures
+from react_clip.report.figures.performance import performance_figures, read_reports
 from react_clip.report.run import read_runs
 from react_clip.report.style import save_figure
 
@@ -55,6 +56,10 @@ def main() -> int:
             if place.with_suffix(".svg").stat().st_size > LARGEST_SVG:
                 place.with_suffix(".svg").unlink()
             print(place.relative_to(ROOT))
+    for figure_name, make in performance_figures(read_reports(RESULTS / "bench")).items():
+        place = FIGURES / "performance" / figure_name
+        save_figure(make(), place)
+        print(place.relative_to(ROOT))
     return 0
 
 

@@ -5,8 +5,8 @@
 
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
-``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->`` or
-``<!-- calibration: FILE -->``;
+``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
+``<!-- calibration: FILE -->`` or ``<!-- performance: SECTION -->`` (empty while its measurements are not there);
 everything up to ``<!-- end -->`` is replaced.
 """
 
@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from performance_docs import performance
+
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.merge import merge
 from react_clip.evaluation.recipe import MEAN, format_eps
@@ -27,7 +29,8 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"(<!-- (table|drift|paper|calibration|methods|leakage): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+KINDS = "table|drift|paper|calibration|methods|leakage|performance"
+MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def run_table(run: str, name: str) -> str:
@@ -173,6 +176,7 @@ def filled(text: str) -> str:
             "calibration": calibration_table,
             "methods": methods_table,
             "leakage": leakage_table,
+            "performance": lambda section: performance(section, RESULTS / "bench"),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from react_clip.bench.memory import peak_growth
+from react_clip.bench.syncs import host_syncs
 from react_clip.errors import ReactClipError
+
+_COUNTED = 2
+"""Images in the batch whose host synchronisations are counted: how many there are does not change the number."""
 
 Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes that each image took."""
@@ -35,12 +40,40 @@ class Timing:
     passes: float
     backward_passes: float
     overhead: float
-    """Time divided by what its passes take at the bare encoder's speed, a backward pass counted as two."""
+    """Time divided by what its passes take at the bare encoder's speed in the same round, a backward pass counted as
+    two: the median over rounds."""
+    overhead_range: tuple[float, float]
+    """The smallest and the largest overhead of any round."""
     latency_p50: float
     latency_p99: float
     """Milliseconds for one image alone."""
     peak_bytes: int | None
-    """Most device memory during a batch; not measured on a CPU."""
+    """Most memory during a batch, beyond the weights and the images that wait; ``None`` where it cannot be measured."""
+    host_syncs: int
+    """How often the host waits for the device in one batch."""
+    round_milliseconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio measured round by round: the median, the smallest and the largest."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        """
+        >>> Ratio.of([3.0, 1.0, 2.0])
+        Ratio(middle=2.0, low=1.0, high=3.0)
+        """
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def speedup(ours: Timing, theirs: Timing) -> Ratio:
+    """How many images we answer while they answer one."""
+    return Ratio.of([b / a for a, b in zip(ours.round_milliseconds, theirs.round_milliseconds, strict=True)])
 
 
 def compare(
@@ -58,39 +91,25 @@ def compare(
             f"{len(contenders)} contenders, {len(images)} images, batch {batch}, {rounds} rounds and {singles} single "
             "images are too few; each must be at least 1"
         )
-    spent: list[list[float]] = [[] for _ in contenders]
-    alone: list[list[float]] = [[] for _ in contenders]
-    costs: list[tuple[float, float]] = []
-    peaks: list[int | None] = []
+    syncs, peaks = [], []
     for contender in contenders:
         progress(f"warm-up: {contender.label}")
-        forward, backward, peak = _measure_cost(contender, images, batch)
-        costs.append((forward, backward))
-        peaks.append(peak)
-    for turn in range(rounds):
-        for number, contender in enumerate(contenders):
-            progress(f"round {turn + 1}: {contender.label}")
-            spent[number].append(_seconds(contender, images, batch))
-    for turn in range(singles):
-        image = images[turn % len(images)][None]
-        for number, contender in enumerate(contenders):
-            alone[number].append(_seconds(contender, image, 1))
+        syncs.append(len(_host_syncs(contender, images[:_COUNTED])))
+        peaks.append(_peak(contender, images[:batch]))
+    turns: list[list[_Turn]] = [[] for _ in contenders]
+    for number in range(rounds):
+        for mine, contender in zip(turns, contenders, strict=True):
+            progress(f"round {number + 1}: {contender.label}")
+            mine.append(_turn(contender, images, batch))
+    alone: list[list[float]] = [[] for _ in contenders]
+    for number in range(singles):
+        image = images[number % len(images)][None]
+        for latencies, contender in zip(alone, contenders, strict=True):
+            latencies.append(1000 * _turn(contender, image, 1).seconds)
         progress("one image alone")
-    per_image = [statistics.median(times) / len(images) for times in spent]
-    yardstick = per_image[0] / (costs[0][0] + 2 * costs[0][1])
     return [
-        Timing(
-            label=contender.label,
-            images_per_second=1 / per_image[number],
-            milliseconds=1000 * per_image[number],
-            passes=costs[number][0],
-            backward_passes=costs[number][1],
-            overhead=per_image[number] / (yardstick * (costs[number][0] + 2 * costs[number][1])),
-            latency_p50=1000 * percentile(alone[number], 0.5),
-            latency_p99=1000 * percentile(alone[number], 0.99),
-            peak_bytes=peaks[number],
-        )
-        for number, contender in enumerate(contenders)
+        _timing(contender.label, mine, turns[0], latencies, peak, count)
+        for contender, mine, latencies, peak, count in zip(contenders, turns, alone, peaks, syncs, strict=True)
     ]
 
 
@@ -104,25 +123,61 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _measure_cost(contender: Contender, images: Tensor, batch: int) -> tuple[float, float, int | None]:
-    """Mean passes per image, and the most memory a batch takes; also warms the contender up."""
-    on_gpu = images.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(images.device)
-    passes = [contender.answer(part) for part in torch.split(images, batch)]
-    contender.answer(images[:1])
-    peak = torch.cuda.max_memory_allocated(images.device) if on_gpu else None
-    forward, backward = (torch.cat([part[kind] for part in passes]).double().mean().item() for kind in (0, 1))
-    return forward, backward, peak
+@dataclass(frozen=True)
+class _Turn:
+    """One contender, once through all images: seconds in all, passes an image."""
+
+    seconds: float
+    images: int
+    forward: float
+    backward: float
+
+    @property
+    def work(self) -> float:
+        """Passes an image, a backward pass counted as two."""
+        return self.forward + 2 * self.backward
 
 
-def _seconds(contender: Contender, images: Tensor, batch: int) -> float:
+def _turn(contender: Contender, images: Tensor, batch: int) -> _Turn:
     _wait_for(images.device)
     begin = time.perf_counter()
-    for part in torch.split(images, batch):
-        contender.answer(part)
+    passes = [contender.answer(part) for part in torch.split(images, batch)]
     _wait_for(images.device)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    forward, backward = (torch.cat([part[kind] for part in passes]).double().mean().item() for kind in (0, 1))
+    return _Turn(seconds, len(images), forward, backward)
+
+
+def _timing(
+    label: str, turns: list[_Turn], bare: list[_Turn], alone: list[float], peak: int | None, syncs: int
+) -> Timing:
+    each = tuple(1000 * turn.seconds / turn.images for turn in turns)
+    milliseconds = statistics.median(each)
+    # The same round's encoder is the yardstick, so that a machine that slows down over the run moves both.
+    pairs = zip(turns, bare, strict=True)
+    overhead = Ratio.of([turn.seconds * one.work / (one.seconds * turn.work) for turn, one in pairs])
+    return Timing(
+        label=label,
+        images_per_second=1000 / milliseconds,
+        milliseconds=milliseconds,
+        passes=turns[0].forward,
+        backward_passes=turns[0].backward,
+        overhead=overhead.middle,
+        overhead_range=(overhead.low, overhead.high),
+        latency_p50=percentile(alone, 0.5),
+        latency_p99=percentile(alone, 0.99),
+        peak_bytes=peak,
+        host_syncs=syncs,
+        round_milliseconds=each,
+    )
+
+
+def _host_syncs(contender: Contender, images: Tensor) -> list[str]:
+    return host_syncs(lambda: contender.answer(images))
+
+
+def _peak(contender: Contender, images: Tensor) -> int | None:
+    return peak_growth(lambda: contender.answer(images), images.device)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -8,6 +8,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip import ReactClipError, ZeroShotClassifier, __version__, attacks, defenses, storage
-from react_clip.bench import BARE, Timing, compare, contenders
+from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, __version__, attacks, defenses, storage
+from react_clip.bench import (
+    BARE,
+    OURS,
+    PLAIN,
+    PUBLISHED,
+    SHAPES,
+    SWEEPS,
+    Bench,
+    Point,
+    Roofline,
+    Timing,
+    Traffic,
+    gate_scores,
+    random_encoder,
+    roofline,
+    speedup,
+    synthetic_photos,
+)
 from react_clip.cli.common import (
     PhotoReader,
     Subparsers,
@@ -30,9 +48,12 @@ from react_clip.cli.common import (
     notice,
 )
 from react_clip.cli.demo import bundled_photos
+from react_clip.encoders import offline
 from react_clip.evaluation.sets import device_name
 
-SCHEMA = 1
+SCHEMA = 2
+_CLASSES = 1_000
+"""Classes of an encoder with random weights."""
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -55,41 +76,53 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--attacked", type=float, default=0.0, help="share of attacked images, 0 to 1 (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument(
+        "--sweep",
+        choices=(*SWEEPS, "all"),
+        help="instead of the table: ReACT and the bare encoder along an axis (classes: 10 to 20,000; attacked: 0 to 1)",
+    )
+    parser.add_argument(
         "--defenses", default="", help=f"measure these as well, comma-separated: {', '.join(defenses.names())}"
+    )
+    parser.add_argument(
+        "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(SHAPES)}"
     )
     add_model_options(parser)
     add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, write the JSON."""
+    """Measure, print tables, write the JSON: again after every point of a sweep, so that none is lost."""
     _check(args)
-    others = {name: _defense(name, args.batch) for name in _names(args.defenses)}
-    args.photos_in = args.photos_in or bundled_photos()
-    reader = PhotoReader(args)
-    encoder = load_encoder(args)
-    clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder)
-    images = _traffic(args, clf, reader)
-    lineup = contenders(clf, guard, batch=args.batch, defenses=others)
-    steps = len(lineup) * (1 + args.rounds) + args.singles
+    reader = PhotoReader(_with_photos(args)) if args.photos_in or not args.shapes else None
+    bench = _bench(args, reader)
+    axes = SWEEPS if args.sweep == "all" else (args.sweep,) if args.sweep else ()
+    report = _report(args, bench, roofline(bench.clf.encoder))
+    timings: list[Timing] = []
+    sweeps: dict[str, list[Point]] = {}
+    steps = sum(bench.steps(axis) for axis in axes) if axes else bench.steps()
     with tqdm(total=steps, unit="turn", disable=args.quiet or None) as bar:
 
         def progress(label: str) -> None:
             bar.set_description(label)
             bar.update(1)
 
-        timings = compare(lineup, images, batch=args.batch, rounds=args.rounds, singles=args.singles, progress=progress)
-    report = _report(args, clf, timings)
-    if args.out:
-        storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
+        if not axes:
+            timings = bench.table(progress)
+            report["contenders"] = [dataclasses.asdict(timing) for timing in timings]
+            _write(args, report)
+        for axis in axes:
+            sweeps[axis], report["sweeps"][axis] = [], []
+            for point in bench.sweep(axis, progress):
+                sweeps[axis].append(point)
+                report["sweeps"][axis].append(_point(point))
+                _write(args, report)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print(timings)
+        _print(report, timings, sweeps)
         if args.out:
             notice(args, f"written to {args.out}")
-    return reader.exit_code
+    return reader.exit_code if reader else 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -98,6 +131,55 @@ def _check(args: argparse.Namespace) -> None:
             raise ReactClipError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if not 0.0 <= args.attacked <= 1.0:
         raise ReactClipError(f"--attacked is {args.attacked}; it is a share between 0 and 1")
+    if args.shapes is None:
+        return
+    if args.model != offline.NAME:
+        raise ReactClipError(f"--shapes {args.shapes} and --model {args.model} are both given; choose one of them")
+    given = [name for name in ("labels", "labels_file", "photos", "template") if getattr(args, name) is not None]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise ReactClipError(
+            f"--shapes {args.shapes} has random weights, for which {option} means nothing; leave it out"
+        )
+
+
+def _with_photos(args: argparse.Namespace) -> argparse.Namespace:
+    args.photos_in = args.photos_in or bundled_photos()
+    return args
+
+
+def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> Bench:
+    """Everything that is measured, from the options."""
+    others = {name: _defense(name, args.batch) for name in _names(args.defenses)}
+    if args.shapes:
+        encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
+        clf, guard = _random_classifier(encoder), ReACT() if args.config is None else build_guard(args, encoder)
+    else:
+        encoder = load_encoder(args)
+        clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+    attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
+    photos = _photos(reader, encoder.image_size, args.images, args.seed)
+    traffic = Traffic(clf, photos, attack, batch=args.batch, seed=args.seed)
+    return Bench(
+        clf=clf,
+        guard=guard,
+        traffic=traffic,
+        images=args.images,
+        batch=args.batch,
+        attacked=args.attacked,
+        rounds=args.rounds,
+        singles=args.singles,
+        scores=gate_scores(clf, guard, traffic.images(args.images, 0.0), batch=args.batch) if args.shapes else None,
+        defenses=others,
+    )
+
+
+def _random_classifier(encoder: Encoder) -> ZeroShotClassifier:
+    generator = torch.Generator().manual_seed(0)
+    names = [f"class {number + 1}" for number in range(_CLASSES)]
+    return ZeroShotClassifier.from_features(
+        encoder, names, torch.randn(_CLASSES, encoder.dim, generator=generator).to(encoder.device)
+    )
 
 
 def _defense(name: str, batch: int) -> defenses.Defense:
@@ -110,27 +192,29 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _traffic(args: argparse.Namespace, clf: ZeroShotClassifier, reader: PhotoReader) -> Tensor:
-    """Photos repeated to the number asked for, each copy a little shifted, the first share of them attacked."""
-    size = clf.encoder.image_size
-    photos = torch.cat([pixels for _, pixels in reader.batches(size)])
-    copies = [photos[i % len(photos)].roll(i // len(photos), dims=2) for i in range(args.images)]
-    images = torch.stack(copies).to(clf.device)
-    count = round(args.attacked * len(images))
-    if count:
-        attack = attacks.from_dict({"kind": "pgd", "eps": args.eps})
-        # Spread over the batches, as in traffic.
-        places = torch.arange(count, device=images.device) * len(images) // count
-        parts = []
-        for part in torch.split(images[places], args.batch):
-            with torch.no_grad():
-                answers = clf(part).argmax(-1)
-            parts.append(attack(clf, part, answers, seed=args.seed).images)
-        images = images.index_copy(0, places, torch.cat(parts))
-    return images
+def _photos(reader: PhotoReader | None, size: int, count: int, seed: int) -> Tensor:
+    """Photos that can be read, no more than needed, from all over the list; synthetic ones without a reader."""
+    if reader is None:
+        return synthetic_photos(count, size, seed=seed)
+    files, wanted = reader.files, min(count, len(reader.files))
+    reader.files = [files[number * len(files) // wanted] for number in range(wanted)]
+    found = [pixels for _, pixels in reader.batches(size)]
+    if not found:
+        raise ReactClipError("none of the photos can be read; give others")
+    return torch.cat(found)
 
 
-def _report(args: argparse.Namespace, clf: ZeroShotClassifier, timings: list[Timing]) -> dict[str, Any]:
+def _report(args: argparse.Namespace, bench: Bench, limits: Roofline) -> dict[str, Any]:
+    clf = bench.clf
+    notes = []
+    if args.shapes:
+        notes.append(
+            "weights are random: no image is attacked, the gate's threshold is set so that the attacked share opens it"
+        )
+    if not clf.encoder.has_text and not args.sweep:
+        notes.append(
+            f"{PUBLISHED} is measured without encoding the class prompts anew: {clf.encoder.name} has no text tower"
+        )
     return {
         "schema": SCHEMA,
         "command": shlex.join(["react-clip", *sys.argv[1:]]),
@@ -144,25 +228,78 @@ def _report(args: argparse.Namespace, clf: ZeroShotClassifier, timings: list[Tim
         "attacked": args.attacked,
         "eps": args.eps,
         "rounds": args.rounds,
+        "singles": args.singles,
         "seed": args.seed,
+        "notes": notes,
         "versions": {"react-clip": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "contenders": [dataclasses.asdict(timing) for timing in timings],
+        "roofline": dataclasses.asdict(limits),
+        "contenders": [],
+        "sweeps": {},
     }
 
 
-def _print(timings: list[Timing]) -> None:
-    width = max(len(timing.label) for timing in timings)
-    head = ("images/s", "ms/image", "passes", "backward", "overhead", "p50 ms", "p99 ms", "peak MiB")
-    print(f"{'':{width}}" + "".join(f"{title:>10}" for title in head))
-    for timing in timings:
+def _point(point: Point) -> dict[str, Any]:
+    return {"value": point.value, "contenders": [dataclasses.asdict(timing) for timing in point.timings]}
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.out:
+        storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
+
+
+def _print(report: dict[str, Any], timings: Sequence[Timing], sweeps: dict[str, list[Point]]) -> None:
+    if timings:
+        _print_rows([(timing.label, timing) for timing in timings], "")
+        _print_ratios(report, {timing.label: timing for timing in timings})
+    for axis, points in sweeps.items():
+        print(f"\nalong {axis}:")
+        rows = [(f"{point.value:>7,g}  {timing.label}", timing) for point in points for timing in point.timings]
+        _print_rows(rows, f"{axis:>7}")
+    for note in report["notes"]:
+        print(f"note: {note}")
+
+
+def _print_rows(rows: Sequence[tuple[str, Timing]], corner: str) -> None:
+    width = max(len(label) for label, _ in rows)
+    head = (
+        "images/s",
+        "ms/image",
+        "passes",
+        "backward",
+        "overhead",
+        "of rounds",
+        "p50 ms",
+        "p99 ms",
+        "peak MiB",
+        "syncs",
+    )
+    print(f"{corner:{width}}" + "".join(f"{title:>11}" for title in head))
+    for label, timing in rows:
         peak = "-" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**20:.0f}"
-        numbers = (timing.images_per_second, timing.milliseconds, timing.passes, timing.backward_passes)
-        print(
-            f"{timing.label:{width}}"
-            + "".join(f"{number:>10.2f}" for number in numbers)
-            + f"{timing.overhead:>10.2f}{timing.latency_p50:>10.1f}{timing.latency_p99:>10.1f}{peak:>10}"
+        numbers = (
+            timing.images_per_second,
+            timing.milliseconds,
+            timing.passes,
+            timing.backward_passes,
+            timing.overhead,
         )
-    by_label = {timing.label: timing for timing in timings}
-    ours = by_label["ReACT"]
-    for other in (BARE, "all 14 passes", "Defend-CLIP as published"):
-        print(f"ReACT runs at {ours.images_per_second / by_label[other].images_per_second:.2f} x the speed of {other}")
+        low, high = timing.overhead_range
+        print(
+            f"{label:{width}}"
+            + "".join(f"{number:>11.2f}" for number in numbers)
+            + f"{f'{low:.2f}-{high:.2f}':>11}{timing.latency_p50:>11.1f}{timing.latency_p99:>11.1f}"
+            + f"{peak:>11}{timing.host_syncs:>11}"
+        )
+
+
+def _print_ratios(report: dict[str, Any], by_label: dict[str, Timing]) -> None:
+    for other in (BARE, PLAIN, PUBLISHED):
+        ratio = speedup(by_label[OURS], by_label[other])
+        print(f"ReACT runs at {ratio.middle:.2f} x the speed of {other} ({ratio.low:.2f} to {ratio.high:.2f})")
+    limits = report["roofline"]
+    if limits["pass_flops"]:
+        share = by_label[BARE].images_per_second * limits["pass_flops"] / limits["matmul_flops"]
+        print(
+            f"one pass is {limits['pass_flops'] / 1e9:.1f} GFLOP; the bare encoder reaches {share:.0%} of the "
+            f"{limits['matmul_flops'] / 1e12:.3g} TFLOP/s of a large matrix product here"
+        )

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Every number in docs/performance.md: run from the repository root, on a machine that does nothing else, as
+#   bash benchmarks/bench_all.sh gpu|cpu PHOTOS OUT [PART ...]
+# PHOTOS is a folder of photos; a part is one file, such as vit-b-16-table-clean, and takes less than eight minutes. The
+# files DEVICE-PART.json in OUT belong into benchmarks/results/bench; then run tools/draw_figures.py and
+# tools/fill_docs.py. ViT-B/16 is the real tower; ViT-B/32 has random weights, whose gate is set to open for the
+# attacked share. DTYPE=fp32 measures another precision.
+set -euo pipefail
+device=$1 photos=$2 out=$3
+shift 3
+wanted=("$@")
+dtype=${DTYPE:-bf16}
+case $device in
+  gpu) where=cuda ;;
+  cpu) where=cpu ;;
+  *) echo "the device is gpu or cpu, not $device" >&2; exit 2 ;;
+esac
+
+bench() { # MODEL PART OPTION...
+  local model=$1 part=$2
+  shift 2
+  if ((${#wanted[@]})) && [[ " ${wanted[*]} " != *" $model-$part "* ]]; then return; fi
+  local weights=("$photos") begin=$SECONDS
+  if [[ $model == vit-b-32 ]]; then weights=(--shapes ViT-B-32); fi
+  python3 -m react_clip bench "${weights[@]}" --device "$where" --dtype "$dtype" --quiet \
+    --out "$out/$device-$model-$part.json" "$@"
+  echo "-- $device-$model-$part: $((SECONDS - begin)) s"
+}
+
+if [[ $device == gpu ]]; then
+  for model in vit-b-16 vit-b-32; do
+    bench $model table-clean --images 512 --batch 256 --rounds 7 --singles 100
+    bench $model table-attacked --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
+    bench $model sweep-batch --sweep batch --images 256 --rounds 5 --singles 1
+    bench $model sweep-images --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
+    bench $model sweep-classes --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
+    bench $model sweep-attacked --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
+  done
+else
+  bench vit-b-16 table-clean --images 8 --batch 8 --rounds 5 --singles 10
+  bench vit-b-16 table-attacked --images 8 --batch 8 --rounds 3 --singles 5 --attacked 1
+  bench vit-b-16 sweep-batch --sweep batch --images 16 --rounds 3 --singles 1
+  bench vit-b-16 sweep-images --sweep images --images 32 --batch 4 --rounds 3 --singles 1
+  bench vit-b-16 sweep-classes --sweep classes --images 8 --batch 8 --rounds 5 --singles 1
+  bench vit-b-32 table-clean --images 16 --batch 16 --rounds 5 --singles 20
+  bench vit-b-32 table-attacked --images 16 --batch 16 --rounds 3 --singles 5 --attacked 1
+  bench vit-b-32 sweep-batch --sweep batch --images 64 --rounds 3 --singles 1
+  bench vit-b-32 sweep-images --sweep images --images 128 --batch 16 --rounds 3 --singles 1
+  bench vit-b-32 sweep-classes --sweep classes --images 32 --batch 16 --rounds 5 --singles 1
+  # One image in a hundred needs a hundred images; on the real tower they would take a quarter of an hour.
+  bench vit-b-32 sweep-attacked --sweep attacked --images 100 --batch 20 --rounds 2 --singles 1
+fi

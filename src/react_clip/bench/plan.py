@@ -1,0 +1,117 @@
+"""What one call of the benchmark measures: the table of contenders, or how cost changes along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from react_clip.bench.contenders import PLAIN, PUBLISHED, contenders
+from react_clip.bench.timing import Contender, Timing, compare
+from react_clip.bench.traffic import Traffic, gate_scores, opening
+from react_clip.defenses import Defense, ReACT
+from react_clip.zeroshot import ZeroShotClassifier
+
+SWEEPS = ("batch", "images", "classes", "attacked")
+CLASSES = (10, 100, 1_000, 20_000)
+SHARES = (0.0, 0.01, 0.1, 1.0)
+_BATCHES = (1, 4, 16, 64, 256, 1024)
+_PARTS = (8, 4, 2, 1)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a sweep and what the contenders took there."""
+
+    value: float
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Weights, traffic and how long to measure; frozen, so that a sweep changes one thing at a time."""
+
+    clf: ZeroShotClassifier
+    guard: ReACT
+    traffic: Traffic
+    images: int = 64
+    batch: int = 64
+    attacked: float = 0.0
+    rounds: int = 5
+    singles: int = 20
+    scores: Tensor | None = None
+    """Of all images: the threshold is then set so that the gate opens for the attacked share (random weights)."""
+    defenses: Mapping[str, Defense] = field(default_factory=dict)
+
+    def table(self, progress: Progress = lambda label: None) -> list[Timing]:
+        """Every contender on the same images."""
+        return self._compare(lambda contender: True, progress)
+
+    def sweep(self, axis: str, progress: Progress = lambda label: None) -> Iterator[Point]:
+        """The bare encoder, ReACT and the defences asked for at each value of an axis, one after the other.
+
+        The plain algorithm and Defend-CLIP do the same work whatever the traffic, so the table says it all about them.
+        """
+        for value in self.values(axis):
+            point = self._at(axis, value)
+            yield Point(value, tuple(point._compare(_swept, progress)))
+
+    def values(self, axis: str) -> list[float]:
+        """Where an axis is measured: batches up to the number of images, an eighth of the images up to all of them."""
+        if axis == "batch":
+            return [batch for batch in _BATCHES if batch <= self.images] or [self.images]
+        if axis == "images":
+            return sorted({max(1, self.images // part) for part in _PARTS})
+        return list(CLASSES if axis == "classes" else SHARES)
+
+    def steps(self, axis: str | None = None) -> int:
+        """How often ``progress`` is called by the table, or by a sweep."""
+        lineup = 4 + len(self.defenses) if axis is None else 2 + len(self.defenses)
+        return (1 if axis is None else len(self.values(axis))) * (lineup * (1 + self.rounds) + self.singles)
+
+    def _at(self, axis: str, value: float) -> Bench:
+        if axis == "batch":
+            return replace(self, batch=int(value))
+        if axis == "images":
+            return replace(self, images=int(value))
+        if axis == "attacked":
+            return replace(self, attacked=value)
+        clf = with_classes(self.clf, int(value))
+        if self.scores is None:
+            return replace(self, clf=clf)
+        # J, and so the scores, belong to the classes.
+        images = self.traffic.images(self.images, 0.0)
+        return replace(self, clf=clf, scores=gate_scores(clf, self.guard, images, batch=self.batch))
+
+    def _compare(self, wanted: Callable[[Contender], bool], progress: Progress) -> list[Timing]:
+        images = self.traffic.images(self.images, self.attacked)
+        guard = self.guard if self.scores is None else opening(self.guard, self.scores[: self.images], self.attacked)
+        lineup = contenders(self.clf, guard, batch=self.batch, defenses=self.defenses)
+        return compare(
+            [contender for contender in lineup if wanted(contender)],
+            images,
+            batch=self.batch,
+            rounds=self.rounds,
+            singles=self.singles,
+            progress=progress,
+        )
+
+
+def _swept(contender: Contender) -> bool:
+    return contender.label not in (PLAIN, PUBLISHED)
+
+
+def with_classes(clf: ZeroShotClassifier, count: int) -> ZeroShotClassifier:
+    """The classifier with its first classes repeated until there are ``count``.
+
+    Copies of a class share its probability evenly, so J, and with it the gate and the passes, stay as they are: what
+    changes is the cost of the classes alone.
+    """
+    base = next(number for number in (10, 5, 2, 1) if number <= len(clf.names))
+    copies = -(-count // base)
+    features = clf.class_features[:base].repeat(copies, 1)[:count]
+    names = [f"{name} {copy}" for copy in range(copies) for name in clf.names[:base]][:count]
+    return ZeroShotClassifier.from_features(clf.encoder, names, features)

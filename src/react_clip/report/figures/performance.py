@@ -1,0 +1,253 @@
+"""What the defence costs: bars against the floor, sweeps, a roofline; made from what ``react-clip bench`` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
+from react_clip.report.figures.labels import End, label_ends
+from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, SOLID, Dashes, name_axes, new_axes, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Report = dict[str, Any]
+"""One JSON file of the benchmark."""
+
+DEVICES = ("gpu", "cpu")
+MODELS = {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}
+TABLES = {"table-clean": "clean photos", "table-attacked": "attacked photos"}
+_ORDER = (BARE, OURS, PLAIN, PUBLISHED)
+_BARS = {BARE: "undefended", OURS: "react", PLAIN: "aom", PUBLISHED: "defend-clip"}
+_LINES: dict[str, tuple[str, str, Dashes]] = {
+    "vit-b-16": (COLOURS["react"], "o", SOLID),
+    "vit-b-32": (COLOURS["ttc"], "s", DASHED),
+}
+# Measured before this benchmark had its present form; newer files of the same setting take their place.
+_OLDER = {"gpu-vit-b-16-table-clean": "rivals-clean", "gpu-vit-b-16-table-attacked": "rivals-attacked"}
+
+
+def read_reports(folder: Path) -> dict[str, Report]:
+    """The benchmark's files in a folder by what they measured, ``DEVICE-MODEL-PART``; whatever is not there is not."""
+    parts = [*TABLES, *(f"sweep-{axis}" for axis in SWEEPS)]
+    names = [f"{device}-{model}-{part}" for device in DEVICES for model in MODELS for part in parts]
+    found = {}
+    for name in names:
+        path = next((p for stem in (name, _OLDER.get(name, name)) if (p := folder / f"{stem}.json").is_file()), None)
+        if path is not None:
+            found[name] = {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
+    return found
+
+
+def performance_figures(reports: Mapping[str, Report]) -> dict[str, Callable[[], Figure]]:
+    """The figures that these reports have data for, by name; nothing is drawn before one is called."""
+    found: dict[str, Callable[[], Figure]] = {}
+    for device in DEVICES:
+        mine = {name.removeprefix(f"{device}-"): report for name, report in reports.items() if name.startswith(device)}
+        tables = {name: report for name, report in mine.items() if name.endswith(tuple(TABLES))}
+        sweeps = {name: report for name, report in mine.items() if name not in tables}
+        if tables:
+            found[f"cost-{device}"] = partial(_cost, tables)
+        if sweeps:
+            found[f"sweeps-{device}"] = partial(_sweeps, sweeps)
+        if batches := {model: sweeps[f"{model}-sweep-batch"] for model in MODELS if f"{model}-sweep-batch" in sweeps}:
+            found[f"roofline-{device}"] = partial(_roofline, batches)
+    return found
+
+
+def contender(report: Report, label: str) -> dict[str, Any]:
+    """One contender of a table."""
+    return next(dict(item) for item in report["contenders"] if item["label"] == label)
+
+
+def relative_time(report: Report, label: str) -> float:
+    """Time per image in passes of the bare encoder: overhead times work."""
+    item = contender(report, label)
+    return float(item["overhead"] * (item["passes"] + 2 * item["backward_passes"]))
+
+
+def series(report: Report, axis: str, label: str) -> list[tuple[float, dict[str, Any]]]:
+    """One contender along a sweep."""
+    return [(point["value"], contender(point, label)) for point in report["sweeps"][axis]]
+
+
+def growth(points: Sequence[tuple[float, dict[str, Any]]]) -> list[tuple[float, float]]:
+    """Overhead at each value, relative to the first: time, without other photos' passes or a slower minute."""
+    first = points[0][1]["overhead"]
+    return [(value, item["overhead"] / first) for value, item in points]
+
+
+# ---------------------------------------------------------------------- bars
+
+
+def _cost(tables: Mapping[str, Report]) -> Figure:
+    figure = new_figure(height=0.3 + 1.35 * len(tables), width=6.4)
+    longest = max(relative_time(report, label) for report in tables.values() for label in _ORDER)
+    for number, (name, report) in enumerate(tables.items()):
+        axes = new_axes(figure, len(tables), 1, number + 1)
+        _bars(axes, report)
+        axes.set_xlim(0, 1.42 * longest)
+        name_axes(axes, title=_title(name, report))
+        if number + 1 == len(tables):
+            name_axes(axes, "time per image, in passes of the bare encoder; filled: the passes themselves")
+    return figure
+
+
+def _bars(axes: Axes, report: Report) -> None:
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(_ORDER)), _ORDER)
+    axes.tick_params(axis="y", length=0)
+    for place, label in enumerate(_ORDER):
+        item, whole, colour = contender(report, label), relative_time(report, label), COLOURS[_BARS[label]]
+        axes.barh(place, item["passes"], color=colour, height=0.62)
+        if whole > item["passes"]:
+            beyond: dict[str, Any] = {"color": "none", "edgecolor": colour, "hatch": "//////", "linewidth": 0.8}
+            axes.barh(place, whole - item["passes"], left=item["passes"], height=0.62, **beyond)
+        words = (
+            f" {whole:.1f}"
+            if label == BARE
+            else f" {whole:.1f}  ({item['passes']:.1f} passes × {item['overhead']:.2f})"
+        )
+        axes.text(max(whole, item["passes"]), place, words, va="center", fontsize=SMALL, color=INK)
+
+
+def _title(name: str, report: Report) -> str:
+    model, part = next((model, part) for model in MODELS for part in TABLES if name == f"{model}-{part}")
+    return f"{MODELS[model]}, {TABLES[part]}, {report['dtype']}, batch {report['batch']}, {where(report)}"
+
+
+def where(report: Report) -> str:
+    """The machine in a few words."""
+    return f"CPU, {report['threads']} threads" if report["device"] == "cpu" else str(report["device"])
+
+
+# ---------------------------------------------------------------------- sweeps
+
+
+def _sweeps(reports: Mapping[str, Report]) -> Figure:
+    axes_of = [axis for axis in SWEEPS if any(name.endswith(f"sweep-{axis}") for name in reports)]
+    rows = (len(axes_of) + 1) // 2
+    figure = new_figure(height=0.3 + 2.1 * rows, width=7.6)
+    panels = []
+    for number, axis in enumerate(axes_of):
+        panel = new_axes(figure, rows, 2, number + 1)
+        lines = {model: reports[f"{model}-sweep-{axis}"] for model in MODELS if f"{model}-sweep-{axis}" in reports}
+        panels.append((panel, _DRAW[axis](panel, lines)))
+    for panel, ends in panels:
+        label_ends(panel, ends)
+    return figure
+
+
+def _line(axes: Axes, model: str, points: Sequence[tuple[float, float]]) -> End:
+    colour, marker, dashes = _LINES[model]
+    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linestyle=dashes, linewidth=1.4)
+    return End(MODELS[model], *points[-1], colour, dashes)
+
+
+def _batch(axes: Axes, lines: Mapping[str, Report]) -> list[End]:
+    ends = []
+    for model, report in lines.items():
+        points = series(report, "batch", OURS)
+        for value, item in points:
+            axes.vlines(value, *item["overhead_range"], color=_LINES[model][0], linewidth=1.0, alpha=0.6)
+        ends.append(_line(axes, model, [(value, item["overhead"]) for value, item in points]))
+    _log_ticks(axes, lines, "batch")
+    axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
+    axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
+    name_axes(axes, "images in a batch", title="overhead: time / (passes × encoder time)")
+    return ends
+
+
+def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> list[End]:
+    ends = [_line(axes, model, growth(series(report, axis, OURS))) for model, report in lines.items()]
+    _log_ticks(axes, lines, axis)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.8), max(high, 1.2))
+    axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
+    name_axes(axes, axis, title=f"overhead, relative to the fewest {axis}")
+    return ends
+
+
+def _attacked(axes: Axes, lines: Mapping[str, Report]) -> list[End]:
+    ends = []
+    for model, report in lines.items():
+        points = series(report, "attacked", OURS)
+        places = range(len(points))
+        axes.set_xticks(places, [f"{100 * value:g} %" for value, _ in points])
+        times = [item["overhead"] * item["passes"] for _, item in points]
+        ends.append(_line(axes, model, list(zip(places, times, strict=True))))
+        floor = [item["passes"] for _, item in points]
+        axes.plot(places, floor, color=_LINES[model][0], linewidth=0.8, linestyle=DOTTED)
+    axes.set_ylim(bottom=0)
+    name_axes(axes, "attacked images", title="time in encoder passes; dotted: the passes")
+    return ends
+
+
+def _log_ticks(axes: Axes, lines: Mapping[str, Report], axis: str) -> None:
+    """A logarithmic axis whose ticks are the values that were measured."""
+    from matplotlib.ticker import NullLocator
+
+    values = sorted({value for report in lines.values() for value, _ in series(report, axis, OURS)})
+    axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:,.0f}" for value in values])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+_DRAW: dict[str, Callable[[Axes, Mapping[str, Report]], list[End]]] = {
+    "batch": _batch,
+    "images": partial(_against_first, "images"),
+    "classes": partial(_against_first, "classes"),
+    "attacked": _attacked,
+}
+
+
+# ---------------------------------------------------------------------- roofline
+
+
+def attained(report: Report, item: Mapping[str, Any]) -> float:
+    """Floating-point operations a second that a contender's passes amount to."""
+    return float(report["roofline"]["pass_flops"] * item["passes"] * item["images_per_second"])
+
+
+def _roofline(batches: Mapping[str, Report]) -> Figure:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure = new_figure(height=3.2, width=6.4)
+    axes = new_axes(figure, 1, 1, 1)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _log_ticks(axes, batches, "batch")
+    ends = []
+    for model, report in batches.items():
+        colour = _LINES[model][0]
+        for label, filled in ((BARE, False), (OURS, True)):
+            points = [(value, attained(report, item) / 1e12) for value, item in series(report, "batch", label)]
+            end = _line(axes, model, points)
+            axes.lines[-1].set_markerfacecolor(colour if filled else "none")
+            ends.append(End(f"{MODELS[model]}, {label}", end.x, end.y, end.colour, end.dashes))
+        roof = _roof(report, points[0][0], points[-1][0])
+        axes.plot(*zip(*roof, strict=True), color=colour, linewidth=0.9, linestyle=DOTTED)
+    first = next(iter(batches.values()))
+    ends.append(End(f"roof: {roof[-1][1]:.3g}", *roof[-1], INK, DOTTED))
+    name_axes(
+        axes, "images in a batch", "TFLOP/s of encoder passes", f"{where(first)}, {first['dtype']}; dotted: the roof"
+    )
+    label_ends(axes, ends)
+    return figure
+
+
+def _roof(report: Report, low: float, high: float) -> list[tuple[float, float]]:
+    """The most TFLOP/s at batches from low to high: each call reads the weights once, then products are the limit."""
+    limits = report["roofline"]
+    per_image = limits["memory_bytes"] * limits["pass_flops"] / limits["weight_bytes"]
+    ridge = limits["matmul_flops"] / per_image
+    corners = [low, *([ridge] if low < ridge < high else []), high]
+    return [(value, min(limits["matmul_flops"], per_image * value) / 1e12) for value in corners]

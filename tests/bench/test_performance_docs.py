@@ -1,0 +1,100 @@
+"""The page about performance: sections and figures come from the benchmark's files, and only from those that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from react_clip import cli
+from react_clip.bench import shapes
+from react_clip.report.figures.performance import performance_figures, read_reports
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")
+
+
+@pytest.fixture(scope="module")
+def documents() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("performance_docs", ROOT / "tools" / "performance_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command writes about a small model, under the names of the real measurements."""
+    folder = tmp_path_factory.mktemp("bench")
+    common = ["--shapes", "small", "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "2", "--quiet"]
+    small = shapes.Shape(
+        patch=8, image_size=32, width=64, layers=2, heads=2, text_width=64, text_layers=1, text_heads=2
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(shapes.SHAPES, "small", small)
+        assert cli.main(["bench", *common, "--out", str(folder / "cpu-vit-b-32-table-clean.json")]) == 0
+        assert cli.main(["bench", *common, "--sweep", "all", "--out", str(folder / "all.json")]) == 0
+    whole = json.loads((folder / "all.json").read_text())
+    for axis, points in whole["sweeps"].items():
+        part = {**whole, "sweeps": {axis: points}}
+        (folder / f"cpu-vit-b-32-sweep-{axis}.json").write_text(json.dumps(part))
+    idea: dict[str, Any] = {"idea": "a faster way", "what": "half of it", "kept": True, "why": "it is faster"}
+    (folder / "tried-a.json").write_text(json.dumps({**idea, "ratio": 0.5, "device": "cpu", "dtype": "bf16"}))
+    return folder
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_without_measurements_there_is_no_section(documents: ModuleType, tmp_path: Path, section: str) -> None:
+    assert documents.performance(section, tmp_path) == ""
+
+
+def test_every_number_of_a_section_is_one_of_its_file(documents: ModuleType, measured: Path) -> None:
+    report = json.loads((measured / "cpu-vit-b-32-table-clean.json").read_text())
+    text = documents.performance("cost", measured)
+    for row in report["contenders"]:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row['label']} |"))
+        assert f"| {row['passes']:.2f} | {row['overhead']:.2f} (" in line
+        assert f"| {row['latency_p50']:,.1f} | {row['latency_p99']:,.1f} |" in line
+    assert report["command"] in text
+    assert "Weights are random" in text
+
+    text = documents.performance("sweeps", measured)
+    points = json.loads((measured / "cpu-vit-b-32-sweep-classes.json").read_text())["sweeps"]["classes"]
+    for point in points:
+        assert f"| classes {point['value']:,.0f} | {point['contenders'][1]['milliseconds']:,.3f} |" in text
+    assert "% attacked" in text
+
+    aims = documents.performance("aims", measured)
+    overhead = next(row["overhead"] for row in report["contenders"] if row["label"] == "ReACT")
+    assert f"| {overhead:.2f}{'' if overhead <= 1.15 else ', missed'} |" in aims
+    assert documents.performance("roofline", measured).startswith("## Roofline")
+    tried = documents.performance("tried", measured)
+    assert "| a faster way: half of it | cpu, bf16 | 0.50 | yes | it is faster |" in tried
+
+
+def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:
+    table = (measured / "cpu-vit-b-32-table-clean.json").read_text()
+    (tmp_path / "rivals-clean.json").write_text(table)
+    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "rivals-clean.json"
+    (tmp_path / "gpu-vit-b-16-table-clean.json").write_text(table)
+    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "gpu-vit-b-16-table-clean.json"
+
+
+def test_figures_show_what_is_there_and_say_whose_it_is(measured: Path) -> None:
+    figures = performance_figures(read_reports(measured))
+    assert list(figures) == ["cost-cpu", "sweeps-cpu", "roofline-cpu"]
+    bars = figures["cost-cpu"]().axes
+    assert [label.get_text() for label in bars[0].get_yticklabels()][:2] == ["bare encoder", "ReACT"]
+    panels = figures["sweeps-cpu"]().axes
+    assert len(panels) == 4
+    assert all("ViT-B/32" in {text.get_text() for text in panel.texts} for panel in panels)
+    [roof] = figures["roofline-cpu"]().axes
+    words = {" ".join(text.get_text().split()) for text in roof.texts}
+    assert {"ViT-B/32, bare encoder", "ViT-B/32, ReACT"} <= words
+    assert performance_figures({}) == {}

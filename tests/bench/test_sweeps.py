@@ -1,0 +1,143 @@
+"""Sweeps change one thing at a time; random weights have the shapes and the work of the real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import react_clip as rc
+from react_clip import attacks, cli
+from react_clip.bench import BARE, OURS, PUBLISHED, SWEEPS, Bench, Traffic, gate_scores, random_encoder, roofline
+from react_clip.bench import shapes as shapes_module
+from react_clip.bench.machine import pass_flops
+from react_clip.bench.plan import with_classes
+from react_clip.bench.shapes import Shape
+from react_clip.bench.traffic import attacked_places, opening, synthetic_photos
+from toys import toy_classifier, toy_images
+
+TINY = Shape(patch=8, image_size=32, width=64, layers=2, heads=2, text_width=64, text_layers=2, text_heads=2, dim=32)
+
+
+def toy_bench(**changes: object) -> Bench:
+    clf = toy_classifier(classes=12)
+    traffic = Traffic(clf, toy_images(16), attacks.PGD(eps=8 / 255, steps=2), batch=4)
+    settings: dict[str, object] = {"images": 16, "batch": 4, "rounds": 1, "singles": 1, **changes}
+    return Bench(clf, rc.ReACT(), traffic, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(shapes_module.SHAPES, "tiny", TINY)
+    return "tiny"
+
+
+@pytest.mark.parametrize("axis", SWEEPS)
+def test_a_sweep_measures_the_encoder_and_react_at_every_value(axis: str) -> None:
+    bench = toy_bench()
+    labels: list[str] = []
+    points = list(bench.sweep(axis, labels.append))
+    assert [point.value for point in points] == bench.values(axis)
+    assert len(labels) == bench.steps(axis)
+    for point in points:
+        assert [timing.label for timing in point.timings] == [BARE, OURS]
+        assert 3 <= point.timings[1].passes <= 14
+
+
+def test_axes_span_what_they_should() -> None:
+    bench = toy_bench()
+    assert bench.values("batch") == [1, 4, 16]
+    assert bench.values("images") == [2, 4, 8, 16]
+    assert bench.values("classes")[-1] == 20_000
+    assert bench.values("attacked") == [0.0, 0.01, 0.1, 1.0]
+
+
+def test_more_classes_change_neither_gate_nor_passes() -> None:
+    clf, images, guard = toy_classifier(classes=12), toy_images(16), rc.ReACT(lazy=False)
+    few, many = (guard(with_classes(clf, count), images, seed=0) for count in (10, 1000))
+    assert many.logits.shape == (16, 1000)
+    torch.testing.assert_close(few.instability, many.instability, rtol=1e-4, atol=1e-6)
+    assert torch.equal(few.gated, many.gated)
+    assert len(with_classes(toy_classifier(classes=3), 100).names) == 100
+
+
+def test_only_the_chosen_images_are_attacked_and_photos_repeat() -> None:
+    clf, photos, eps = toy_classifier(), toy_images(5), 8 / 255
+    traffic = Traffic(clf, photos, attacks.PGD(eps=eps, steps=2), batch=2)
+    clean, some, every = (traffic.images(10, share) for share in (0.0, 0.2, 1.0))
+    assert torch.equal(clean, photos.repeat(2, 1, 1, 1))
+    moved = (some - clean).flatten(1).abs().amax(1)
+    assert (moved > 0).nonzero().flatten().tolist() == attacked_places(10, 0.2).tolist() == [0, 5]
+    distances = (every - clean).flatten(1).abs().amax(1)
+    assert bool((distances > 0).all() & (distances <= eps + 1e-6).all())
+    # An image that was attacked before is the same one now.
+    assert torch.equal(every[0], some[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_forced_gate_opens_for_the_share_asked_for(share: float) -> None:
+    clf, images = toy_classifier(), toy_images(8)
+    guard = opening(rc.ReACT(), gate_scores(clf, rc.ReACT(), images, batch=3), share)
+    assert guard(clf, images, seed=0).gated.float().mean().item() == share
+
+
+def test_random_weights_have_the_work_of_their_shapes() -> None:
+    # The operations of one pass as the papers count them, a multiply-add as two.
+    assert pass_flops(random_encoder("ViT-B-32", device="meta")) == pytest.approx(8.82e9, rel=0.01)
+    assert pass_flops(random_encoder("ViT-B-16", device="meta")) == pytest.approx(35.1e9, rel=0.01)
+
+
+def test_random_weights_read_prompts_and_leave_global_randomness_alone(tiny_shapes: str) -> None:
+    before = torch.random.get_rng_state()
+    encoder = random_encoder(tiny_shapes)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert encoder.encode_text(["a photo of a cat.", "a dog"]).shape == (2, 32)
+    assert encoder(synthetic_photos(3, 32)).shape == (3, 32)
+    limits = roofline(encoder)
+    text = sum(weight.numel() for name, weight in encoder.tower.named_parameters() if name.startswith("text_"))
+    everything = sum(weight.numel() for weight in encoder.tower.parameters())
+    assert limits.weight_bytes == 4 * (everything - text - 1)
+    assert min(limits.pass_flops, limits.matmul_flops, limits.memory_bytes) > 0
+
+
+def test_the_command_with_random_weights(
+    tiny_shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "1", "--quiet"]
+    assert cli.main(["bench", *arguments, "--attacked", "0.5", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "weights are random: no image is attacked" in printed
+    report = json.loads(out.read_text())
+    by_label = {row["label"]: row for row in report["contenders"]}
+    assert by_label[OURS]["passes"] >= 3 + 10 * 0.5
+    # The tokens of the prompts go to the device with every batch, as the published procedure has it.
+    assert by_label[PUBLISHED]["host_syncs"] > by_label[BARE]["host_syncs"]
+    assert not own_cache.exists()
+
+
+def test_a_sweep_writes_every_point_as_soon_as_it_is_measured(
+    tiny_shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep.json"
+    arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "1", "--singles", "1", "--quiet"]
+    whole = Bench.sweep
+
+    def stopped(self: Bench, axis: str, progress: object) -> object:
+        for number, point in enumerate(whole(self, axis)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield point
+
+    monkeypatch.setattr(Bench, "sweep", stopped)
+    assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) != 0
+    assert [point["value"] for point in json.loads(out.read_text())["sweeps"]["attacked"]] == [0.0, 0.01]
+    monkeypatch.undo()
+    monkeypatch.setitem(shapes_module.SHAPES, "tiny", TINY)
+    assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) == 0
+    sweep = json.loads(out.read_text())["sweeps"]["attacked"]
+    passes = [point["contenders"][1]["passes"] for point in sweep]
+    assert passes[0] < passes[2] < passes[3]
+    assert "along attacked:" in capsys.readouterr().out

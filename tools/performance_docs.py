@@ -1,0 +1,287 @@
+"""Sections of docs/performance.md, each made from the files that ``benchmarks/bench_all.sh`` wrote.
+
+A section whose files are not there is empty, heading and all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Ratio
+from react_clip.report.figures.performance import (
+    DEVICES,
+    MODELS,
+    TABLES,
+    Report,
+    attained,
+    contender,
+    growth,
+    read_reports,
+    series,
+    where,
+)
+
+Row = dict[str, Any]
+FULL_BATCH = {"gpu": 256, "cpu": 1}
+"""Batches from which the aims for the overhead hold."""
+OVERHEAD = {"gpu": 1.10, "cpu": 1.15}
+FASTER = {PLAIN: 3.0, PUBLISHED: 6.0}
+FLAT = 1.05
+"""What counts as constant, machines being noisy."""
+
+
+def performance(name: str, folder: Path) -> str:
+    """One section: cost, aims, sweeps, roofline or tried."""
+    sections: dict[str, Callable[[Path], str]] = {
+        "cost": lambda folder: cost(read_reports(folder)),
+        "aims": lambda folder: aims(read_reports(folder)),
+        "sweeps": lambda folder: sweeps(read_reports(folder)),
+        "roofline": lambda folder: roofline(read_reports(folder)),
+        "tried": tried,
+    }
+    return sections[name](folder)
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Markdown; the first column is words, the others are numbers. A column without any is left out."""
+    used = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+    head, rows = [head[place] for place in used], [[row[place] for place in used] for row in rows]
+    line = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return [*line, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def source(report: Report) -> str:
+    """Where numbers come from."""
+    return f"{notes(report)} `benchmarks/results/bench/{report['file']}`, made by `{report['command']}`."
+
+
+def notes(report: Report) -> str:
+    """What the benchmark had to say, as sentences."""
+    return "".join(f" {note[0].upper()}{note[1:]}." for note in report.get("notes", []))
+
+
+def figure(name: str, words: str) -> list[str]:
+    """A picture that tools/draw_figures.py draws."""
+    return ["", f"![{words}](figures/performance/{name}.svg)"]
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def cost(reports: Mapping[str, Report]) -> str:
+    """Every contender on every machine and model."""
+    lines: list[str] = []
+    for device in DEVICES:
+        mine = {name: report for name, report in reports.items() if name.startswith(device) and _is_table(name)}
+        if not mine:
+            continue
+        first = next(iter(mine.values()))
+        lines += ["", f"### On {_machine(first)}"]
+        lines += figure(f"cost-{device}", "Time per image of each contender, in passes of the bare encoder")
+        for name, report in mine.items():
+            lines += ["", *_cost_table(report), "", f"*{_setting(name, report)}.{source(report)}*"]
+    return "\n".join(lines[1:]) + "\n" if lines else ""
+
+
+def _cost_table(report: Report) -> list[str]:
+    head = ["", "images/s", "passes", "overhead", "p50 ms", "p99 ms", "memory MiB", "ReACT's speed relative to it"]
+    rows = []
+    for label in (BARE, OURS, PLAIN, PUBLISHED):
+        item = contender(report, label)
+        speed = item["images_per_second"]
+        cells = [f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", f"{item['passes']:.2f}", _overhead(item)]
+        # Older files timed too few single images to speak of percentiles.
+        latencies = [item["latency_p50"], item["latency_p99"]] if "singles" in report else []
+        cells += [f"{milliseconds:,.1f}" for milliseconds in latencies] or ["", ""]
+        cells.append(_memory(item))
+        cells.append("" if label == OURS else f"{speedup(report, label).middle:.2f} x")
+        rows.append([label, *cells])
+    return table(head, rows)
+
+
+def _overhead(item: Row) -> str:
+    if "overhead_range" not in item:
+        return f"{item['overhead']:.2f}"
+    low, high = item["overhead_range"]
+    return f"{item['overhead']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _memory(item: Row) -> str:
+    """Beyond weights and waiting images; older files counted those too."""
+    return "" if item["peak_bytes"] is None or "host_syncs" not in item else f"{item['peak_bytes'] / 2**20:,.0f}"
+
+
+def speedup(report: Report, other: str) -> Ratio:
+    """How many images ReACT answers while another contender answers one, round by round where rounds are known."""
+    ours, theirs = contender(report, OURS), contender(report, other)
+    if "round_milliseconds" not in ours:
+        return Ratio.of([theirs["milliseconds"] / ours["milliseconds"]])
+    pairs = zip(ours["round_milliseconds"], theirs["round_milliseconds"], strict=True)
+    return Ratio.of([b / a for a, b in pairs])
+
+
+def _setting(name: str, report: Report) -> str:
+    model, part = _model_and_part(name)
+    single = f", latency over {report['singles']} single images" if "singles" in report else ""
+    kind = TABLES[part]
+    return (
+        f"{MODELS[model]}, {report['images']} {kind} in batches of {report['batch']}, {report['dtype']}, "
+        f"{report['classes']:,} classes, {report['rounds']} rounds{single}"
+    )
+
+
+# ---------------------------------------------------------------------- aims
+
+
+def aims(reports: Mapping[str, Report]) -> str:
+    """What we aim at, what came out, and whether that is enough."""
+    places: list[str] = []
+    cells: dict[str, dict[str, str]] = {}
+    for name, report in reports.items():
+        place = f"{MODELS[_model_and_part(name)[0]]}, {where(report)}"
+        for words, value, reached in _aims_of(name, report):
+            places += [] if place in places else [place]
+            cells.setdefault(words, {})[place] = f"{value:.2f}" if reached else f"{value:.2f}, missed"
+    if not cells:
+        return ""
+    rows = [[words, *(found.get(place, "") for place in places)] for words, found in cells.items()]
+    return "\n".join(["## What we aim at, and where we are", "", *table(["", *places], rows)]) + "\n"
+
+
+def _aims_of(name: str, report: Report) -> Iterator[tuple[str, float, bool]]:
+    device, part = name.split("-")[0], _model_and_part(name)[1]
+    if part in TABLES:
+        overhead = contender(report, OURS)["overhead"]
+        if report["batch"] >= FULL_BATCH[device]:
+            limits = f"{OVERHEAD['gpu']:.2f} on a GPU at batch {FULL_BATCH['gpu']}, {OVERHEAD['cpu']:.2f} on a CPU"
+            yield f"overhead on {TABLES[part]} at most {limits}", overhead, overhead <= OVERHEAD[device]
+        for other, least in FASTER.items() if part == "table-clean" else ():
+            ratio = speedup(report, other).middle
+            yield f"on clean photos at least {least:g} x as fast as {other}", ratio, ratio >= least
+    elif part == "sweep-images":
+        points = series(report, "images", OURS)
+        change = growth(points)[-1][1]
+        yield "8 x as many images: time per pass within 5 %", change, change <= FLAT
+        peaks = [item["peak_bytes"] for _, item in points]
+        if None not in peaks and peaks[0]:
+            yield "8 x as many images: memory within 5 %", peaks[-1] / peaks[0], peaks[-1] <= FLAT * peaks[0]
+    elif part == "sweep-classes":
+        points = series(report, "classes", OURS)
+        change = growth(points)[-1][1]
+        words = f"{points[-1][0]:,.0f} classes instead of {points[0][0]:,.0f}: less than 5 % more time"
+        yield words, change, change < FLAT
+
+
+# ---------------------------------------------------------------------- sweeps
+
+
+def sweeps(reports: Mapping[str, Report]) -> str:
+    """How ReACT's cost changes with batch, images, classes and attacked share."""
+    lines: list[str] = []
+    for device in DEVICES:
+        mine = {name: report for name, report in reports.items() if name.startswith(device) and not _is_table(name)}
+        if not mine:
+            continue
+        lines += ["", f"### On {_machine(next(iter(mine.values())))}"]
+        lines += figure(f"sweeps-{device}", "Cost of ReACT along batch, images, classes and share of attacked images")
+        for model in MODELS:
+            chosen = {name: report for name, report in mine.items() if _model_and_part(name)[0] == model}
+            lines += _sweep_table(model, chosen) if chosen else []
+    if not lines:
+        return ""
+    words = (
+        "One thing changes, the rest stays. Classes are copies of the first ten, which leave the gate as it is. Apart "
+        "from the passes that an image needs, cost should follow none of these."
+    )
+    return "\n".join(["## Along one axis", "", words, *lines]) + "\n"
+
+
+def _sweep_table(model: str, reports: Mapping[str, Report]) -> list[str]:
+    rows = []
+    for name, report in reports.items():
+        axis = _model_and_part(name)[1].removeprefix("sweep-")
+        for value, item in series(report, axis, OURS):
+            shown = f"{100 * value:g} % attacked" if axis == "attacked" else f"{axis} {value:,.0f}"
+            cells = [f"{item['milliseconds']:,.3f}", f"{item['passes']:.2f}", _overhead(item), _memory(item)]
+            rows.append([shown, *cells])
+    head = ["", "ms per image", "passes", "overhead", "memory MiB"]
+    first = next(iter(reports.values()))
+    files = ", ".join(f"`{report['file']}`" for report in reports.values())
+    return ["", *table(head, rows), "", f"*{MODELS[model]}, {first['dtype']}.{notes(first)} {files}.*"]
+
+
+# ---------------------------------------------------------------------- roofline, tried
+
+
+def roofline(reports: Mapping[str, Report]) -> str:
+    """How close encoder passes come to what the machine can do at best."""
+    lines, rows = [], []
+    for device in DEVICES:
+        batches = {model: reports[key] for model in MODELS if (key := f"{device}-{model}-sweep-batch") in reports}
+        if batches:
+            lines += figure(f"roofline-{device}", "Operations a second of encoder passes by batch, below their roof")
+        for model, report in batches.items():
+            limits = report["roofline"]
+            shares = []
+            for label in (BARE, OURS):
+                best = max(attained(report, item) for _, item in series(report, "batch", label))
+                shares.append(f"{best / 1e12:.3g} ({best / limits['matmul_flops']:.0%})")
+            numbers = [f"{limits['pass_flops'] / 1e9:.2f}", f"{limits['weight_bytes'] / 2**20:.0f}"]
+            numbers += [f"{limits['matmul_flops'] / 1e12:.3g}", f"{limits['memory_bytes'] / 1e9:,.0f}", *shares]
+            rows.append([f"{MODELS[model]}, {where(report)}, {report['dtype']}", *numbers])
+    if not rows:
+        return ""
+    head = ["", "GFLOP a pass", "weights MiB", "matrix products TFLOP/s", "memory GB/s", "bare encoder TFLOP/s"]
+    head.append("ReACT TFLOP/s")
+    words = (
+        "An encoder call can be no faster than its operations at the speed of large matrix products, nor than reading "
+        "its weights once. Both speeds were measured in the run itself; a multiply-add counts as two operations. The "
+        "last two columns are the best over all batches, and their share of the matrix products."
+    )
+    files = "*`benchmarks/results/bench/*-sweep-batch.json`.*"
+    return "\n".join(["## Roofline", "", words, *lines, "", *table(head, rows), "", files]) + "\n"
+
+
+def tried(folder: Path) -> str:
+    """Ideas that were measured, kept or not."""
+    files = sorted(folder.glob("tried-*.json"))
+    ideas = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    if not ideas:
+        return ""
+    words = "Time after the change divided by time before it, of the part that the idea is about, both taking turns."
+    lines = [
+        "## What was tried",
+        "",
+        words,
+        "",
+        "| idea | device | after / before | kept | why |",
+        "|---|---|---:|---|---|",
+    ]
+    for idea in ideas:
+        # Some ideas are about something else than time.
+        ratio = "" if idea["ratio"] is None else f"{idea['ratio']:.2f}"
+        device, kept = f"{idea['device']}, {idea['dtype']}", "yes" if idea["kept"] else "no"
+        lines.append(f"| {idea['idea']}: {idea['what']} | {device} | {ratio} | {kept} | {idea['why']} |")
+    names = ", ".join(f"`{path.name}`" for path in files)
+    lines += ["", f"*{names} in `benchmarks/results/bench`, written by the scripts in `benchmarks/tried`.*"]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _model_and_part(name: str) -> tuple[str, str]:
+    rest = name.split("-", 1)[1]
+    model = next(model for model in MODELS if rest.startswith(model))
+    return model, rest.removeprefix(f"{model}-")
+
+
+def _is_table(name: str) -> bool:
+    return _model_and_part(name)[1] in TABLES
+
+
+def _machine(report: Report) -> str:
+    return f"a CPU with {report['threads']} threads" if report["device"] == "cpu" else f"an {report['device']}"
