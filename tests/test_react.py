@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import react_clip as rc
 import reference
 from react_clip import mappings, noise
-from react_clip.defenses import AOM, DefendCLIP, anchored, from_dict
-from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.defenses import AOM, DefendCLIP, from_dict, views
+from react_clip.defenses.anchored import AnchoredDefense, divergence_of
 from toys import ToyEncoder, toy_classifier, toy_images
 
 F64 = torch.float64
@@ -52,15 +52,15 @@ def test_the_batched_algorithm_equals_the_literal_one(mapping: mappings.Mapping,
         return noise.normal(stream, (3, 16, 16)).double().flatten().tolist()
 
     for i in range(len(images)):
-        augmented = guard.augmentation(images[i : i + 1], noise.fork(keys[i : i + 1], anchored._AUGMENT))
+        augmented = guard.augmentation(images[i : i + 1], noise.fork(keys[i : i + 1], views.AUGMENT))
         expected = reference.react(
             encode,
             clf.class_features.tolist(),
             images[i].flatten().tolist(),
-            draw(anchored._LOW, 0, i),
-            draw(anchored._HIGH, 0, i),
+            draw(views.LOW, 0, i),
+            draw(views.HIGH, 0, i),
             augmented[0].flatten().tolist(),
-            [draw(anchored._ANCHOR, view, i) for view in range(guard.views)],
+            [draw(views.ANCHOR, view, i) for view in range(guard.views)],
             sigma_low=guard.sigma_low,
             sigma_high=guard.sigma_high,
             scale=lambda r: float(mapping(torch.tensor([r], dtype=F64))),
@@ -132,17 +132,37 @@ def test_views_share_large_batches() -> None:
 def test_aom_is_the_operator_without_a_gate() -> None:
     clf, images = toy_classifier(), toy_images(5)
     out = AOM()(clf, images, seed=3)
-    stream = noise.fork(noise.stream_keys(images, 3), anchored._ANCHOR)
+    stream = noise.fork(noise.stream_keys(images, 3), views.ANCHOR)
     with torch.no_grad():
         plain = clf.encoder(images)
-        views = [
+        drawn = [
             clf.encoder.encode_views(images + 0.1 * noise.normal(noise.fork(stream, i), (3, 16, 16))) for i in range(10)
         ]
-    corrected = plain + 1.2 * (torch.stack(views).mean(0) - plain)
+    corrected = plain + 1.2 * (torch.stack(drawn).mean(0) - plain)
     assert torch.allclose(out.features, corrected / corrected.norm(dim=1, keepdim=True), atol=1e-5)
     assert out.gated.all()
     gated = DefendCLIP(tau=-1e9)(clf, images, seed=3)
     assert torch.allclose(gated.features, out.features, atol=1e-5)
+
+
+def test_deciding_and_acting_may_happen_apart_and_on_parts() -> None:
+    clf, images = toy_classifier(), toy_images(12)
+    guard = rc.ReACT(views=3)
+    guard = guard.replace(tau=_threshold_in_the_middle(guard, images))
+    keys, divergence = noise.stream_keys(images, 0), divergence_of(clf)
+    encoder = clf.encoder
+    assert isinstance(encoder, ToyEncoder)
+    with torch.no_grad():
+        whole = guard.correct(encoder, images, keys, divergence)
+        encoder.encoded = 0
+        decision = guard.decide(encoder, images, keys, divergence)
+        assert encoder.encoded == int(decision.passes.sum()), "no anchor view yet"
+        for index in (torch.arange(12), torch.tensor([7, 2, 5]), torch.tensor([], dtype=torch.long)):
+            part = guard.act(encoder, images[index], keys[index], decision.rows(index))
+            expected = whole.rows(index)
+            assert torch.allclose(part.features, expected.features, atol=1e-6)
+            for name in ("plain", "score", "gated", "sigma", "passes", "threshold"):
+                assert torch.equal(getattr(part, name), getattr(expected, name)), name
 
 
 # ---------------------------------------------------------------------- properties

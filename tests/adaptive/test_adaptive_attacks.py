@@ -136,7 +136,7 @@ class Brightness(rc.Encoder):
 class RightHalf(rc.ReACT):
     """A gate that opens where the right half is bright; the correction knows the answer."""
 
-    def correct(self, encoder: Any, pixels: Tensor, keys: Tensor, divergence: Any) -> Correction:
+    def correct(self, encoder: Any, pixels: Tensor, keys: Tensor, divergence: Any, logits: Any = None) -> Correction:
         plain, tau = encoder.encode_views(pixels), float(self.tau or 0.0)
         score = pixels[..., pixels.shape[-1] // 2 :].mean((1, 2, 3)) - 0.5
         opened = torch.eye(2)[0].expand_as(plain) + 0.0 * plain

@@ -62,7 +62,7 @@ def test_what_does_not_go_together_is_one_clear_line(changes: dict[str, Any], sa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["adaptive", "adaptive-small"])
+@pytest.mark.parametrize("name", ["adaptive", "adaptive-members", "adaptive-small"])
 def test_our_recipes_are_in_order(name: str) -> None:
     recipe = Recipe.load(Path(__file__).parents[2] / "recipes" / f"{name}.yaml")
     assert (recipe.threat, recipe.draws) == ("adaptive", 10)

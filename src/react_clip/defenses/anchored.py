@@ -6,14 +6,15 @@ r"""Noise-anchored feature correction, the operator that ReACT, AOM and Defend-C
 Algorithm 2 of the paper, with the gate first: views that cannot change the answer are never encoded. Three stages, each
 one large batch and one host synchronisation: clean features and probes; the augmented view of those images whose drift
 alone does not decide (J lies in [0, ln 2], so r >= tau opens the gate and r < tau - ln 2 closes it); the M anchor views
-of those images whose gate opened.
+of those images whose gate opened, at once or (``sequential``) a few a round until their answers are settled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from react_clip import functional, mappings, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, prepare
 from react_clip.defenses.config import Configuration
+from react_clip.defenses.probing import probe, probe_again
+from react_clip.defenses.sequential import STEP, unsettled
+from react_clip.defenses.views import AUGMENT, GATE, anchor_views, corrected
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -29,12 +33,8 @@ from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
-# Branches of an image's random stream; each role has its own, so that skipping one does not shift another.
-_LOW, _HIGH, _AUGMENT, _ANCHOR, _GATE = range(5)
-
 # Options beyond the paper: written out only where they are used, so that configurations without them stay the same.
-_HARDENING = {"jitter": 0.0, "alpha_closed": 0.0, "recheck": 0, "band": 0.1}
-
+_BEYOND = {"jitter": 0.0, "alpha_closed": 0.0, "recheck": 0, "band": 0.1, "anchors": 1, "sequential": None}
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(rows, features, augmented features) -> J``: how far the predictions of these rows differ, each for its classes."""
@@ -45,14 +45,21 @@ def divergence_of(clf: ZeroShotClassifier) -> Divergence:
     return lambda rows, features, augmented: functional.js_divergence(clf.logits(features), clf.logits(augmented))
 
 
+Logits = Callable[[Tensor, Tensor], Tensor]
+"""``(rows, features [n, k, D]) -> logits [n, k, K]`` of these rows, minus infinity for classes that a row has not."""
+
+
+def logits_of(clf: ZeroShotClassifier) -> Logits:
+    """Logits where all rows are of one classifier."""
+    return lambda rows, features: clf.logits(features)
+
+
 @dataclass(frozen=True, eq=False)
-class Correction:
-    """What the correction did, one row per image; the fields are those of :class:`Defended`."""
+class Decision:
+    """What the gate decided, one row per image, before any anchor view; the fields are those of :class:`Defended`."""
 
     plain: Tensor
     """Unit features before the correction."""
-    features: Tensor
-    """Unit features after it; equal to the plain ones where the gate stayed closed."""
     drift_low: Tensor
     drift_high: Tensor
     drift: Tensor
@@ -61,12 +68,24 @@ class Correction:
     gated: Tensor
     sigma: Tensor
     passes: Tensor
+    threshold: Tensor
+    """The score from which the gate opens; minus infinity without one."""
+
+    def rows(self, index: Tensor) -> Self:
+        """The same for some of the images."""
+        return replace(self, **{part.name: getattr(self, part.name)[index] for part in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class Correction(Decision):
+    """The decision and what came of it; ``passes`` count the anchor views too."""
+
+    features: Tensor
+    """Unit features after the correction; equal to the plain ones where the gate stayed closed."""
     opened: Tensor
     """Unit features as an open gate gives them; the answer's where that was not worked out (``lazy``)."""
     closed: Tensor
     """Unit features as a closed gate gives them; the answer's where that was not worked out."""
-    threshold: Tensor
-    """The score from which the gate opens; minus infinity without one."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,11 @@ class AnchoredDefense(Configuration):
     recheck: int = 0
     """Extra noisy views per probe scale for images whose score lies within ``band`` of the threshold."""
     band: float = 0.1
+    anchors: int = 1
+    """Groups the views are split into, each with an anchor of its own; their median answers (:func:`corrected`)."""
+    sequential: float | None = None
+    """Draw views only until the best class is final with this confidence (:func:`unsettled`), at most M. ``None`` draws
+    all, as suits features for retrieval; so do ``lazy=False`` and callers without classes."""
 
     def __post_init__(self) -> None:
         self._check_numbers("sigma_low", "sigma_high", "alpha", *(["tau"] if self.tau is not None else []))
@@ -110,9 +134,24 @@ class AnchoredDefense(Configuration):
                 f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
                 "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
             )
-        self._check_counts("probe_samples", "views", "max_batch")
+        self._check_counts("probe_samples", "views", "max_batch", "anchors")
+        if self.sequential is not None:
+            self._check_sequential(self.sequential)
         if self.alpha < 0:
             raise ReactClipError(f"alpha is {self.alpha}; it must be >= 0 (0 corrects nothing, the paper's is 2.0)")
+
+    def _check_sequential(self, confidence: float) -> None:
+        self._check_numbers("sequential")
+        if not 0.5 <= confidence < 1:
+            raise ReactClipError(
+                f"sequential is {confidence}; it is a confidence and needs 0.5 <= sequential < 1, such as 0.99 "
+                "(None draws all views)"
+            )
+        if self.anchors > 1:
+            raise ReactClipError(
+                f"sequential is {confidence} and anchors {self.anchors}; few views cannot be split into groups, so "
+                "leave one of the two out"
+            )
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes that one image can need."""
@@ -130,7 +169,9 @@ class AnchoredDefense(Configuration):
         """
         pixels = prepare(clf, images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            found = self.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf))
+            found = self.correct(
+                clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf), logits_of(clf)
+            )
             return Defended(
                 features=found.features,
                 logits=clf.logits(found.features),
@@ -146,11 +187,18 @@ class AnchoredDefense(Configuration):
                 class_names=clf.names,
             )
 
-    def correct(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Correction:
+    def correct(
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence, logits: Logits | None = None
+    ) -> Correction:
         """The defence before any class list: images of different classifiers may share a batch.
 
-        Classes enter through J alone, which ``divergence`` measures for the rows it is given.
+        Classes enter through J, which ``divergence`` measures for the rows it is given, and, where views are drawn one
+        after the other, through the ``logits`` that say when to stop.
         """
+        return self.act(encoder, pixels, keys, self.decide(encoder, pixels, keys, divergence), logits)
+
+    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Decision:
+        """The first half of :meth:`correct`: everything that needs no anchor view."""
         plain, *probed = self._probe(encoder, pixels, keys)
         low, high = (functional.drift(plain, mean) for mean in probed)
         drift = functional.relative_drift(low, high)
@@ -164,65 +212,78 @@ class AnchoredDefense(Configuration):
             low, high = (functional.drift(plain, mean) for mean in probed)
             drift = functional.relative_drift(low, high)
             score = functional.intervention_score(drift, instability.nan_to_num(0.0))
-        gated = torch.ones_like(drift, dtype=torch.bool) if threshold is None else score >= threshold
-        sigma = self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype)
-
-        corrected = gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)
-        rows = corrected.nonzero().flatten()
-        features = opened = closed = plain
-        if len(rows):
-            anchors = functional.anchor(self._anchor_views(encoder, pixels, keys, sigma, rows))
-            moved = functional.extrapolate(plain[rows], anchors, self.alpha)
-            still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
-            features = plain.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
-            opened, closed = features.index_copy(0, rows, moved), features.index_copy(0, rows, still)
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
-        return Correction(
+        return Decision(
             plain=plain,
-            features=features,
             drift_low=low,
             drift_high=high,
             drift=drift,
             instability=instability,
             score=score,
-            gated=gated,
-            sigma=sigma,
-            passes=probes
-            + (~instability.isnan()).long()
-            + 2 * self.recheck * rechecked.long()
-            + self.views * corrected.long(),
-            opened=opened,
-            closed=closed,
+            gated=torch.ones_like(drift, dtype=torch.bool) if threshold is None else score >= threshold,
+            sigma=self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype),
+            passes=probes + (~instability.isnan()).long() + 2 * self.recheck * rechecked.long(),
             threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
         )
+
+    def act(
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor, decision: Decision, logits: Logits | None = None
+    ) -> Correction:
+        """The second half of :meth:`correct`: the anchor of those images whose feature is to move."""
+        plain, gated = decision.plain, decision.gated
+        moving = (gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)).nonzero().flatten()
+        features = opened = closed = plain
+        drawn = torch.zeros_like(decision.passes)
+        for rows, seen in self._rounds(encoder, pixels, keys, decision, moving, logits):
+            moved = corrected(plain[rows], seen, self.alpha, self.anchors)
+            still = corrected(plain[rows], seen, self.alpha_closed, self.anchors)
+            features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
+            opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
+            drawn = drawn.index_fill(0, rows, seen.shape[1])
+        found = vars(decision) | {"passes": decision.passes + drawn}
+        return Correction(**found, features=features, opened=opened, closed=closed)
+
+    def _rounds(
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and all their anchor views so far: M at once, or a few a round for those that need more."""
+        stops = self.sequential if self.lazy and logits is not None else None
+        step = self.views if stops is None else STEP
+        seen = decision.plain.new_empty(len(rows), 0, decision.plain.shape[1])
+        for start in range(0, self.views, step):
+            if start and stops is not None and logits is not None:
+                alpha = torch.where(decision.gated[rows], self.alpha, self.alpha_closed)
+                left = unsettled(decision.plain[rows], seen, alpha, partial(logits, rows), self.views, stops)
+                rows, seen = rows[left], seen[left]
+            if not len(rows):
+                return
+            draws = range(start, min(start + step, self.views))
+            fresh = anchor_views(encoder, pixels[rows], keys[rows], decision.sigma[rows], draws, self.max_batch)
+            seen = torch.cat([seen, fresh], 1)
+            yield rows, seen
 
     @property
     def _needs_drift(self) -> bool:
         return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
 
+    @property
+    def _scales(self) -> tuple[float, float]:
+        return self.sigma_low, self.sigma_high
+
     def _threshold(self, keys: Tensor) -> float | Tensor | None:
         """The score from which the gate opens: tau, or tau moved at random for each image."""
         if self.tau is None or not self.jitter:
             return self.tau
-        draw = noise.uniform(noise.fork(keys, _GATE), 1).squeeze(1)
+        draw = noise.uniform(noise.fork(keys, GATE), 1).squeeze(1)
         return self.tau + self.jitter * (2.0 * draw - 1.0)
 
     def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Clean features and the mean feature of either probe: the clean views first, then the probes of each scale."""
-        images = len(pixels)
-        if not self._needs_drift:
-            features = encode_in_batches(encoder, images, self.max_batch, lambda i, j: pixels[i:j])
-            unknown = torch.full_like(features, torch.nan)
-            return features, unknown, unknown
-        probe = self._probe_views(pixels, keys, range(self.probe_samples))
-
-        def views(start: int, stop: int) -> Tensor:
-            clean = pixels[start : min(stop, images)]
-            return torch.cat([clean, probe(max(start - images, 0), max(stop - images, 0))])
-
-        unit = encode_in_batches(encoder, images * (1 + 2 * self.probe_samples), self.max_batch, views)
-        low, high = unit[images:].reshape(2, self.probe_samples, images, -1).mean(1)
-        return unit[:images], low, high
+        """Clean features and the mean feature of either probe, NaN where nobody looks at the drift."""
+        if self._needs_drift:
+            return probe(encoder, pixels, keys, self._scales, self.probe_samples, self.max_batch)
+        features = encode_in_batches(encoder, len(pixels), self.max_batch, lambda i, j: pixels[i:j])
+        unknown = torch.full_like(features, torch.nan)
+        return features, unknown, unknown
 
     def _probe_again(
         self, encoder: Encoder, pixels: Tensor, keys: Tensor, means: list[Tensor], chosen: Tensor
@@ -231,22 +292,12 @@ class AnchoredDefense(Configuration):
         rows = chosen.nonzero().flatten()
         if not len(rows):
             return means
-        before, more = self.probe_samples, self.recheck
-        probe = self._probe_views(pixels[rows], keys[rows], range(before, before + more))
-        unit = encode_in_batches(encoder, 2 * more * len(rows), self.max_batch, probe)
-        added = unit.reshape(2, more, len(rows), -1).sum(1)
+        before, after = self.probe_samples, self.probe_samples + self.recheck
+        added = probe_again(encoder, pixels[rows], keys[rows], self._scales, range(before, after), self.max_batch)
         return [
-            mean.index_copy(0, rows, (before * mean[rows] + extra) / (before + more))
+            mean.index_copy(0, rows, (before * mean[rows] + extra) / after)
             for mean, extra in zip(means, added, strict=True)
         ]
-
-    def _probe_views(self, pixels: Tensor, keys: Tensor, samples: range) -> Callable[[int, int], Tensor]:
-        """A range of the noisy views of both scales, scale by scale, sample by sample, image by image."""
-        streams = [noise.fork(noise.fork(keys, scale), i) for scale in (_LOW, _HIGH) for i in samples]
-        probe_keys = torch.cat(streams)
-        sigma = pixels.new_tensor([self.sigma_low, self.sigma_high]).repeat_interleave(len(samples) * len(pixels))
-        image_of = torch.arange(len(pixels), device=pixels.device).repeat(2 * len(samples))
-        return lambda i, j: _noisy(pixels[image_of[i:j]], probe_keys[i:j], sigma[i:j])
 
     def _measure_instability(
         self,
@@ -272,31 +323,18 @@ class AnchoredDefense(Configuration):
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result
-        streams = noise.fork(keys, _AUGMENT)[rows]
+        streams = noise.fork(keys, AUGMENT)[rows]
         augmented = encode_in_batches(
             encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
         )
         return result.index_copy(0, rows, divergence(rows, features[rows], augmented))
-
-    def _anchor_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """Unit features ``[len(rows), M, D]`` of the noisy views behind the anchor."""
-        stream = noise.fork(keys[rows], _ANCHOR)
-        view_keys = torch.stack([noise.fork(stream, i) for i in range(self.views)], 1).flatten()
-        image_of = rows.repeat_interleave(self.views)
-        unit = encode_in_batches(
-            encoder,
-            len(image_of),
-            self.max_batch,
-            lambda i, j: _noisy(pixels[image_of[i:j]], view_keys[i:j], sigma[image_of[i:j]]),
-        )
-        return unit.reshape(len(rows), self.views, -1)
 
     # ------------------------------------------------------------------ configuration
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON values; options beyond the paper only where they are used."""
         values = super().to_dict()
-        unused = {name for name, default in _HARDENING.items() if values[name] == default}
+        unused = {name for name, default in _BEYOND.items() if values[name] == default}
         return {name: value for name, value in values.items() if name not in unused}
 
     def _write_field(self, name: str) -> Any:
@@ -307,9 +345,3 @@ class AnchoredDefense(Configuration):
         if name == "mapping" and isinstance(value, dict):
             return mappings.from_dict(value)
         return super()._read_field(name, value)
-
-
-def _noisy(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
-    """Views ``x + sigma * eta``; not clamped, as published."""
-    grain = noise.normal(keys, pixels.shape[1:]).to(pixels.dtype)
-    return pixels + sigma[:, None, None, None] * grain

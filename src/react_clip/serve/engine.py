@@ -322,7 +322,15 @@ class Engine:
                     found[mine] = functional.js_divergence(*pair).to(found.dtype)
             return found
 
-        out = self.guard.correct(self.encoder, pixels, keys, divergence)
+        def logits(rows: Tensor, features: Tensor) -> Tensor:
+            most = max(len(classes.names) for classes in lists)
+            found = features.new_full((*features.shape[:-1], most), -torch.inf)
+            for i, classes in enumerate(lists):
+                mine = (owner[rows] == i).nonzero().flatten()
+                found[mine, ..., : len(classes.names)] = classes.logits(features[mine])
+            return found
+
+        out = self.guard.correct(self.encoder, pixels, keys, divergence, logits)
         if not bool(torch.isfinite(out.features).all()):
             raise EngineError("features are not finite")
         probs: list[tuple[Tensor, Tensor]] = [(out.plain, out.plain)] * len(jobs)

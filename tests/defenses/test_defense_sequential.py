@@ -1,0 +1,249 @@
+"""Views drawn until the answer is settled: the rule equals a literal one, the views and passes are the real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist, fmean, variance
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import react_clip as rc
+from react_clip import functional, noise
+from react_clip.defenses import AOM, DefendCLIP, views
+from react_clip.defenses.anchored import divergence_of, logits_of
+from react_clip.defenses.sequential import STEP, settled
+from react_clip.serve.classes import ClassList
+from react_clip.serve.engine import Engine, Photo
+from toys import ToyEncoder, toy_classifier, toy_images
+
+from .watching import F64, WatchedEncoder, watched_classifier
+
+GUARD = rc.ReACT(tau=-1e9, views=9, sequential=0.9)
+NEVER = 1 - 2**-53
+"""No confidence lies closer to one, and two views of five classes cannot give it."""
+
+
+# ---------------------------------------------------------------------- a second implementation
+
+
+def literally_settled(logits: list[list[float]], total: int, confidence: float) -> bool:
+    """The rule in plain loops, for one image; ``logits[i][c]`` are those of view i."""
+    drawn, classes = len(logits), range(len(logits[0]))
+    mean = [fmean(view[c] for view in logits) for c in classes]
+    top = max(classes, key=lambda c: mean[c])
+    rivals = [c for c in classes if c != top]
+    margin = min(mean[top] - mean[c] for c in rivals)
+    pooled = fmean(variance([view[top] - view[c] for view in logits]) for c in rivals)
+    t = margin / math.sqrt(pooled * (1 / drawn - 1 / total))
+    freedom = (drawn - 1) * len(rivals)
+    deviate = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log(1 + t * t / freedom))
+    return deviate >= NormalDist().inv_cdf(confidence)
+
+
+def test_drawing_equals_one_image_and_one_view_at_a_time() -> None:
+    clf, images = toy_classifier(F64), toy_images(12, dtype=F64)
+    out = GUARD(clf, images, seed=4)
+    keys = noise.fork(noise.stream_keys(images, 4), views.ANCHOR)
+    counts = set()
+    for i, image in enumerate(images):
+        plain = clf.encoder(image[None])[0]
+        seen: list[Tensor] = []
+        while len(seen) < GUARD.views:
+            for _ in range(min(STEP, GUARD.views - len(seen))):
+                grain = noise.normal(noise.fork(keys[i : i + 1], len(seen)), (3, 16, 16)).double()[0]
+                seen.append(clf.encoder.encode_views((image + out.sigma[i] * grain)[None])[0])
+            logits = [clf.logits(plain + GUARD.alpha * (view - plain)).tolist() for view in seen]
+            if len(seen) < GUARD.views and literally_settled(logits, GUARD.views, 0.9):
+                break
+        corrected = plain + GUARD.alpha * (torch.stack(seen).mean(0) - plain)
+        assert torch.allclose(out.features[i], corrected / corrected.norm(), atol=1e-9)
+        assert int(out.passes[i]) == 3 + len(seen)
+        counts.add(len(seen))
+    assert len(counts) >= 3, "the images must stop at different rounds"
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+def test_the_bound_is_that_of_student_or_safer(confidence: float) -> None:
+    stats = pytest.importorskip("scipy.stats", reason="needs scipy")
+    for drawn, classes in [(2, 2), (3, 2), (2, 4), (4, 5), (8, 10)]:
+        spread = torch.randn(drawn, classes, generator=torch.Generator().manual_seed(classes), dtype=F64)
+        spread = spread - spread.mean(0)  # so that the margin is what is added to the first class
+        pooled = (spread[:, :1] - spread[:, 1:]).var(0).mean() * (1 / drawn - 1 / 10)
+        student = float(stats.t.ppf(confidence, (drawn - 1) * (classes - 1)))
+
+        def stops(t: float, spread: Tensor = spread, pooled: Tensor = pooled) -> bool:
+            ahead = torch.eye(spread.shape[1], dtype=F64)[0] * t * pooled.sqrt()
+            return bool(settled((spread + ahead)[None], 10, confidence))
+
+        assert not stops(0.99 * student), f"{drawn} views of {classes} classes"
+        small = (drawn - 1) * (classes - 1) < 3
+        assert stops((2.0 if small else 1.05) * student), f"{drawn} views of {classes} classes"
+
+
+def test_classes_that_an_image_has_not_change_nothing() -> None:
+    logits = 3 * torch.randn(50, 4, 5, generator=torch.Generator().manual_seed(0))
+    expected = settled(logits, 10, 0.7)
+    assert 0 < int(expected.sum()) < 50
+    padded = torch.nn.functional.pad(logits, (0, 3), value=-torch.inf)
+    assert torch.equal(settled(padded, 10, 0.7), expected)
+    assert not bool(settled(logits[..., :1], 10, 0.5).any()), "a lone class says nothing about its feature"
+    assert not bool(settled(logits * math.nan, 10, 0.5).any()), "what is not a number settles nothing"
+
+
+# ---------------------------------------------------------------------- drawing
+
+
+def test_an_unreachable_confidence_draws_all_views() -> None:
+    clf, images = toy_classifier(), toy_images(20)
+    guard = rc.ReACT(tau=2.0, views=4)
+    whole, drawn = guard(clf, images), guard.replace(sequential=NEVER)(clf, images)
+    assert 0 < int(whole.gated.sum()) < 20, "both sides of the gate must be tried"
+    assert torch.equal(drawn.passes, whole.passes)
+    assert torch.equal(drawn.labels, whole.labels)
+    assert torch.allclose(drawn.features, whole.features, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "guard", [GUARD, AOM(sequential=0.9), DefendCLIP(tau=-1e9, sequential=0.9)], ids=lambda g: g.name
+)
+def test_settled_images_stop_and_passes_are_real(guard: rc.ReACT) -> None:
+    clf, images = toy_classifier(), toy_images(20)
+    encoder = clf.encoder
+    assert isinstance(encoder, ToyEncoder)
+    out = guard(clf, images)
+    assert encoder.encoded == int(out.passes.sum())
+    most = guard.cost()[0]
+    assert int(out.passes.min()) == most - guard.views + STEP - (guard.instability and guard.tau is not None)
+    assert int(out.passes.max()) <= most
+    assert len(set(out.passes.tolist())) >= 3
+
+
+def test_a_round_is_one_batch_over_all_undecided_images() -> None:
+    clf = toy_classifier()
+    encoder = clf.encoder
+    assert isinstance(encoder, ToyEncoder)
+    out = GUARD.replace(max_batch=1000)(clf, toy_images(20))
+    rounds = math.ceil((int(out.passes.max()) - 3) / STEP)
+    assert encoder.calls == 1 + rounds
+
+
+def test_views_are_the_first_of_the_same_streams() -> None:
+    images = toy_images(6)
+    seen = {}
+    for confidence in (0.9, None):
+        clf, encoder = watched_classifier()
+        assert isinstance(encoder, WatchedEncoder)
+        out = GUARD.replace(sequential=confidence)(clf, images)
+        seen[confidence] = torch.cat(encoder.seen).flatten(1)
+        if confidence:
+            drawn = out.passes - 3
+    few, all_of_them = seen[0.9], seen[None]
+    assert len(few) < len(all_of_them)
+    distance = torch.cdist(few, all_of_them, compute_mode="donot_use_mm_for_euclid_dist")
+    assert float(distance.min(1).values.max()) < 1e-5
+    anchors = all_of_them[18:].reshape(6, 9, -1)
+    for i in range(6):
+        near = torch.cdist(anchors[i], few, compute_mode="donot_use_mm_for_euclid_dist").min(1).values < 1e-5
+        assert near.tolist() == [view < int(drawn[i]) for view in range(9)]
+
+
+@settings(deadline=None, max_examples=10)
+@given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40))
+def test_neighbours_in_a_batch_change_nothing(order: list[int], split: int, batch: int) -> None:
+    clf, images = toy_classifier(), toy_images(9)
+    whole = GUARD(clf, images, seed=7)
+    parts = [GUARD.replace(max_batch=batch)(clf, part, seed=7) for part in images[order].split(split)]
+    assert torch.allclose(torch.cat([part.features for part in parts]), whole.features[order], atol=1e-5)
+    assert torch.equal(torch.cat([part.passes for part in parts]), whole.passes[order])
+
+
+def test_without_classes_or_with_constant_work_all_views_are_drawn() -> None:
+    clf, images = toy_classifier(), toy_images(6)
+    keys = noise.stream_keys(images, 0)
+    whole = GUARD.replace(sequential=None)(clf, images)
+    with torch.no_grad():
+        blind = GUARD.correct(clf.encoder, images, keys, divergence_of(clf))
+        decision = GUARD.decide(clf.encoder, images, keys, divergence_of(clf))
+        halves = [GUARD.act(clf.encoder, images, keys, decision, logits) for logits in (None, logits_of(clf))]
+    assert torch.equal(blind.features, whole.features)
+    assert torch.equal(halves[0].features, whole.features)
+    assert torch.equal(halves[1].features, GUARD(clf, images).features)
+    assert set(GUARD.replace(lazy=False)(clf, images).passes.tolist()) == {GUARD.cost()[0]}
+
+
+def test_a_closed_gate_stops_by_its_own_strength() -> None:
+    clf, images = toy_classifier(), toy_images(12)
+    closed = rc.ReACT(tau=1e9, views=9, alpha_closed=0.5, sequential=0.9)
+    expected = rc.ReACT(tau=-1e9, views=9, alpha=0.5, sequential=0.9)
+    assert torch.equal(closed(clf, images).passes, expected(clf, images).passes)
+    assert torch.allclose(closed(clf, images).features, expected(clf, images).features, atol=1e-6)
+
+
+def test_gradients_are_those_of_the_views_that_were_drawn() -> None:
+    clf, images = toy_classifier(F64), toy_images(8, dtype=F64)
+    drawn = GUARD(clf, images).passes - 3
+
+    def slope(guard: rc.ReACT) -> Tensor:
+        pixels = images.clone().requires_grad_()
+        guard(clf, pixels).logits.square().sum().backward()
+        assert pixels.grad is not None
+        return pixels.grad
+
+    found = slope(GUARD)
+    for count in set(drawn.tolist()):
+        fixed = slope(GUARD.replace(sequential=None, views=count))
+        assert torch.allclose(found[drawn == count], fixed[drawn == count], rtol=1e-6)
+    assert len(set(drawn.tolist())) >= 2
+
+
+def test_lists_of_different_lengths_share_a_batch() -> None:
+    encoder, images = ToyEncoder(), toy_images(12)
+    features = functional.normalize(torch.randn(7, 12, generator=torch.Generator().manual_seed(2)))
+    lists = [ClassList(tuple("abcdefg"[:size]), features[:size]) for size in (7, 3, 1)]
+    keys = noise.stream_keys(images, b"secret")
+    engine = Engine(encoder, GUARD, lists[0], secret=b"secret")
+    futures = [engine.submit([Photo(images[i], keys[i])], lists[i % 3])[0] for i in range(12)]
+    engine.start()
+    answers = [future.result() for future in futures]
+    engine.stop()
+    for i, answer in enumerate(answers):
+        clf = rc.ZeroShotClassifier.from_features(encoder, lists[i % 3].names, lists[i % 3].features)
+        alone = GUARD(clf, images[i : i + 1], seed=b"secret")
+        assert answer.passes == int(alone.passes[0])
+        assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
+    assert len({answer.passes for answer in answers}) >= 3
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def test_the_option_is_written_only_where_it_is_used(tmp_path: Path) -> None:
+    assert "sequential" not in rc.ReACT().to_dict()
+    GUARD.save(tmp_path / "guard.json")
+    assert json.loads((tmp_path / "guard.json").read_text())["sequential"] == 0.9
+    assert rc.ReACT.load(tmp_path / "guard.json") == GUARD
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sequential": 1.0}, "sequential is 1.0; it is a confidence and needs 0.5 <= sequential < 1"),
+        ({"sequential": 0.4}, "sequential is 0.4"),
+        ({"sequential": 0}, "sequential is 0; it is"),
+        ({"sequential": "often"}, "sequential is 'often'; it must be a finite number"),
+        ({"sequential": True}, "sequential is True"),
+        ({"sequential": math.nan}, "sequential is nan"),
+        ({"sequential": 0.9, "anchors": 5}, "sequential is 0.9 and anchors 5"),
+    ],
+)
+def test_impossible_values_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=says) as caught:
+        rc.ReACT(**options)
+    assert "\n" not in str(caught.value)
