@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ from react_clip.optional import require
 _PATIENCE = 5.0
 """Seconds to wait for the first sign of life of a cluster at an address."""
 
+_checked: set[str] = set()
+"""Nodes that are known to have our software; a node's id is never given twice."""
+
 
 @contextmanager
 def connected(address: str | None = None) -> Iterator[Any]:
@@ -25,6 +29,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     same software as this process, or results would depend on where an image was sent.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its warnings are about Ray's insides
     ray = require("ray", "working on a cluster", extra="scale")
     if ray.is_initialized():
         check_versions(ray)
@@ -34,10 +39,11 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if address is not None:
         _knock(address)
     try:
-        if address is None:
-            ray.init(address="local", include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        with _without_stderr():
+            if address is None:
+                ray.init(address="local", include_dashboard=False, **quiet)
+            else:
+                ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         where = "on this machine" if address is None else f"at {address}"
         raise ReactClipError(f"no Ray cluster could be used {where}: {_first_line(error)}") from None
@@ -60,13 +66,16 @@ def software() -> dict[str, str]:
 def check_versions(ray: Any) -> None:
     """Refuse a cluster in which a node has other software than this process."""
     ours = software()
-    for node in ray.nodes():
-        if not node["Alive"] or not node["Resources"].get("CPU"):
-            continue
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    nodes = [node for node in nodes if node["NodeID"] not in _checked]
+    asked = []
+    for node in nodes:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ask = ray.remote(software).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
+        asked.append(ask.remote())
+    for node, answer in zip(nodes, asked, strict=True):
         try:
-            theirs: dict[str, str] = ray.get(ask.remote())
+            theirs: dict[str, str] = ray.get(answer)
         except ray.exceptions.RayError as error:
             raise ReactClipError(
                 f"node {node['NodeManagerAddress']} cannot run react-clip ({_cause(error)}); install react-clip "
@@ -76,6 +85,7 @@ def check_versions(ray: Any) -> None:
             raise ReactClipError(
                 f"node {node['NodeManagerAddress']} has {'; '.join(differing)}; install the same versions on both sides"
             )
+        _checked.add(node["NodeID"])
 
 
 def _knock(address: str) -> None:
@@ -92,6 +102,20 @@ def _knock(address: str) -> None:
             f"no Ray cluster answers at {address} ({error.strerror or error}); start one with `ray start --head`, or "
             "leave --address out to use this machine"
         ) from None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Ray's C++ side announces there that it will be quiet; what goes wrong is raised."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,188 @@
+"""What a cluster costs and brings: one collection, defended by the local engine and by Ray with one and two workers.
+
+    python benchmarks/scale_overhead.py --photos /path/to/photos --images 10000 -- --model clip-vit-b-16 --dtype bf16
+
+Everything after ``--`` goes to ``react-clip embed``. The collection is ``--images`` small JPEGs, random cuts of the
+photos given, in tar shards. Every side is ``react-clip embed`` in processes of its own; sides take turns. On CPUs the
+local engine is given one thread for the comparison, as much as a worker has, and once all of them. Speed is that of the
+steady state: from the end of the first parts to the end of the last one, so start-up and loading are left out (they are
+in ``seconds``). Memory is the peak of every process, for a quarter of the images and for all: it must not grow. Sides
+must agree on every gate and every pass. The result is benchmarks/results/scale-overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pyarrow import parquet
+from serve_fuzz import where, write
+
+from react_clip.cli.common import expand_inputs
+from react_clip.preprocess import read_image
+from react_clip.scale.files import find
+from react_clip.scale.parcels import Parcel, cut_shard
+from react_clip.scale.work import decode
+
+SIDE, PER_SHARD = 256, 2500
+SIDES = {"local": (1, []), "local, all cores": (0, [])}
+SIDES |= {f"ray, {n} worker{'s' * (n > 1)}": (1, ["--engine", "ray", "--workers", str(n)]) for n in (1, 2)}
+
+
+def make_collection(photos: list[Path], folder: Path, count: int, seed: int) -> None:
+    """JPEGs of 256 pixels, random cuts of photos, in tar shards: a quarter in one folder, the rest in another."""
+    rng = np.random.default_rng(seed)
+    opened = [read_image(path) for path in photos[:200]]
+    quarter = count // 4
+    for name, start, stop in (("quarter", 0, quarter), ("rest", quarter, count)):
+        (folder / name).mkdir(parents=True)
+        for shard, first in enumerate(range(start, stop, PER_SHARD)):
+            with tarfile.open(folder / name / f"{shard:04d}.tar", "w") as archive:
+                for i in range(first, min(first + PER_SHARD, stop)):
+                    content = cut(opened[int(rng.integers(len(opened)))], rng)
+                    info = tarfile.TarInfo(f"{i:07d}.jpg")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+
+
+def cut(image: Image.Image, rng: np.random.Generator) -> bytes:
+    side = int(min(image.size) * rng.uniform(0.6, 1.0))
+    left, top = (int(rng.integers(0, length - side + 1)) for length in image.size)
+    stream = io.BytesIO()
+    image.crop((left, top, left + side, top + side)).resize((SIDE, SIDE)).save(stream, "JPEG", quality=85)
+    return stream.getvalue()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of ``react-clip embed`` and what it took."""
+
+    images_per_second: float
+    seconds: float
+    summary: dict[str, Any]
+    memory: dict[str, int]
+
+
+def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int) -> Run:
+    threads, engine = SIDES[side]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else dict(os.environ)
+    if engine:
+        environment.pop("OMP_NUM_THREADS", None)  # Ray gives each worker what its share of cores is
+    command = [sys.executable, "-m", "react_clip", "embed", *map(str, sources), "--out", str(out), "--json", "--quiet"]
+    began = time.time()
+    process = subprocess.Popen(
+        [*command, "--parcel", str(parcel), *engine, *flags], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    peaks: defaultdict[str, int] = defaultdict(int)
+    while process.poll() is None:
+        for kind, peak in memory_below(process.pid).items():
+            peaks[kind] = max(peaks[kind], peak)
+        time.sleep(0.2)
+    seconds = time.time() - began
+    assert process.returncode == 0, f"{side} ended with {process.returncode}"
+    assert process.stdout is not None
+    workers = int(engine[-1]) if engine else 1
+    return Run(speed(out, workers), seconds, json.loads(process.stdout.read()), dict(peaks))
+
+
+def speed(out: Path, workers: int) -> float:
+    """Images a second after every worker has had its first parcel."""
+    parts = sorted((path.stat().st_mtime, parquet.read_metadata(path).num_rows) for path in out.glob("part-*.parquet"))
+    assert len(parts) > workers, "too few parcels to see a steady state; give more --images or a smaller --parcel"
+    first = parts[workers - 1][0]
+    return sum(rows for _, rows in parts[workers:]) / (parts[-1][0] - first)
+
+
+def memory_below(root: int) -> dict[str, int]:
+    """Peak resident bytes of the driver, and the largest among decoders and among workers."""
+    parents, found = {}, {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pid = int(entry.name)
+            parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            status = (entry / "status").read_text()
+            found[pid] = ((entry / "cmdline").read_bytes().decode(errors="replace"), status)
+    peaks: defaultdict[str, int] = defaultdict(int)
+    for pid, (title, status) in found.items():
+        above = pid
+        while above in parents and above != root:
+            above = parents[above]
+        kind = "driver" if pid == root else "decoder" if "_Decoder" in title else "worker" if "_Worker" in title else ""
+        if above == root and kind and "VmHWM:" in status:
+            peaks[kind] = max(peaks[kind], 1024 * int(status.split("VmHWM:")[1].split()[0]))
+    return peaks
+
+
+def decode_costs(folder: Path, size: int) -> dict[str, float]:
+    """Seconds to decode an image on one core, and bytes that it then puts into the object store."""
+    file = find([str(folder)], "/")[0]
+    start, stop, count = cut_shard(file, "/", 256, "image")[0]
+    began = time.perf_counter()
+    decoded = decode(Parcel(0, count, (file.url,), start, stop), size, "/", "image")
+    seconds = (time.perf_counter() - began) / count
+    return {"decode_seconds_per_image": seconds, "object_store_bytes_per_image": decoded.pixels.nbytes / count}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photos", type=Path, required=True, help="a folder of real photos")
+    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--parcel", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=int, default=224, help="of the model's images, for the cost of decoding")
+    parser.add_argument("--out", default="scale-overhead.json")
+    parser.add_argument("flags", nargs="*", help="for react-clip embed, after --")
+    args = parser.parse_args()
+    runs: dict[str, list[Run]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory(prefix="scale-overhead-") as name:
+        work = Path(name)
+        make_collection(expand_inputs([args.photos]), work / "in", args.images, args.seed)
+        costs = decode_costs(work / "in" / "quarter", args.size)
+        for turn in range(args.rounds):
+            for side in SIDES:
+                out = work / f"out-{turn}-{side.replace(', ', '-').replace(' ', '-')}"
+                runs[side].append(run(side, [work / "in"], out, args.flags, args.parcel))
+        few = {
+            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", args.flags, args.parcel).memory
+            for i, side in enumerate(SIDES)
+        }
+    answers = {(one.summary["opened"], one.summary["passes"]) for side in runs.values() for one in side}
+    rate = {side: statistics.median(one.images_per_second for one in these) for side, these in runs.items()}
+    result = {
+        **where(),
+        "images": args.images,
+        "parcel": args.parcel,
+        "rounds": args.rounds,
+        "seed": args.seed,
+        "images_per_second": {side: round(value, 3) for side, value in rate.items()},
+        "seconds": {side: [round(one.seconds, 1) for one in these] for side, these in runs.items()},
+        "overhead": round(rate["local"] / rate["ray, 1 worker"], 3),
+        "efficiency_two_workers": round(rate["ray, 2 workers"] / (2 * rate["ray, 1 worker"]), 3),
+        "same_gates_and_passes": len(answers) == 1,
+        "opened": runs["local"][0].summary["opened"],
+        "passes": runs["local"][0].summary["passes"],
+        **costs,
+        "peak_bytes_all": {side: these[0].memory for side, these in runs.items()},
+        "peak_bytes_quarter": few,
+    }
+    write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
