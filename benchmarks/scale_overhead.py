@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,9 @@ class Run:
     seconds: float
     summary: dict[str, Any]
     memory: dict[str, int]
+    driver_seconds: float
+    """CPU time of the driver."""
+    written_bytes: int
 
 
 def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int) -> Run:
@@ -89,7 +93,9 @@ def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int
         [*command, "--parcel", str(parcel), *engine, *flags], stdout=subprocess.PIPE, text=True, env=environment
     )
     peaks: defaultdict[str, int] = defaultdict(int)
+    busy = 0.0
     while process.poll() is None:
+        busy = max(busy, cpu_seconds(process.pid))
         for kind, peak in memory_below(process.pid).items():
             peaks[kind] = max(peaks[kind], peak)
         time.sleep(0.2)
@@ -97,7 +103,17 @@ def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int
     assert process.returncode == 0, f"{side} ended with {process.returncode}"
     assert process.stdout is not None
     workers = int(engine[-1]) if engine else 1
-    return Run(speed(out, workers), seconds, json.loads(process.stdout.read()), dict(peaks))
+    summary = json.loads(process.stdout.read())
+    written = sum(path.stat().st_size for path in out.glob("part-*.parquet"))
+    return Run(speed(out, workers), seconds, summary, dict(peaks), busy, written)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Time that a process has spent on a core; 0 once it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def speed(out: Path, workers: int) -> float:
@@ -154,18 +170,26 @@ def main() -> None:
         work = Path(name)
         make_collection(expand_inputs([args.photos]), work / "in", args.images, args.seed)
         costs = decode_costs(work / "in" / "quarter", args.size)
+        costs["read_bytes_per_image"] = sum(path.stat().st_size for path in work.rglob("*.tar")) / args.images
         for turn in range(args.rounds):
             for side in SIDES:
                 out = work / f"out-{turn}-{side.replace(', ', '-').replace(' ', '-')}"
                 runs[side].append(run(side, [work / "in"], out, args.flags, args.parcel))
         few = {
-            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", args.flags, args.parcel).memory
+            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", args.flags, args.parcel)
             for i, side in enumerate(SIDES)
         }
+    one = runs["ray, 1 worker"][0]
+    costs["written_bytes_per_image"] = one.written_bytes / args.images
+    # What the driver does once, such as loading the model, cancels out between all images and a quarter of them.
+    more = one.driver_seconds - few["ray, 1 worker"].driver_seconds
+    costs["driver_cpu_seconds_per_parcel"] = more / (one.summary["parts"] - few["ray, 1 worker"].summary["parts"])
     answers = {(one.summary["opened"], one.summary["passes"]) for side in runs.values() for one in side}
     rate = {side: statistics.median(one.images_per_second for one in these) for side, these in runs.items()}
+    about = where()
+    about["versions"] |= {name: version(name) for name in ("ray", "pyarrow")}
     result = {
-        **where(),
+        **about,
         "images": args.images,
         "parcel": args.parcel,
         "rounds": args.rounds,
@@ -177,9 +201,9 @@ def main() -> None:
         "same_gates_and_passes": len(answers) == 1,
         "opened": runs["local"][0].summary["opened"],
         "passes": runs["local"][0].summary["passes"],
-        **costs,
+        **{name: round(value, 6) for name, value in costs.items()},
         "peak_bytes_all": {side: these[0].memory for side, these in runs.items()},
-        "peak_bytes_quarter": few,
+        "peak_bytes_quarter": {side: one.memory for side, one in few.items()},
     }
     write(args.out, result)
 

@@ -86,3 +86,18 @@ def test_blur_keeps_the_mean_and_hue_keeps_the_brightness() -> None:
 def test_impossible_ranges_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(ReactClipError, match=says):
         WeakAugmentation(**options)  # type: ignore[arg-type]
+
+
+def test_every_step_is_differentiable() -> None:
+    images = toy_images(2, dtype=torch.float64).requires_grad_()
+    augment = WeakAugmentation(probability=1)
+    keys = torch.arange(2)
+    direction = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    views = augment(images, keys)
+    inside = ((views > 1e-3) & (views < 1 - 1e-3)).double()
+    (slope,) = torch.autograd.grad((views * inside).sum(), images)
+    with torch.no_grad():
+        step = 1e-6
+        ahead, behind = (augment(images + sign * step * direction, keys) for sign in (1, -1))
+        measured = ((ahead - behind) * inside).sum() / (2 * step)
+    assert torch.allclose((slope * direction).sum(), measured, rtol=1e-3)

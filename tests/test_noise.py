@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from react_clip import ReactClipError, noise
+from react_clip import ReactClipError, functional, noise
 from toys import toy_images
 
 
@@ -92,3 +95,96 @@ def test_global_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     noise.normal(noise.stream_keys(toy_images(2), 0), (9,))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def reference_normal(key: int, count: int) -> list[float]:
+    """The stream in plain Python: SplitMix64 as a counter, then Box-Muller, cosines first."""
+    cosines, sines = [], []
+    for position in range(1, (count + 1) // 2 + 1):
+        bits = (key + position * 0x9E3779B97F4A7C15) % 2**64
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+        bits ^= bits >> 31
+        radius = math.sqrt(-2.0 * math.log(((bits >> 40) + 1) / 2**24))
+        angle = 2.0 * math.pi * (bits >> 8 & 0xFFFFFF) / 2**24
+        cosines.append(radius * math.cos(angle))
+        sines.append(radius * math.sin(angle))
+    return (cosines + sines)[:count]
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 9))
+def test_normal_numbers_are_box_muller_pairs_of_the_stream(key: int, count: int) -> None:
+    keys = torch.tensor([key])
+    drawn = noise.normal(keys, (count,))[0]
+    assert torch.allclose(drawn, torch.tensor(reference_normal(key, count)), rtol=1e-5, atol=1e-5)
+    assert keys.item() == key, "drawing must not change the key"
+
+
+def test_a_noisy_view_is_the_image_plus_its_stream() -> None:
+    pixels, keys, sigma = toy_images(3), torch.tensor([1, 2, 3]), torch.tensor([0.0, 0.02, 0.5])
+    expected = pixels + sigma[:, None, None, None] * noise.normal(keys, pixels.shape[1:])
+    assert torch.equal(noise.noisy_view(pixels, keys, sigma), expected)
+    assert torch.equal(noise.noisy_view(pixels[1:2], keys[1:2], sigma[1:2]), expected[1:2])
+    assert noise.noisy_view(pixels[:0], keys[:0], sigma[:0]).shape == (0, 3, 16, 16)
+    assert noise.noisy_view(pixels.double(), keys, sigma.double()).dtype == torch.float64
+
+
+@pytest.fixture
+def eager_to_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were a GPU and every tensor large."""
+    monkeypatch.setattr(functional, "_FUSED_ON", {"cpu"})
+    monkeypatch.setattr(functional, "_FUSED_FROM", 1)
+
+
+def test_the_noisy_view_is_one_graph_for_every_batch(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+
+    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    # Traced for real, but run as traced: a machine code compiler is not what is tested here.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count_graphs))
+    view = functional.fused(noise.noisy_view.__wrapped__)  # type: ignore[attr-defined]
+    for count in (5, 5, 3, 8, 2):
+        pixels, keys = toy_images(count), torch.arange(count)
+        sigma = torch.linspace(0.1, 0.2, count)
+        assert torch.equal(view(pixels, keys, sigma), noise.noisy_view.__wrapped__(pixels, keys, sigma))  # type: ignore[attr-defined]
+    assert len(traced) == 1, "one graph, whatever the number of images"
+    assert traced[0] > 10
+
+
+@pytest.mark.parametrize(("error", "calls"), [(1e-3, 1), (1e-8, 3)], ids=["differs", "agrees"])
+def test_a_kernel_is_compared_before_it_is_trusted(
+    error: float, calls: int, eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_calls = []
+
+    def compile_(function: Any, **options: object) -> Any:
+        assert options["dynamic"] is True
+        return lambda *tensors: kernel_calls.append(1) or function(*tensors) + error
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    double = functional.fused(lambda x: 2.0 * x)
+    for _ in range(3):
+        assert torch.allclose(double(torch.ones(2)), torch.full((2,), 2.0), rtol=0, atol=1e-6)
+    assert len(kernel_calls) == calls
+
+
+def test_without_a_compiler_nothing_changes(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def no_compiler(function: Any, **options: object) -> Any:
+        tried.append(1)
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    double = functional.fused(lambda x: 2.0 * x)
+    leaf = torch.ones(2, requires_grad=True)
+    (slope,) = torch.autograd.grad(double(leaf).sum(), leaf)
+    assert tried == [], "what needs gradients is not fused"
+    assert slope.tolist() == [2.0, 2.0]
+    assert double(torch.ones(2, dtype=torch.float64)).tolist() == [2.0, 2.0]
+    assert tried == []
+    assert [double(torch.ones(1)).item() for _ in range(3)] == [2.0, 2.0, 2.0]
+    assert tried == [1], "decided once"

@@ -5,7 +5,7 @@
 0.7
 """
 
-from react_clip import adaptive, attacks, data, defenses, integrations
+from react_clip import adaptive, attacks, data, defenses, integrations, scale
 from react_clip.bank import LabelBank
 from react_clip.calibration import Calibration, calibrate
 from react_clip.defenses import Defended, ReACT, Undefended, as_module
@@ -36,4 +36,5 @@ __all__ = [
     "integrations",
     "load",
     "pull",
+    "scale",
 ]

@@ -65,12 +65,12 @@ class WeakAugmentation:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
         draw = noise.uniform(noise.fork(keys, 0), 13)
         view = self._affine(images, draw[:, 0:4])
-        blurred, noisy, jittered = (draw[:, 4:7] < self.probability)[:, :, None, None, None].unbind(1)
-        view = torch.where(blurred, self._blur(view, draw[:, 7]), view)
-        grain = noise.normal(noise.fork(keys, 1), images.shape[1:]).to(images.dtype)
-        sigma = (self.noise_sigma * draw[:, 8]).to(images.dtype)[:, None, None, None]
-        view = torch.where(noisy, (view + sigma * grain).clamp(0.0, 1.0), view)
-        return torch.where(jittered, self._jitter(view, draw[:, 9:13]), view)
+        blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
+        view = torch.where(_column(blurred), self._blur(view, draw[:, 7]), view)
+        # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
+        sigma = (self.noise_sigma * draw[:, 8] * noisy).to(images.dtype)
+        view = noise.noisy_view(view, noise.fork(keys, 1), sigma).clamp(0.0, 1.0)
+        return torch.where(_column(jittered), self._jitter(view, draw[:, 9:13]), view)
 
     def _affine(self, images: Tensor, draw: Tensor) -> Tensor:
         angle = math.radians(self.rotation) * (2.0 * draw[:, 0] - 1.0)
@@ -97,15 +97,17 @@ class WeakAugmentation:
         return F.conv2d(stacked, weight.transpose(2, 3), groups=batch * channels).reshape(images.shape)
 
     def _jitter(self, images: Tensor, draw: Tensor) -> Tensor:
-        brightness, contrast, saturation = (
-            (1.0 + self.jitter * (2.0 * draw[:, :3] - 1.0)).to(images.dtype)[:, :, None, None, None].unbind(1)
-        )
+        factors = (1.0 + self.jitter * (2.0 * draw[:, :3] - 1.0)).to(images.dtype)
+        brightness, contrast, saturation = map(_column, factors.unbind(1))
         view = (images * brightness).clamp(0.0, 1.0)
-        mean = _gray(view).mean(dim=(2, 3), keepdim=True)
-        view = (mean + contrast * (view - mean)).clamp(0.0, 1.0)
-        gray = _gray(view)
-        view = (gray + saturation * (view - gray)).clamp(0.0, 1.0)
+        view = torch.lerp(_gray(view).mean(dim=(2, 3), keepdim=True), view, contrast).clamp(0.0, 1.0)
+        view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
         return _rotate_hue(view, 2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0)).clamp(0.0, 1.0)
+
+
+def _column(values: Tensor) -> Tensor:
+    """One value per image, to be combined with its pixels."""
+    return values[:, None, None, None]
 
 
 def _gray(images: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from react_clip.errors import ReactClipError
+from react_clip.functional import fused
 
 Seed = int | bytes
 """A public number for research, or a secret key for a service that must not be predictable."""
@@ -35,14 +36,15 @@ _UNIT_24 = 2.0**-24
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Logical shift; torch's own keeps the sign bit."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(value: Tensor) -> Tensor:
     """SplitMix64's finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
-    value = (value ^ _shift_right(value, 30)) * _MIX_1
-    value = (value ^ _shift_right(value, 27)) * _MIX_2
-    return value ^ _shift_right(value, 31)
+    # The first step copies; from then on in place, because large draws are bound by memory.
+    value = (value ^ _shift_right(value, 30)).mul_(_MIX_1)
+    value.bitwise_xor_(_shift_right(value, 27)).mul_(_MIX_2)
+    return value.bitwise_xor_(_shift_right(value, 31))
 
 
 def _bits(keys: Tensor, count: int) -> Tensor:
@@ -75,12 +77,29 @@ def normal(keys: Tensor, shape: Sequence[int]) -> Tensor:
     (True, True)
     """
     count = math.prod(shape)
-    bits = _bits(keys, (count + 1) // 2)
+    half = (count + 1) // 2
+    bits = _bits(keys, half)
     # Two 24-bit uniforms from each integer; the first is in (0, 1] so that its logarithm is finite.
-    radius = ((_shift_right(bits, 40) + 1).float() * _UNIT_24).log().mul(-2.0).sqrt()
-    angle = (_shift_right(bits, 8) & 0xFFFFFF).float() * (2.0 * math.pi * _UNIT_24)
-    pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return pairs[:, :count].reshape(len(keys), *shape)
+    radius = _shift_right(bits, 40).add_(1).float().mul_(_UNIT_24).log_().mul_(-2.0).sqrt_()
+    angle = (bits >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0 * math.pi * _UNIT_24)
+    # The first half of a draw are the cosines of the pairs, the second half their sines.
+    pairs = torch.stack([angle.cos(), angle.sin()], dim=1).mul_(radius[:, None])
+    return pairs.flatten(1)[:, :count].reshape(len(keys), *shape)
+
+
+@fused
+def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+    r"""Views :math:`x + \sigma\,\eta` of images ``[N, ...]``, one stream and one ``sigma`` each; not clamped.
+
+    On a GPU large batches are drawn by one kernel, whose last bit may differ from that of the same view in a small one.
+
+    >>> pixels, keys = torch.rand(2, 3, 8, 8), torch.tensor([1, 2])
+    >>> views = noisy_view(pixels, keys, torch.tensor([0.0, 0.1]))
+    >>> torch.equal(views[0], pixels[0]), torch.allclose(views[1], pixels[1] + 0.1 * normal(keys[1:], (3, 8, 8)))
+    (True, True)
+    """
+    grain = normal(keys, pixels.shape[1:]).to(pixels.dtype)
+    return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
 
 
 def stream_keys(images: Tensor, seed: Seed) -> Tensor:
@@ -102,6 +121,6 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
 
 def _fingerprints(pixels: Tensor) -> Tensor:
     """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
-    words = pixels.view(torch.int32).long()
+    words = pixels.view(torch.int32)
     weights = _bits(torch.zeros(1, dtype=torch.long, device=pixels.device), pixels.shape[1])
     return _mix((words * weights).sum(dim=1) + pixels.shape[1])

@@ -11,7 +11,8 @@ from importlib import import_module
 from react_clip.errors import ReactClipError
 
 COMMANDS = (
-    *("demo", "classify", "embed", "pull", "attack", "evaluate", "calibrate", "report", "bench", "finetune", "serve"),
+    *("demo", "classify", "embed", "pull", "attack", "evaluate", "calibrate", "report", "bench", "finetune", "export"),
+    "serve",
 )
 
 

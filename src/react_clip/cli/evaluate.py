@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from react_clip import ReactClipError
 from react_clip.cli.common import Subparsers, new_command, notice
 
 
@@ -43,6 +44,12 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    group = parser.add_argument_group("many machines")
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
+    )
+    group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
+    group.add_argument("--workers", type=int, help="processes of the cluster (one per GPU, else one per node)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,13 +58,21 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.evaluation.run_dir import TABLES
     from react_clip.report.tables import accuracy_table, write_tables
 
+    _check_cluster_options(args)
     recipe = Recipe.load(args.recipe, model=args.model).replace(**_overrides(args))
     folder = args.out or Path("runs") / args.recipe.stem
     place = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
         return _report(args, validate(recipe, folder, **place))
     with _warnings_on_stderr(not args.quiet):
-        result = run_recipe(recipe, folder, progress=not args.quiet, **place)
+        if args.engine == "ray":
+            from react_clip.scale import evaluation as cluster
+
+            result = cluster.run_recipe(
+                recipe, folder, address=args.address, workers=args.workers, progress=not args.quiet, **place
+            )
+        else:
+            result = run_recipe(recipe, folder, progress=not args.quiet, **place)
     write_tables(result, folder / TABLES)
     if args.json:
         print(result.to_json(), end="")
@@ -77,6 +92,14 @@ def _report(args: argparse.Namespace, validation: Any) -> int:
     for problem in validation.problems:
         print(f"react-clip: {problem}", file=sys.stderr)
     return 0 if validation.ok else 2
+
+
+def _check_cluster_options(args: argparse.Namespace) -> None:
+    for name in ("address", "workers"):
+        if args.engine != "ray" and getattr(args, name) is not None:
+            raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
+    if args.workers is not None and args.workers < 1:
+        raise ReactClipError(f"--workers is {args.workers}; it must be >= 1")
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ from react_clip.cli.common import (
 )
 from react_clip.optional import require
 from react_clip.serve.settings import Settings, variable
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from react_clip.scale.serving import Fleet
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -57,6 +63,11 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
             group.add_argument(flag, action="store_true", help=text)
         else:
             group.add_argument(flag, type=kind, default=row.default, help=text)
+    group = parser.add_argument_group("many machines")
+    group.add_argument("--engine", default="local", help="local, this process, or ray, replicas of it (%(default)s)")
+    group.add_argument("--address", help="host:port of a Ray cluster, or auto (by default one on this machine)")
+    group.add_argument("--replicas", type=int, default=1, help="processes that share the requests (%(default)s)")
+    group.add_argument("--max-replicas", type=int, help="as many as load may make of them (by default it makes none)")
     _read_environment(parser)
 
 
@@ -73,49 +84,122 @@ def _read_environment(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, listen, answer; ends with 0 when asked to stop."""
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
-        require(module, "serving", extra="serve")
-    from react_clip.serve.app import create_app
-    from react_clip.serve.classes import ClassList
-    from react_clip.serve.credentials import read_keys, read_secret
-    from react_clip.serve.engine import Engine
     from react_clip.serve.server import address, open_socket, serve
+    from react_clip.serve.service import public_name
 
-    _read_switches(args)
-    settings = Settings(**{row.name: getattr(args, row.name) for row in dataclasses.fields(Settings)})
-    _log_to_stderr("warning" if args.quiet else settings.log_level)
-    secret, made_up = read_secret(settings.secret_file)
-    keys = read_keys(settings.api_key_file)
-    if made_up:
+    plan = Plan.of(args)
+    if plan.made_up:
+        owner = "process" if args.engine == "local" else "service"
         notice(
-            args, "the noise is keyed by a secret of this process: answers may differ after a restart (--secret-file)"
+            args, f"the noise is keyed by a secret of this {owner}: answers may differ after a restart (--secret-file)"
         )
-    listener = open_socket(settings)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    encoder = load_encoder(args)
-    engine = Engine(
-        encoder,
-        build_guard(args, encoder),
-        ClassList.of(build_classifier(args, encoder)),
-        secret=secret,
-        batch=settings.batch,
-        max_wait=settings.max_wait / 1000,
-        deadline=settings.deadline,
-        queue=settings.queue,
-        label_cache=settings.label_cache,
-        constant_work=settings.constant_work,
-    )
-    engine.start()
-    app = create_app(engine, settings, DemoPGD(encoder) if settings.demo else None, keys=keys)
 
-    def announce() -> None:
-        url = address(listener)
-        ready = {"url": url, "pid": os.getpid(), "model": app.state.service.name}
+    def announce(url: str) -> None:
+        ready = {"url": url, "pid": os.getpid(), "model": plan.settings.name or public_name(args.model)}
         print(json.dumps(ready) if args.json else f"react-clip serves {ready['model']} on {url}", flush=True)
 
-    serve(app, settings, listener, announce)
+    if args.engine == "ray":
+        from react_clip.scale.serving import serve_on_cluster
+
+        serve_on_cluster(plan.build, plan.settings, plan.fleet, args.address, announce)
+        return 0
+    listener = open_socket(plan.settings)
+    serve(plan.build(), plan.settings, listener, lambda: announce(address(listener)))
     return 0
+
+
+def application(flags: dict[str, Any]) -> Any:
+    """The service for Ray Serve's own tools, as ``import_path: react_clip.cli.serve:application``.
+
+    ``flags`` are those of the command by name, such as ``{"replicas": 2}``; the environment is read as always.
+    """
+    import ray
+
+    from react_clip.scale.serving import application as deployed
+
+    parser: argparse.ArgumentParser = _Parser(prog="react-clip")
+    add_parser(parser.add_subparsers())
+    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if value is not False}
+    words = [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
+    plan = Plan.of(parser.parse_args(["serve", "--engine=ray", *words]))
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    return deployed(plan.build, plan.settings, plan.fleet(has_gpus))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong to Ray's log, where ending the process would say nothing."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ReactClipError(message)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the flags, the environment and the files they name ask for; it travels to the processes that answer."""
+
+    args: argparse.Namespace
+    settings: Settings
+    secret: bytes = field(repr=False)
+    keys: Any = field(repr=False)
+    made_up: bool
+    """Whether nobody gave the secret."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Plan:
+        """Read what can be wrong before a model is loaded; secret and keys are read once for all replicas."""
+        for module in ("fastapi", "uvicorn", "prometheus_client"):
+            require(module, "serving", extra="serve")
+        from react_clip.serve.credentials import read_keys, read_secret
+
+        _read_switches(args)
+        settings = Settings(**{row.name: getattr(args, row.name) for row in dataclasses.fields(Settings)})
+        _check_engine(args)
+        secret, made_up = read_secret(settings.secret_file)
+        return cls(args, settings, secret, read_keys(settings.api_key_file), made_up)
+
+    def build(self) -> FastAPI:
+        """The app around an engine that runs."""
+        from react_clip.serve.app import create_app
+        from react_clip.serve.classes import ClassList
+        from react_clip.serve.engine import Engine
+
+        args, settings = self.args, self.settings
+        _log_to_stderr("warning" if args.quiet else settings.log_level)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        encoder = load_encoder(args)
+        engine = Engine(
+            encoder,
+            build_guard(args, encoder),
+            ClassList.of(build_classifier(args, encoder)),
+            secret=self.secret,
+            batch=settings.batch,
+            max_wait=settings.max_wait / 1000,
+            deadline=settings.deadline,
+            queue=settings.queue,
+            label_cache=settings.label_cache,
+            constant_work=settings.constant_work,
+        )
+        engine.start()
+        return create_app(engine, settings, DemoPGD(encoder) if settings.demo else None, keys=self.keys)
+
+    def fleet(self, has_gpus: bool) -> Fleet:
+        """The replicas; each has a GPU to itself where there are any and nothing else is asked for."""
+        from react_clip.scale.serving import Fleet
+
+        args = self.args
+        on_gpu = has_gpus if args.device is None else not args.device.startswith("cpu")
+        most = args.replicas if args.max_replicas is None else args.max_replicas
+        return Fleet(args.replicas, most, cpus=max(1, self.settings.threads), gpus=int(on_gpu))
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    if args.engine not in ("local", "ray"):
+        raise ReactClipError(f"--engine is {args.engine!r}; choose local or ray")
+    for name, default in (("address", None), ("replicas", 1), ("max_replicas", None)):
+        if args.engine == "local" and (value := getattr(args, name)) != default:
+            flag = name.replace("_", "-")
+            raise ReactClipError(f"--{flag} is {value!r}, but the engine is local; add --engine ray")
 
 
 class DemoPGD:

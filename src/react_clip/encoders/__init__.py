@@ -1,4 +1,7 @@
-"""Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, folders, the offline ``clip-vit-b-16``, ``BASE+FILE``."""
+"""Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, folders, the offline ``clip-vit-b-16``, ``BASE+FILE``.
+
+Exported towers have names too: ``onnx:FOLDER`` and ``openvino:FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from react_clip.encoders import checkpoints, offline, openclip
+from react_clip.encoders import checkpoints, exported, offline, openclip
 from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
 from react_clip.encoders.hf import load_hf
 from react_clip.errors import ReactClipError
@@ -17,7 +20,8 @@ __all__ = ["Encoder", "load", "pull"]
 _WHAT_EXISTS = (
     f"{offline.NAME} (offline), a Hugging Face id such as openai/clip-vit-base-patch32 (optionally @revision), "
     f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, a folder (in Hugging Face "
-    "layout, or written by `react-clip finetune`), or BASE+FILE for one of these with the image tower of a checkpoint"
+    "layout, or written by `react-clip finetune`), BASE+FILE for one of these with the image tower of a checkpoint, or "
+    "onnx:FOLDER and openvino:FOLDER as `react-clip export` writes them"
 )
 
 
@@ -27,12 +31,15 @@ def load(name: str | Path, *, device: str | torch.device | None = None, dtype: s
     Args:
         name: ``"clip-vit-b-16"`` (offline), a hub id (``"openai/clip-vit-base-patch32"``, optionally ``@revision``),
             ``"open_clip:ViT-B-32/openai"``, a folder in Hugging Face layout or written by ``react-clip finetune``, or
-            any of these with the image tower of a checkpoint: ``"clip-vit-b-16+path/to/tecoa.safetensors"``.
+            any of these with the image tower of a checkpoint: ``"clip-vit-b-16+path/to/tecoa.safetensors"``. What
+            ``react-clip export`` wrote is ``"onnx:FOLDER"`` or ``"openvino:FOLDER"``; it runs on the CPU.
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers. Features are fp32 in every case.
     """
-    chosen_device, chosen_dtype = resolve_device(device), resolve_dtype(dtype)
     text = str(name)
+    if exported.split_name(text) is not None:
+        return exported.load_exported(text, device=device, dtype=dtype)
+    chosen_device, chosen_dtype = resolve_device(device), resolve_dtype(dtype)
     if (parts := checkpoints.split_name(text)) is not None:
         base, checkpoint = parts
         encoder = load(base, device=chosen_device, dtype=chosen_dtype)
@@ -55,6 +62,9 @@ def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda 
         return pull(parts[0], force=force, say=say)
     if name == offline.NAME:
         return str(offline.pull(force=force, say=say))
+    if (written := exported.split_name(name)) is not None:
+        load(name)
+        return str(written[1])
     if not name.startswith(openclip.PREFIX) and not Path(name).is_dir():
         _hub_id(name)
     say(f"fetching {name}")

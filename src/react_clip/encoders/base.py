@@ -63,6 +63,11 @@ class Encoder(nn.Module, ABC):
         """Projected text features, as the tower gives them."""
 
     @property
+    def original(self) -> str:
+        """Whose weights these are, hence whose calibration holds: an exported tower is still the one it came from."""
+        return self.name
+
+    @property
     def device(self) -> torch.device:
         """Where the tower lives."""
         return next(self.tower.parameters()).device
@@ -159,7 +164,8 @@ class Encoder(nn.Module, ABC):
 
     def _check_shape(self, pixels: Tensor) -> None:
         size = self.image_size
-        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or not len(pixels):
+        # `len` would fix the number of images in a graph that is traced through here.
+        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or pixels.shape[0] < 1:
             raise ReactClipError(
                 f"pixels have shape {list(pixels.shape)}; {self.name!r} takes [B, 3, {size}, {size}] with B >= 1 (pass "
                 "PIL images or paths to have them resized)"

@@ -9,10 +9,30 @@ from typing import Self
 from tqdm import tqdm
 
 
-class Progress:
+class Tally:
+    """Passes that were done and passes that need not be, counted for somebody who shows them elsewhere."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.skipped = 0
+
+    def stage(self, text: str) -> None:
+        """Say what is going on."""
+
+    def done(self, passes: int) -> None:
+        """That many passes are finished."""
+        self.finished += passes
+
+    def skip(self, passes: int) -> None:
+        """That many passes need not be done."""
+        self.skipped += passes
+
+
+class Progress(Tally):
     """One bar for one set. Work that turns out to be done already, or cheaper than planned, shrinks what is left."""
 
     def __init__(self, name: str, total: int, *, enabled: bool) -> None:
+        super().__init__()
         # In a log file a line every half minute is enough.
         interval = 0.5 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(
@@ -29,14 +49,16 @@ class Progress:
         self._bar.close()
 
     def stage(self, text: str) -> None:
-        """Say what is going on."""
+        """Say it in front of the bar."""
         self._bar.set_description(f"{self._name}: {text}", refresh=False)
 
     def done(self, passes: int) -> None:
-        """That many passes are finished."""
+        """Move the bar."""
+        super().done(passes)
         self._bar.update(passes)
 
     def skip(self, passes: int) -> None:
-        """That many passes need not be done."""
+        """Shorten the bar; a negative number makes it longer."""
+        super().skip(passes)
         if self._bar.total is not None:
             self._bar.total -= passes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,10 +17,10 @@ from react_clip import encoders
 from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
 from react_clip.defenses import Defense
-from react_clip.encoders.base import DTYPES
+from react_clip.encoders.base import DTYPES, Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import records, run_dir, sanity, selfcheck, sets, summary
-from react_clip.evaluation.cost import defense_cost, set_cost
+from react_clip.evaluation.cost import Passes, defense_cost, set_cost
 from react_clip.evaluation.images import ROUNDING_NOTES
 from react_clip.evaluation.progress import Progress
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
@@ -102,18 +103,79 @@ def run_recipe(
     """Run every set of a recipe; ``root`` holds the photos, ``heads`` ready class features ``<set>.npz``."""
     root = data_room.default_root() if root is None else root
     recipe = recipe.with_sets_under(root)
+    subjects = sets.from_recipe(recipe, *load_encoders(recipe, device), root, heads, progress)
+    return _run(recipe, subjects, Path(folder), progress=progress, command=typed_command())
+
+
+def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
+    """What is defended, and what attacks are crafted on: the same one unless the recipe says otherwise."""
     encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
-    attack_encoder = encoder
-    if recipe.transfer_model is not None or recipe.attack_dtype not in (None, recipe.dtype):
-        attacked, dtype = recipe.transfer_model or recipe.model, recipe.attack_dtype or recipe.dtype
-        attack_encoder = encoders.load(attacked, device=device, dtype=dtype)
-    subjects = sets.from_recipe(recipe, encoder, attack_encoder, root, heads, progress)
-    return _run(recipe, subjects, Path(folder), progress=progress, command=shlex.join(["react-clip", *sys.argv[1:]]))
+    if recipe.transfer_model is None and recipe.attack_dtype in (None, recipe.dtype):
+        return encoder, encoder
+    attacked, dtype = recipe.transfer_model or recipe.model, recipe.attack_dtype or recipe.dtype
+    return encoder, encoders.load(attacked, device=device, dtype=dtype)
+
+
+def typed_command() -> str:
+    """What was typed to get here."""
+    return shlex.join(["react-clip", *sys.argv[1:]])
+
+
+@dataclass(frozen=True, eq=False)
+class SetOutcome:
+    """Everything that a run finds out about one set."""
+
+    info: SetInfo
+    device: str
+    blocks: list[Block]
+    check: SelfCheck
+    """PGD-10 at 1/255 on a few images, where this is the first set and the recipe has no such attack itself."""
+    probes: list[Check]
+    """Sanity checks that take attacks of their own, on the first set where the attacker knows the defence."""
+
+
+def set_outcome(
+    recipe: Recipe, subject: EvaluationSet, store: ShardStore, check: SelfCheck, progress: bool
+) -> SetOutcome:
+    """Compute, or read back, what a recipe asks about one set."""
+    device = sets.device_name(subject.clf.device)
+    log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
+    costs = set_costs(recipe, subject)
+    with Progress(subject.name, planned_work(recipe, subject, costs, len(subject)), enabled=progress) as bar:
+        blocks = SetRunner(recipe, subject, store, costs, bar).run()
+    probing = sanity.wanted(recipe) and subject.name == recipe.datasets[0]
+    probes = sanity.probes(recipe, subject, blocks, store) if probing else []
+    return SetOutcome(_info(subject), device, blocks, check, probes)
+
+
+def set_costs(recipe: Recipe, subject: EvaluationSet) -> list[Passes]:
+    """Passes per image of the recipe's defences."""
+    return [defense_cost(item.defense, subject.clf, subject.batch(0, 1)) for item in recipe.defenses]
+
+
+def planned_work(recipe: Recipe, subject: EvaluationSet, costs: list[Passes], images: int) -> int:
+    """The most that so many images of a set can take, in passes."""
+    return set_cost(recipe, images, subject.clf.encoder.image_size, costs).passes.work
 
 
 def _run(
     recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool, command: str
 ) -> EvaluationResult:
+    def in_turn(store: ShardStore) -> Iterator[SetOutcome]:
+        for subject in subjects:
+            check = selfcheck.skipped()
+            if recipe.self_check and recipe.own_self_check is None and subject.name == recipe.datasets[0]:
+                check = selfcheck.on_few_images(recipe, subject)
+                selfcheck.insist(check)
+            yield set_outcome(recipe, subject, store, check, progress)
+
+    return conclude(recipe, folder, in_turn, command)
+
+
+def conclude(
+    recipe: Recipe, folder: Path, outcomes: Callable[[ShardStore], Iterable[SetOutcome]], command: str
+) -> EvaluationResult:
+    """Hold a run's folder while the outcomes of its sets come in, in the recipe's order; then write the result."""
     with run_dir.opened(folder, recipe) as store:
         infos: list[SetInfo] = []
         rows: list[Row] = []
@@ -123,20 +185,15 @@ def _run(
         check = selfcheck.skipped()
         checks: list[Check] = []
         device = ""
-        for subject in subjects:
-            device = sets.device_name(subject.clf.device)
-            log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
-            if recipe.self_check and recipe.own_self_check is None and not infos:
-                check = selfcheck.on_few_images(recipe, subject)
-                selfcheck.insist(check)
-            blocks = _run_set(recipe, subject, store, progress)
+        for outcome in outcomes(store):
+            device, blocks = outcome.device, outcome.blocks
+            check = outcome.check if not infos else check
+            checks += outcome.probes
             witnesses += [block for block in blocks if block.attack == recipe.own_self_check][:1]
-            if sanity.wanted(recipe) and not infos:
-                checks += sanity.probes(recipe, subject, blocks, store)
             tables.append(records.to_table(recipe, blocks))
             rows += summary.set_rows(recipe, blocks)
             attacks += summary.attack_rows(blocks)
-            infos.append(_info(subject))
+            infos.append(outcome.info)
         records.write(folder / run_dir.PER_IMAGE, tables)
         if recipe.self_check and recipe.own_self_check is not None:
             check = selfcheck.from_blocks(recipe, witnesses)
@@ -148,13 +205,6 @@ def _run(
         result.save(folder / run_dir.RESULT)
         log.info("finished: %s", folder / run_dir.RESULT)
         return result
-
-
-def _run_set(recipe: Recipe, subject: EvaluationSet, store: ShardStore, progress: bool) -> list[Block]:
-    costs = [defense_cost(item.defense, subject.clf, subject.batch(0, 1)) for item in recipe.defenses]
-    work = set_cost(recipe, len(subject), subject.clf.encoder.image_size, costs).passes.work
-    with Progress(subject.name, work, enabled=progress) as bar:
-        return SetRunner(recipe, subject, store, costs, bar).run()
 
 
 def _info(subject: EvaluationSet) -> SetInfo:

@@ -23,7 +23,7 @@ from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, crafting_cost
 from react_clip.evaluation.images import ROUNDING_NOTES, rounded, to_float
 from react_clip.evaluation.pictures import IMAGES
-from react_clip.evaluation.progress import Progress
+from react_clip.evaluation.progress import Tally
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import Shard, ShardStore, Tensors
@@ -81,7 +81,7 @@ class SetRunner:
     """Computes, or reads back, everything a recipe asks about one set."""
 
     def __init__(
-        self, recipe: Recipe, subject: EvaluationSet, store: ShardStore, costs: list[Passes], progress: Progress
+        self, recipe: Recipe, subject: EvaluationSet, store: ShardStore, costs: list[Passes], progress: Tally
     ) -> None:
         self.recipe = recipe
         self.subject = subject
@@ -94,30 +94,7 @@ class SetRunner:
 
     def run(self) -> list[Block]:
         """All outcomes; finished shards are not computed again."""
-        spans = [
-            (start, min(start + self.recipe.batch, len(self.subject)))
-            for start in range(0, len(self.subject), self.recipe.batch)
-        ]
-        plain = {span: self._clean_answers(span) for span in spans}
-        unperturbed: dict[tuple[Span, tuple[int, int]], Tensors] = {}
-        for span in spans:
-            self._memory.forget()
-            for choice in self._choices():
-                source = self._clean_source(span, plain[span])
-                unperturbed[span, choice] = self._defended(CLEAN, span, choice, source)
-        parts: dict[tuple[str, int, int], list[Tensors]] = {}
-        for item in self.recipe.all_attacks:
-            for span in spans:
-                self._memory.forget()
-                outcome, victims = self._outcome(item, span, plain[span], 0)
-                for choice in self._choices():
-                    if item.adaptive and choice[0] and choice[1] == 0:
-                        # Whoever knows the defence makes images for each.
-                        outcome, victims = self._outcome(item, span, plain[span], choice[0])
-                    answers = unperturbed[span, choice]
-                    if victims is not None:
-                        answers = self._through_defence(item, span, choice, victims, answers)
-                    parts.setdefault((item.title, *choice), []).append({**outcome, **answers})
+        parts = [self.outcomes(span) for span in self.spans()]
         return [
             Block(
                 dataset=self.subject.name,
@@ -125,11 +102,36 @@ class SetRunner:
                 defense=self.recipe.defenses[number].label,
                 draw=draw,
                 seed=self.recipe.seeds[draw],
-                columns=_concatenated(parts[item.title, number, draw]),
+                columns=_concatenated([part[item.title, number, draw] for part in parts]),
             )
             for item in self.recipe.all_attacks
             for number, draw in self._choices()
         ]
+
+    def spans(self) -> list[Span]:
+        """The ranges of images that shards cover."""
+        starts = range(0, len(self.subject), self.recipe.batch)
+        return [(start, min(start + self.recipe.batch, len(self.subject))) for start in starts]
+
+    def outcomes(self, span: Span) -> dict[tuple[str, int, int], Tensors]:
+        """The outcomes on the images of one span, by attack, defence and draw; they depend on no other image."""
+        self._memory.forget()
+        clean = self._clean_answers(span)
+        source = self._clean_source(span, clean)
+        unperturbed = {choice: self._defended(CLEAN, span, choice, source) for choice in self._choices()}
+        found: dict[tuple[str, int, int], Tensors] = {}
+        for item in self.recipe.all_attacks:
+            self._memory.forget()
+            outcome, victims = self._outcome(item, span, clean, 0)
+            for choice in self._choices():
+                if item.adaptive and choice[0] and choice[1] == 0:
+                    # Whoever knows the defence makes images for each.
+                    outcome, victims = self._outcome(item, span, clean, choice[0])
+                answers = unperturbed[choice]
+                if victims is not None:
+                    answers = self._through_defence(item, span, choice, victims, answers)
+                found[item.title, *choice] = {**outcome, **answers}
+        return found
 
     def _choices(self) -> Iterator[tuple[int, int]]:
         """Every defence with every draw of its noise."""
