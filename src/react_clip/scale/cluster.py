@@ -76,6 +76,8 @@ def check_versions(ray: Any) -> None:
     for node, answer in zip(nodes, asked, strict=True):
         try:
             theirs: dict[str, str] = ray.get(answer)
+        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError):
+            continue  # it left while it was asked, and will do no work
         except ray.exceptions.RayError as error:
             raise ReactClipError(
                 f"node {node['NodeManagerAddress']} cannot run react-clip ({_cause(error)}); install react-clip "
