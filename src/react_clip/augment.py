@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -115,10 +116,19 @@ def _gray(images: Tensor) -> Tensor:
     return (_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue)[:, None]
 
 
+@cache
+def _colour_matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """From YIQ to RGB and back, sent to a device once."""
+    # Whoever asks first may be in inference mode; whoever asks later may need gradients.
+    with torch.inference_mode(False):
+        return _YIQ_TO_RGB.to(device, dtype), _RGB_TO_YIQ.to(device, dtype)
+
+
 def _rotate_hue(images: Tensor, angle: Tensor) -> Tensor:
     """Turn the chroma plane of YIQ: the same small change of hue as through HSV, but smooth everywhere."""
     cos, sin = angle.cos().to(images.dtype), angle.sin().to(images.dtype)
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
-    matrix = _YIQ_TO_RGB.to(images) @ turn @ _RGB_TO_YIQ.to(images)
+    back, forth = _colour_matrices(images.device, images.dtype)
+    matrix = back @ turn @ forth
     return torch.einsum("bij,bjhw->bihw", matrix, images)

@@ -116,7 +116,7 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
         digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in pixels.cpu()]
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
-    return _mix(_fingerprints(pixels) ^ _mix(torch.tensor(_signed(int(seed)), device=images.device)))
+    return _mix(_fingerprints(pixels) ^ _mix(torch.full((), _signed(int(seed)), device=images.device)))
 
 
 def _fingerprints(pixels: Tensor) -> Tensor:

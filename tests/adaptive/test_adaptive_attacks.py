@@ -231,9 +231,7 @@ def test_the_attackers_copy_of_the_defence_has_fewer_views(task: Any) -> None:
         attack(clf, guard, x, y)
         spent[views] = encoder.encoded
         assert encoder.encoded == attack.cost(guard, guard.cost())[0] * len(x)
-    assert spent[None] - spent[1] == 3 * 2 * 2 * len(x), (
-        "three iterates, two draws, two views less each"
-    )
+    assert spent[None] - spent[1] == 3 * 2 * 2 * len(x), "three iterates, two draws, two views less each"
     assert Both(views=1).price(rc.defenses.TTC(), (4, 2)) == Both().price(rc.defenses.TTC(), (4, 2))
     for kind in (Both, Rand):
         with pytest.raises(rc.ReactClipError, match="views"):

@@ -42,7 +42,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         default=offline.NAME,
-        help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT (%(default)s)",
+        help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
     group.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")

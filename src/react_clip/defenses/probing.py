@@ -9,7 +9,7 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.defenses.base import encode_in_batches
-from react_clip.defenses.views import HIGH, LOW, noisy
+from react_clip.defenses.views import HIGH, LOW
 from react_clip.encoders.base import Encoder
 
 Scales = tuple[float, float]
@@ -44,6 +44,7 @@ def probe_again(
 def _views(pixels: Tensor, keys: Tensor, scales: Scales, samples: range) -> Callable[[int, int], Tensor]:
     """A range of the noisy views of both scales, scale by scale, sample by sample, image by image."""
     probe_keys = torch.cat([noise.fork(noise.fork(keys, branch), i) for branch in (LOW, HIGH) for i in samples])
-    sigma = pixels.new_tensor(scales).repeat_interleave(len(samples) * len(pixels))
+    # Filled on the device: to send numbers there, the host would have to wait for it.
+    sigma = torch.cat([pixels.new_full((len(samples) * len(pixels),), scale) for scale in scales])
     image_of = torch.arange(len(pixels), device=pixels.device).repeat(2 * len(samples))
-    return lambda i, j: noisy(pixels[image_of[i:j]], probe_keys[i:j], sigma[i:j])
+    return lambda i, j: noise.noisy_view(pixels[image_of[i:j]], probe_keys[i:j], sigma[i:j])

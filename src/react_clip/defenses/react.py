@@ -47,7 +47,7 @@ class ReACT(AnchoredDefense):
         >>> ReACT.for_encoder("openai/clip-vit-base-patch32") == ReACT()
         True
         """
-        name = encoder if isinstance(encoder, str) else encoder.name
+        name = encoder if isinstance(encoder, str) else encoder.original
         name = name.partition("@")[0]
         if name not in _CALIBRATIONS:
             raise ReactClipError(

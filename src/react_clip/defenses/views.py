@@ -13,12 +13,6 @@ from react_clip.encoders.base import Encoder
 LOW, HIGH, AUGMENT, ANCHOR, GATE = range(5)
 
 
-def noisy(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
-    """Views ``x + sigma * eta``; not clamped, as published."""
-    grain = noise.normal(keys, pixels.shape[1:]).to(pixels.dtype)
-    return pixels + sigma[:, None, None, None] * grain
-
-
 def anchor_views(encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, draws: range, max_batch: int) -> Tensor:
     """Unit features ``[B, len(draws), D]`` of the views with these numbers behind each image's anchor."""
     stream = noise.fork(keys, ANCHOR)
@@ -28,7 +22,7 @@ def anchor_views(encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, 
         encoder,
         len(image_of),
         max_batch,
-        lambda i, j: noisy(pixels[image_of[i:j]], view_keys[i:j], sigma[image_of[i:j]]),
+        lambda i, j: noise.noisy_view(pixels[image_of[i:j]], view_keys[i:j], sigma[image_of[i:j]]),
     )
     return unit.reshape(len(pixels), len(draws), -1)
 
