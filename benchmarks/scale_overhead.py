@@ -1,8 +1,11 @@
 """What a cluster costs and brings: one collection, defended by the local engine and by Ray with one and two workers.
 
-    python benchmarks/scale_overhead.py --photos /path/to/photos --images 10000 -- --model clip-vit-b-16 --dtype bf16
+    python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 10000 --small
+    python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 320 --parcel 16 \\
+        --out scale-overhead-tower.json -- --model clip-vit-b-16 --dtype bf16
 
-Everything after ``--`` goes to ``react-clip embed``. The collection is ``--images`` small JPEGs, random cuts of the
+Everything after ``--`` goes to ``react-clip embed``; ``--small`` stands for an image tower with random weights that is
+some twenty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is ``--images`` small JPEGs, random cuts of the
 photos given, in tar shards. Every side is ``react-clip embed`` in processes of its own; sides take turns. On CPUs the
 local engine is given one thread for the comparison, as much as a worker has, and once all of them. Speed is that of the
 steady state: from the end of the first parts to the end of the last one, so start-up and loading are left out (they are
@@ -30,10 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from pyarrow import parquet
 from serve_fuzz import where, write
 
+import react_clip as rc
 from react_clip.cli.common import expand_inputs
 from react_clip.preprocess import read_image
 from react_clip.scale.files import find
@@ -59,6 +64,18 @@ def make_collection(photos: list[Path], folder: Path, count: int, seed: int) -> 
                     info = tarfile.TarInfo(f"{i:07d}.jpg")
                     info.size = len(content)
                     archive.addfile(info, io.BytesIO(content))
+
+
+def small_tower(folder: Path, photos: Path) -> list[str]:
+    """Flags for an image tower of ViT-S/32 shapes, whose gate stays shut: three passes an image."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
+    config = CLIPVisionConfig(**shape, projection_dim=512, image_size=224, patch_size=32, hidden_act="quick_gelu")
+    CLIPVisionModelWithProjection(config).save_pretrained(folder)
+    rc.ReACT(tau=1000.0).save(folder / "guard.json")
+    return ["--model", str(folder), "--config", str(folder / "guard.json"), "--photos", str(photos)]
 
 
 def cut(image: Image.Image, rng: np.random.Generator) -> bytes:
@@ -159,6 +176,7 @@ def main() -> None:
     parser.add_argument("--photos", type=Path, required=True, help="a folder of real photos")
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--parcel", type=int, default=256)
+    parser.add_argument("--small", action="store_true", help="a small tower with random weights, made on the spot")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=224, help="of the model's images, for the cost of decoding")
@@ -169,14 +187,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scale-overhead-") as name:
         work = Path(name)
         make_collection(expand_inputs([args.photos]), work / "in", args.images, args.seed)
+        flags = [*small_tower(work / "tower", args.photos), *args.flags] if args.small else args.flags
         costs = decode_costs(work / "in" / "quarter", args.size)
         costs["read_bytes_per_image"] = sum(path.stat().st_size for path in work.rglob("*.tar")) / args.images
         for turn in range(args.rounds):
             for side in SIDES:
                 out = work / f"out-{turn}-{side.replace(', ', '-').replace(' ', '-')}"
-                runs[side].append(run(side, [work / "in"], out, args.flags, args.parcel))
+                runs[side].append(run(side, [work / "in"], out, flags, args.parcel))
         few = {
-            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", args.flags, args.parcel)
+            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", flags, args.parcel)
             for i, side in enumerate(SIDES)
         }
     one = runs["ray, 1 worker"][0]

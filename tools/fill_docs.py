@@ -6,7 +6,8 @@
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->`` or ``<!-- performance: SECTION -->`` (empty while its measurements are not there);
+``<!-- calibration: FILE -->``, ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty
+while their measurements are not there);
 everything up to ``<!-- end -->`` is replaced.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from performance_docs import performance
+from scale_docs import scale
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.merge import merge
@@ -29,7 +31,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -177,6 +179,7 @@ def filled(text: str) -> str:
             "methods": methods_table,
             "leakage": leakage_table,
             "performance": lambda section: performance(section, RESULTS / "bench"),
+            "scale": lambda section: scale(section, RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -1,0 +1,102 @@
+"""Sections of docs/scale.md, made from what ``benchmarks/scale_overhead.py`` and ``scale_model.py`` wrote.
+
+A section whose files are not there is empty, heading and all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RUNS = {"scale-overhead.json": "a small CLIP", "scale-overhead-tower.json": "the real ViT-B/16"}
+"""The smaller the model, the more the engine weighs."""
+
+
+def scale(name: str, folder: Path) -> str:
+    """One section: overhead or model."""
+    return {"overhead": overhead, "model": model}[name](folder)
+
+
+def overhead(folder: Path) -> str:
+    """Local engine and Ray, side by side."""
+    runs = {what: json.loads((folder / file).read_text()) for file, what in RUNS.items() if (folder / file).exists()}
+    if not runs:
+        return ""
+    lines = ["|  | " + " | ".join(runs) + " |", "|---|" + "---:|" * len(runs)]
+
+    def row(label: str, cells: list[str]) -> None:
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+
+    each = list(runs.values())
+    row("images", [f"{run['images']:,}" for run in each])
+    for side in each[0]["images_per_second"]:
+        row(f"images/s, {side}", [f"{run['images_per_second'][side]:.2f}" for run in each])
+    row("one Ray worker against the local engine, time", [f"{run['overhead']:.2f} x" for run in each])
+    row("efficiency of the second worker", [f"{100 * run['efficiency_two_workers']:.0f} %" for run in each])
+    row("decoding, ms an image", [f"{1000 * run['decode_seconds_per_image']:.2f}" for run in each])
+    row("driver, ms of CPU a parcel", [f"{1000 * run['driver_cpu_seconds_per_parcel']:.1f}" for run in each])
+    row("through the object store, KB an image", [_kb(run["object_store_bytes_per_image"]) for run in each])
+    row("read and written, KB an image", [_traffic(run) for run in each])
+    row("peak memory of a worker, all images / a quarter", [_memory(run) for run in each])
+    lines += [""]
+    for file, what in RUNS.items():
+        if what in runs:
+            run = runs[what]
+            lines.append(
+                f"*{what[0].upper() + what[1:]}: {run['cores']} cores ({run['device']}), parcels of {run['parcel']}, "
+                f"seed {run['seed']}. `benchmarks/results/{file}`, made by `{run['command']}`.*"
+            )
+            lines.append("")
+    return "\n".join(lines)
+
+
+def model(folder: Path) -> str:
+    """The forecast, what it assumes, and how wrong it was where it could be checked."""
+    place = folder / "scale-model.json"
+    if not place.exists():
+        return ""
+    found = json.loads(place.read_text())
+    lines = ["| GPUs | images/s | hours | dollars a million | limited by |", "|---:|---:|---:|---:|---|"]
+    lines += [
+        f"| {row['gpus']} | {row['images_per_second']:,} | {row['hours']:.1f} | "
+        f"{row['dollars_per_million_images']:.2f} | {row['limited_by']} |"
+        for row in found["forecast"]
+    ]
+    names = list(found["forecast"][0]["capacities"])
+    lines += ["", "| images/s that each allows | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    lines += [
+        f"| {row['gpus']} GPUs | " + " | ".join(f"{row['capacities'][name]:,}" for name in names) + " |"
+        for row in found["forecast"]
+    ]
+    assumed, check = found["assumed"], found["check"]
+    shared = ", ".join(f"{name} at {gpus:,} GPUs" for name, gpus in found["saturates_at_gpus"].items())
+    lines += [
+        "",
+        f"Shared resources become the limit: {shared}.",
+        "",
+        f"Assumed: {assumed['cores_per_gpu']:g} cores a GPU, {assumed['gpus_per_node']} GPUs and "
+        f"{assumed['node_bytes_per_second'] * 8 / 1e9:g} Gbit/s a node, storage of "
+        f"{assumed['storage_bytes_per_second'] / 1e9:g} GB/s for all, parcels of {assumed['parcel']:,}, "
+        f"{100 * assumed['attacked']:g} % of the images attacked, {assumed['dollars_per_gpu_hour']:g} dollars a GPU "
+        "and hour. Measured: everything else.",
+        "",
+        f"Checked: from the run with one worker the same arithmetic predicts {check['predicted']:.2f} images/s for "
+        f"two; {check['measured']:.2f} were measured ({100 * check['error']:+.0f} %).",
+        "",
+        f"*`benchmarks/results/scale-model.json`, made by `{found['command']}`.*",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _kb(number: float) -> str:
+    return f"{number / 1000:.1f}"
+
+
+def _traffic(run: dict[str, Any]) -> str:
+    return f"{_kb(run['read_bytes_per_image'])} / {_kb(run['written_bytes_per_image'])}"
+
+
+def _memory(run: dict[str, Any]) -> str:
+    side = "ray, 2 workers"
+    return " / ".join(f"{run[key][side]['worker'] / 1e6:,.0f} MB" for key in ("peak_bytes_all", "peak_bytes_quarter"))
