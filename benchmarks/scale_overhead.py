@@ -4,13 +4,14 @@
     python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 320 --parcel 16 \\
         --out scale-overhead-tower.json -- --model clip-vit-b-16 --dtype bf16
 
-Everything after ``--`` goes to ``react-clip embed``; ``--small`` stands for an image tower with random weights that is
-some twenty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is ``--images`` small JPEGs, random cuts of the
-photos given, in tar shards. Every side is ``react-clip embed`` in processes of its own; sides take turns. On CPUs the
-local engine is given one thread for the comparison, as much as a worker has, and once all of them. Speed is that of the
-steady state: from the end of the first parts to the end of the last one, so start-up and loading are left out (they are
-in ``seconds``). Memory is the peak of every process, for a quarter of the images and for all: it must not grow. Sides
-must agree on every gate and every pass. The result is benchmarks/results/scale-overhead.json.
+Everything after ``--`` goes to ``react-clip embed``; ``--small`` stands for an image tower with random weights that
+is some twenty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is
+``--images`` small JPEGs, random cuts of the photos given, in tar shards. Every side is ``react-clip embed`` in
+processes of its own; sides take turns. On CPUs the local engine is given one thread for the comparison, as much as a
+worker has, and once all of them. Speed is that of the steady state: from the end of the first parts to the end of the
+last one, so start-up and loading are left out (they are in ``seconds``). Memory is the peak of every process, for a
+quarter of the images and for all: it must not grow. Sides must agree on every gate and every pass. The result is
+benchmarks/results/scale-overhead.json.
 """
 
 from __future__ import annotations
