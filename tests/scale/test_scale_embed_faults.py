@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,16 @@ def test_a_dead_node_takes_no_part_with_it(
     [doomed] = set(pair.list_all_nodes()) - {pair.head_node}
     roots = {info.process.pid for info in doomed.all_processes["raylet"]}
 
-    def strike() -> bool:
-        if not 1 <= len(parts_of(out)) < len(calm) or not processes(ACTOR, roots):
-            return False
+    with ThreadPoolExecutor(1) as pool:
+        # The job in a thread, because Ray starts nodes from the main one only.
+        job = pool.submit(on_ray, collection, out, clf, workers=2)
+        while not (parts_of(out) and processes(ACTOR, roots)):
+            assert not job.done(), "the job ended before anything died"
+            time.sleep(0.005)
         pair.remove_node(doomed, allow_graceful=False)
-        return True
-
-    try:
-        with meanwhile(strike):
-            summary = on_ray(collection, out, clf, workers=2)
-    finally:
-        pair.add_node(num_cpus=1)
+        assert not job.done(), "the job ended before anything died"
+        pair.add_node(num_cpus=1)  # as an autoscaler would: the other one has no room for a second worker
+        summary = job.result()
     assert parts_of(out) == calm
     assert summary.images == IMAGES
 
