@@ -5,7 +5,7 @@
         --out scale-overhead-tower.json -- --model clip-vit-b-16 --dtype bf16
 
 Everything after ``--`` goes to ``react-clip embed``; ``--small`` stands for an image tower with random weights that
-is some twenty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is
+is some sixty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is
 ``--images`` small JPEGs, random cuts of the photos given, in tar shards. Every side is ``react-clip embed`` in
 processes of its own; sides take turns. On CPUs the local engine is given one thread for the comparison, as much as a
 worker has, and once all of them. Speed is that of the steady state: from the end of the first parts to the end of the
@@ -68,11 +68,11 @@ def make_collection(photos: list[Path], folder: Path, count: int, seed: int) -> 
 
 
 def small_tower(folder: Path, photos: Path) -> list[str]:
-    """Flags for an image tower of ViT-S/32 shapes, whose gate stays shut: three passes an image."""
+    """Flags for an image tower of ViT-Ti/32 shapes, whose gate stays shut: three passes an image."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
+    shape = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 3}
     config = CLIPVisionConfig(**shape, projection_dim=512, image_size=224, patch_size=32, hidden_act="quick_gelu")
     CLIPVisionModelWithProjection(config).save_pretrained(folder)
     rc.ReACT(tau=1000.0).save(folder / "guard.json")

@@ -35,7 +35,6 @@ def overhead(folder: Path) -> str:
     row("one Ray worker against the local engine, time", [f"{run['overhead']:.2f} x" for run in each])
     row("efficiency of the second worker", [f"{100 * run['efficiency_two_workers']:.0f} %" for run in each])
     row("decoding, ms an image", [f"{1000 * run['decode_seconds_per_image']:.2f}" for run in each])
-    row("driver, ms of CPU a parcel", [f"{1000 * run['driver_cpu_seconds_per_parcel']:.1f}" for run in each])
     row("through the object store, KB an image", [_kb(run["object_store_bytes_per_image"]) for run in each])
     row("read and written, KB an image", [_traffic(run) for run in each])
     row("peak memory of a worker, all images / a quarter", [_memory(run) for run in each])
