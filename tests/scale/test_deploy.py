@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import ray
 import yaml
 from jsonschema import Draft202012Validator, validators
 
+from programs import find_tool
 from react_clip import ReactClipError, __version__
 from react_clip.cli import build_parser
 from react_clip.cli.serve import application
@@ -193,11 +192,8 @@ def test_one_version_of_ray_everywhere() -> None:
 def test_the_image_builds_on_the_services_own() -> None:
     text = (DEPLOY / "ray.Dockerfile").read_text()
     assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == [f"react-clip:{__version__}"]
-    tool = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
-    if tool is None:
-        pytest.skip("hadolint is not installed")
     finished = subprocess.run(
-        [tool, "--no-color", DEPLOY / "ray.Dockerfile"], capture_output=True, text=True, check=False
+        [find_tool("hadolint"), "--no-color", DEPLOY / "ray.Dockerfile"], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stdout
 

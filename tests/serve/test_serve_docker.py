@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from programs import find_tool
 from react_clip import __version__
 from react_clip.cli import build_parser
 from react_clip.cli.serve import _read_switches
@@ -297,13 +298,6 @@ def test_the_service_works_as_compose_starts_it(launch: Any, tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------- other people's checkers, where installed
-
-
-def find_tool(name: str) -> str:
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from react_clip.errors import ReactClipError
 from react_clip.optional import require
+from react_clip.scale.files import first_line
 
 _PATIENCE = 5.0
 """Seconds to wait for the first sign of life of a cluster at an address."""
@@ -46,7 +47,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
                 ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         where = "on this machine" if address is None else f"at {address}"
-        raise ReactClipError(f"no Ray cluster could be used {where}: {_first_line(error)}") from None
+        raise ReactClipError(f"no Ray cluster could be used {where}: {first_line(error)}") from None
     try:
         check_versions(ray)
         yield ray
@@ -118,11 +119,6 @@ def _without_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def _cause(error: BaseException) -> str:
