@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import react_clip as rc
 import tiny_clip
@@ -228,3 +229,34 @@ def test_importing_the_package_loads_no_optional_library(command: list[str]) -> 
     code = f"import sys, react_clip; print([name for name in {optional} if name in sys.modules])"
     printed = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_give_the_same_bits_on_a_gpu(tiny_folder: Path) -> None:
+    encoder = rc.load(tiny_folder, device="cuda")
+    pixels = torch.rand(20, 3, encoder.image_size, encoder.image_size, device="cuda")
+    plain = {n: encoder(pixels[:n]) for n in (1, 2, 3, 10, 16, 17)}
+    encoder.use_graphs()
+    for _ in range(2):
+        for n, expected in plain.items():
+            assert torch.equal(encoder(pixels[:n]), expected), n
+    assert torch.equal(encoder(pixels[4:7]), plain_features(encoder, pixels[4:7])), "other pixels, same graph"
+    asked = pixels[:2].clone().requires_grad_()
+    assert torch.autograd.grad(encoder(asked).sum(), asked)[0].abs().sum() > 0, "gradients go the long way"
+    halved = encoder.to(torch.bfloat16)
+    assert torch.equal(halved(pixels[:2]), plain_features(halved, pixels[:2])), "graphs of moved weights are dropped"
+
+
+def plain_features(encoder: rc.Encoder, pixels: Tensor) -> Tensor:
+    graphs, encoder._graphs = encoder._graphs, None
+    try:
+        return encoder(pixels)
+    finally:
+        encoder._graphs = graphs
+
+
+def test_graphs_change_nothing_on_a_cpu(tiny_folder: Path) -> None:
+    encoder = rc.load(tiny_folder, device="cpu")
+    pixels = torch.rand(3, 3, encoder.image_size, encoder.image_size)
+    assert torch.equal(encoder.use_graphs()(pixels), rc.load(tiny_folder, device="cpu")(pixels))
+    assert torch.equal(encoder.to(torch.float32).use_graphs(False)(pixels), encoder(pixels))

@@ -9,12 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from react_clip import ReactClipError
 from react_clip.cli.common import Subparsers, new_command, notice
+
+if TYPE_CHECKING:
+    from react_clip.evaluation import Recipe
+    from react_clip.evaluation.recipe import LabelledDefense
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -35,6 +39,8 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     group = parser.add_argument_group("instead of what the recipe says")
     group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16")
     group.add_argument("--datasets", help="comma-separated names, or all (every folder below the data root)")
+    group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
+    group.add_argument("--transfer-model", help="what attacks are crafted on where the threat is transfer")
     group.add_argument("--limit", type=int, help="images per set")
     group.add_argument("--dtype", help="precision of the defended encoder: fp32, bf16 or fp16")
     group.add_argument("--attack-dtype", help="precision of the attacked encoder")
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.report.tables import accuracy_table, write_tables
 
     _check_cluster_options(args)
-    recipe = Recipe.load(args.recipe, model=args.model).replace(**_overrides(args))
+    recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
     place = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
@@ -102,12 +108,26 @@ def _check_cluster_options(args: argparse.Namespace) -> None:
         raise ReactClipError(f"--workers is {args.workers}; it must be >= 1")
 
 
-def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says instead of the recipe."""
-    given = {name: getattr(args, name) for name in ("model", "limit", "dtype", "attack_dtype", "draws", "batch")}
+def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """The recipe with what the command line says instead."""
+    names = ("model", "transfer_model", "limit", "dtype", "attack_dtype", "draws", "batch")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.datasets is not None:
         given["datasets"] = tuple(name.strip() for name in args.datasets.split(",") if name.strip())
-    return {name: value for name, value in given.items() if value is not None}
+    if args.defenses is not None:
+        given["defenses"] = _chosen_defenses(recipe, args.defenses)
+    return recipe.replace(**given)
+
+
+def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]:
+    by_label = {item.label: item for item in recipe.defenses}
+    # A label may hold commas of its own, so the whole is tried first.
+    wanted = [labels] if labels in by_label else [label.strip() for label in labels.split(",") if label.strip()]
+    if unknown := [label for label in wanted if label not in by_label]:
+        raise ReactClipError(
+            f"--defenses names {unknown[0]!r}, which the recipe has not; choose among {', '.join(by_label)}"
+        )
+    return tuple(by_label[label] for label in wanted)
 
 
 class _AboveTheBar(logging.Handler):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from react_clip import functional
+from react_clip.encoders.graphs import Graphs
 from react_clip.encoders.memory import ViewMemory
 from react_clip.errors import ReactClipError
 
@@ -51,6 +53,7 @@ class Encoder(nn.Module, ABC):
         self.dim = dim
         self.has_text = has_text
         self._memory: ViewMemory | None = None
+        self._graphs: Graphs | None = None
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
 
@@ -100,6 +103,26 @@ class Encoder(nn.Module, ABC):
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
         self._check_shape(pixels)
+        if self._graphs is not None and self._graphs.suit(pixels):
+            return self._graphs(pixels)
+        return self._run(pixels)
+
+    def use_graphs(self, enabled: bool = True) -> Self:
+        """Answer small batches on a GPU by CUDA graphs from now on: the same features, several times sooner.
+
+        For encoders that stay as they are: moving or converting one drops its graphs, but weights that somebody
+        replaces (rather than changes in place) are not noticed. Elsewhere than on a GPU it changes nothing.
+        """
+        self._graphs = Graphs(self._run) if enabled else None
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `to`, `cuda`, `float` and their like end in: tensors get new addresses.
+        if self._graphs is not None:
+            self._graphs.forget()
+        return super()._apply(fn, recurse)
+
+    def _run(self, pixels: Tensor) -> Tensor:
         normalised = (pixels.to(self.mean.device) - self.mean) / self.std
         features = self._image_features(normalised.to(self.dtype))
         return features if features.dtype == torch.float64 else features.float()

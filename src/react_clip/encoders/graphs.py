@@ -1,0 +1,81 @@
+"""CUDA graphs for small batches: a GPU is done with a few images before Python has asked it for the next kernel.
+
+A tower has a few hundred kernels, and asking for each of them takes the host longer than one image takes the GPU. A
+graph records them once and asks once. Graphs have fixed shapes, so there is one for every batch size, recorded when it
+is first met; sizes are not padded, so that features keep the bits they have without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+LARGEST = 16
+"""Images in the largest batch that is worth a graph; larger ones keep a GPU busy by themselves."""
+
+_WARM_UPS = 3
+"""Libraries choose their kernels in the first calls, which must not be recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    given: Tensor
+    found: Tensor
+
+
+class Graphs:
+    """``run`` as it is, but recorded: one graph for every batch size up to ``largest``.
+
+    Nobody else may move or replace what ``run`` reads: a graph holds addresses. Threads take turns.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], largest: int = LARGEST) -> None:
+        self._run, self._largest = run, largest
+        self._recorded: dict[tuple[int, torch.device], _Recorded] = {}
+        self._lock = Lock()
+
+    def suit(self, batch: Tensor) -> bool:
+        """Whether this batch may be answered by a graph: few images on a GPU, in fp32, and no gradient wanted."""
+        return (
+            batch.is_cuda
+            and len(batch) <= self._largest
+            and batch.dtype == torch.float32
+            and not (batch.requires_grad and torch.is_grad_enabled())
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    @torch.no_grad()
+    def __call__(self, batch: Tensor) -> Tensor:
+        """What ``run`` would return."""
+        with self._lock, torch.cuda.device(batch.device):
+            key = (len(batch), batch.device)
+            if key not in self._recorded:
+                self._recorded[key] = self._record(batch)
+            kept = self._recorded[key]
+            kept.given.copy_(batch)
+            kept.graph.replay()
+            return kept.found.clone()
+
+    def forget(self) -> None:
+        """Record anew from now on; for whoever has moved the weights."""
+        with self._lock:
+            self._recorded.clear()
+
+    def _record(self, batch: Tensor) -> _Recorded:
+        given = batch.detach().clone(memory_format=torch.contiguous_format)
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                self._run(given)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may work on the GPU meanwhile: only what this one does must be fit for a graph.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = self._run(given)
+        return _Recorded(graph, given, found)
