@@ -201,7 +201,8 @@ def main() -> None:
         }
     one = runs["ray, 1 worker"][0]
     costs["written_bytes_per_image"] = one.written_bytes / args.images
-    # What the driver does once, such as loading the model, cancels out between all images and a quarter of them.
+    # What the driver does once, such as loading the model, cancels out between all images and a quarter of them. Most
+    # of the rest is Ray Data's loop, which turns while a parcel takes its time; scale_driver.py tells the two apart.
     more = one.driver_seconds - few["ray, 1 worker"].driver_seconds
     costs["driver_cpu_seconds_per_parcel"] = more / (one.summary["parts"] - few["ray, 1 worker"].summary["parts"])
     answers = {(one.summary["opened"], one.summary["passes"]) for side in runs.values() for one in side}

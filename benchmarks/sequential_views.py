@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--orders", type=int, default=20, help="in which the views are replayed (%(default)s)")
     parser.add_argument("--features", type=Path, required=True, help="where encoded views are kept")
+    parser.add_argument("--encoded-on", help="the device that encoded them, where it is not this one")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     guard = ReACT.for_encoder(args.model).replace(max_batch=args.batch)
@@ -268,6 +269,7 @@ def main() -> None:
     table = summarise(rows, args.budgets)
     counts = {row["set"]: {"photos": row["photos"], "attacked": row["images"]} for row in rows if row["budget"]}
     setting = {key: getattr(args, key) for key in ("model", "dtype", "seed", "orders")}
+    setting["encoded_on"] = args.encoded_on or where()["device"]
     result = where() | setting | {"attack": "pgd-10", "guard": guard.to_dict(), "sets": counts, "rules": table}
     storage.write_text(args.out, json.dumps(result, indent=1) + "\n")
     for rule, found in table.items():

@@ -124,8 +124,7 @@ def _pipeline(ray: Any, order: _Order, parcels: Sequence[Parcel], pool: _Pool) -
     """
     whole = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
     actors = ray.data.ActorPoolStrategy
-    items = ray.data.from_items([{"parcel": parcel.to_json()} for parcel in parcels], override_num_blocks=len(parcels))
-    decoded = items.map_batches(
+    decoded = blocks(ray, parcels).map_batches(
         _Decoder,
         **whole,
         fn_constructor_args=(order.out, order.identity, order.base, order.size, order.column),
@@ -140,6 +139,12 @@ def _pipeline(ray: Any, order: _Order, parcels: Sequence[Parcel], pool: _Pool) -
         num_cpus=pool.worker_cpus,
         num_gpus=pool.worker_gpus or None,
     )
+
+
+def blocks(ray: Any, parcels: Sequence[Parcel]) -> Any:
+    """The data set to begin with: one block a parcel, so that one parcel is what is sent, and sent again."""
+    rows = [{"parcel": parcel.to_json()} for parcel in parcels]
+    return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 
 # ---------------------------------------------------------------------- in the workers
