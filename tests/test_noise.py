@@ -129,6 +129,13 @@ def test_a_noisy_view_is_the_image_plus_its_stream() -> None:
     assert noise.noisy_view(pixels.double(), keys, sigma.double()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("size", [4, 5])
+def test_numbers_on_their_own_are_those_of_the_whole(size: int) -> None:
+    pixels, keys, sigma = torch.rand(3, 3, size, size), torch.tensor([1, -2, 3]), torch.tensor([0.0, 0.02, 0.5])
+    steps = noise._steps((3 * size * size + 1) // 2, pixels.device)
+    assert torch.equal(noise._noisy_number(pixels, keys, sigma, steps), noise.noisy_view(pixels, keys, sigma))
+
+
 @pytest.fixture
 def eager_to_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this were a GPU and every tensor large."""
@@ -145,11 +152,13 @@ def test_the_noisy_view_is_one_graph_for_every_batch(eager_to_fuse: None, monkey
 
     # Traced for real, but run as traced: a machine code compiler is not what is tested here.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count_graphs))
-    view = functional.fused(noise.noisy_view.__wrapped__)  # type: ignore[attr-defined]
+    plain = noise._noisy_view.__wrapped__  # type: ignore[attr-defined]
+    view = functional.fused(noise._noisy_number)(plain)
+    steps = noise._steps(3 * 16 * 16 // 2, torch.device("cpu"))
     for count in (5, 5, 3, 8, 2):
         pixels, keys = toy_images(count), torch.arange(count)
         sigma = torch.linspace(0.1, 0.2, count)
-        assert torch.equal(view(pixels, keys, sigma), noise.noisy_view.__wrapped__(pixels, keys, sigma))  # type: ignore[attr-defined]
+        assert torch.equal(view(pixels, keys, sigma, steps), plain(pixels, keys, sigma, steps))
     assert len(traced) == 1, "one graph, whatever the number of images"
     assert traced[0] > 10
 
@@ -161,11 +170,10 @@ def test_a_kernel_is_compared_before_it_is_trusted(
     kernel_calls = []
 
     def compile_(function: Any, **options: object) -> Any:
-        assert options["dynamic"] is True
         return lambda *tensors: kernel_calls.append(1) or function(*tensors) + error
 
     monkeypatch.setattr(torch, "compile", compile_)
-    double = functional.fused(lambda x: 2.0 * x)
+    double = functional.fused(lambda x: 2.0 * x)(lambda x: x + x)
     for _ in range(3):
         assert torch.allclose(double(torch.ones(2)), torch.full((2,), 2.0), rtol=0, atol=1e-6)
     assert len(kernel_calls) == calls
@@ -179,7 +187,7 @@ def test_without_a_compiler_nothing_changes(eager_to_fuse: None, monkeypatch: py
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    double = functional.fused(lambda x: 2.0 * x)
+    double = functional.fused(lambda x: 2.0 * x)(lambda x: x + x)
     leaf = torch.ones(2, requires_grad=True)
     (slope,) = torch.autograd.grad(double(leaf).sum(), leaf)
     assert tried == [], "what needs gradients is not fused"

@@ -6,9 +6,9 @@
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->``, ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty
-while their measurements are not there);
-everything up to ``<!-- end -->`` is replaced.
+``<!-- calibration: FILE -->``, ``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or
+``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
+``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from performance_docs import performance
 from scale_docs import scale
+from threat_docs import threats
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.merge import merge
@@ -31,7 +32,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -180,6 +181,7 @@ def filled(text: str) -> str:
             "leakage": leakage_table,
             "performance": lambda section: performance(section, RESULTS / "bench"),
             "scale": lambda section: scale(section, RESULTS),
+            "threats": lambda section: threats(section, RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -34,12 +34,13 @@ FLAT = 1.05
 
 
 def performance(name: str, folder: Path) -> str:
-    """One section: cost, aims, sweeps, roofline or tried."""
+    """One section: cost, aims, sweeps, roofline, sequential or tried."""
     sections: dict[str, Callable[[Path], str]] = {
         "cost": lambda folder: cost(read_reports(folder)),
         "aims": lambda folder: aims(read_reports(folder)),
         "sweeps": lambda folder: sweeps(read_reports(folder)),
         "roofline": lambda folder: roofline(read_reports(folder)),
+        "sequential": sequential,
         "tried": tried,
     }
     return sections[name](folder)
@@ -243,6 +244,33 @@ def roofline(reports: Mapping[str, Report]) -> str:
     )
     files = "*`benchmarks/results/bench/*-sweep-batch.json`.*"
     return "\n".join(["## Roofline", "", words, *lines, "", *table(head, rows), "", files]) + "\n"
+
+
+def sequential(folder: Path) -> str:
+    """Rules that stop drawing views, beside all M of them: accuracy at every budget, and passes of attacked images."""
+    place = folder.parent / "sequential" / "rules.json"
+    if not place.exists():
+        return ""
+    found = json.loads(place.read_text(encoding="utf-8"))
+    rules: dict[str, Any] = found["rules"]
+    whole = rules[next(iter(rules))]["budgets"]
+    head = ["rule", *("clean" if budget == "0/255" else budget for budget in whole), "passes, attacked", "changed"]
+    rows = []
+    for rule, values in rules.items():
+        points = [values["budgets"][budget]["accuracy"] - whole[budget]["accuracy"] for budget in whole]
+        accuracy = [f"{100 * point:+.2f}" for point in points]
+        if values["budgets"] is whole:
+            accuracy = [f"{100 * values['budgets'][budget]['accuracy']:.2f}" for budget in whole]
+        attacked = values["attacked"]
+        rows.append([rule, *accuracy, f"{attacked['passes']:.2f}", f"{100 * attacked['changed']:.2f} %"])
+    photos = sum(one["photos"] for one in found["sets"].values())
+    note = (
+        f"Accuracy in % with all views, and the difference of every other rule to it in points; mean over "
+        f"{len(found['sets'])} data sets ({photos:,} photos), {found['attack']}, {found['model']}, {found['dtype']}; "
+        f"views encoded on {found['encoded_on']}, kept in half precision, replayed in {found['orders']} orders. "
+        f"`benchmarks/results/sequential/rules.json`, made by `{found['command']}`."
+    )
+    return "\n".join([*table(head, rows), "", f"*{note}*"]) + "\n"
 
 
 def tried(folder: Path) -> str:

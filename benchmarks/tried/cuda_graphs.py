@@ -44,7 +44,8 @@ def main() -> None:
         attacked=spent.get("attacked"),
         agreement={"max_difference": difference},
         kept=True,
-        why="as `encoder.use_graphs()`, for batches of at most 16 views; larger ones keep a GPU busy by themselves, "
+        why="as `encoder.use_graphs()`, for batches of at most 32 views, and in the service; larger ones keep a GPU "
+        "busy by themselves, "
         "and a CPU has nothing to record",
     )
 

@@ -129,40 +129,55 @@ _FUSED_ERROR = 1e-6
 TensorFunction = Callable[..., Tensor]
 
 
-def fused(function: TensorFunction) -> TensorFunction:
-    """A pure elementwise function of tensors that runs as one kernel where that pays: on large tensors of a GPU.
+def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunction]:
+    """A pure function of tensors that runs as one kernel where that pays: on large tensors of a GPU.
 
-    The first such call compiles it and compares the two; without a compiler, or if they differ, the function stays as
-    it is for the rest of the process. Calls that need gradients are never fused.
+    ``by_number`` is the same function in a form that a compiler makes one kernel of, every number of the result on its
+    own. The first such call compiles it and compares the two; without a compiler, or if they differ, the function stays
+    as it is for the rest of the process. Calls that need gradients are never fused.
 
-    >>> double = fused(lambda x: 2.0 * x)
+    >>> double = fused(lambda x: 2.0 * x)(lambda x: x + x)
     >>> double(torch.tensor([1.0]))
     tensor([2.])
     """
-    kernel: TensorFunction | None = None
-    trusted = True
 
-    @functools.wraps(function)
-    def call(*tensors: Tensor) -> Tensor:
-        nonlocal kernel, trusted
-        if not trusted or not _pays(tensors):
-            return function(*tensors)
-        try:
-            if kernel is not None:
-                return kernel(*tensors)
-            candidate: TensorFunction = torch.compile(function, dynamic=True, fullgraph=True)
-            result = candidate(*tensors)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a missing compiler shows itself in a dozen ways
-            trusted = False
-            return function(*tensors)
-        expected = function(*tensors)
-        trusted = torch.allclose(result, expected, rtol=_FUSED_ERROR, atol=_FUSED_ERROR)
-        kernel = candidate
-        return expected
+    def decorate(function: TensorFunction) -> TensorFunction:
+        kernel: TensorFunction | None = None
+        trusted = True
 
-    return call
+        @functools.wraps(function)
+        def call(*tensors: Tensor) -> Tensor:
+            nonlocal kernel, trusted
+            if not trusted or not _pays(tensors):
+                return function(*tensors)
+            try:
+                if kernel is not None:
+                    return kernel(*tensors)
+                candidate: TensorFunction = torch.compile(by_number, fullgraph=True)
+                result = candidate(*_any_number_of_images(tensors))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # a missing compiler shows itself in a dozen ways
+                trusted = False
+                return function(*tensors)
+            expected = function(*tensors)
+            trusted = torch.allclose(result, expected, rtol=_FUSED_ERROR, atol=_FUSED_ERROR)
+            kernel = candidate
+            return expected
+
+        return call
+
+    return decorate
+
+
+def _any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tell the compiler that nothing but the number of images varies: kernels are slow at dividing by unknown sizes."""
+    import torch._dynamo
+
+    for tensor in tensors:
+        if len(tensor) == len(tensors[0]):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
 
 
 def _pays(tensors: tuple[Tensor, ...]) -> bool:

@@ -47,10 +47,14 @@ def _mix(value: Tensor) -> Tensor:
     return value.bitwise_xor_(_shift_right(value, 31))
 
 
+def _steps(count: int, device: torch.device) -> Tensor:
+    """How far a stream's counter has come with each of its first ``count`` numbers."""
+    return torch.arange(1, count + 1, device=device) * _GOLDEN
+
+
 def _bits(keys: Tensor, count: int) -> Tensor:
     """``[N, count]`` random 64-bit integers, the first ``count`` of each key's stream."""
-    positions = torch.arange(1, count + 1, device=keys.device)
-    return _mix(keys[:, None] + positions * _GOLDEN)
+    return _mix(keys[:, None] + _steps(count, keys.device))
 
 
 def fork(keys: Tensor, branch: int | Tensor) -> Tensor:
@@ -76,18 +80,29 @@ def normal(keys: Tensor, shape: Sequence[int]) -> Tensor:
     >>> bool(noise.mean().abs() < 0.03), bool((noise.std() - 1).abs() < 0.03)
     (True, True)
     """
-    count = math.prod(shape)
-    half = (count + 1) // 2
-    bits = _bits(keys, half)
-    # Two 24-bit uniforms from each integer; the first is in (0, 1] so that its logarithm is finite.
-    radius = _shift_right(bits, 40).add_(1).float().mul_(_UNIT_24).log_().mul_(-2.0).sqrt_()
-    angle = (bits >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0 * math.pi * _UNIT_24)
+    return _normal(keys, shape, _steps(_pairs(shape), keys.device))
+
+
+def _pairs(shape: Sequence[int]) -> int:
+    return (math.prod(shape) + 1) // 2
+
+
+def _normal(keys: Tensor, shape: Sequence[int], steps: Tensor) -> Tensor:
+    radius, angle = _polar(_mix(keys[:, None] + steps))
     # The first half of a draw are the cosines of the pairs, the second half their sines.
     pairs = torch.stack([angle.cos(), angle.sin()], dim=1).mul_(radius[:, None])
-    return pairs.flatten(1)[:, :count].reshape(len(keys), *shape)
+    return pairs.flatten(1)[:, : math.prod(shape)].reshape(len(keys), *shape)
 
 
-@fused
+def _polar(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Radius and angle of Box-Muller pairs: two 24-bit uniforms from each integer.
+
+    The first uniform is in (0, 1], so that its logarithm is finite.
+    """
+    radius = _shift_right(bits, 40).add_(1).float().mul_(_UNIT_24).log_().mul_(-2.0).sqrt_()
+    return radius, (bits >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0 * math.pi * _UNIT_24)
+
+
 def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     r"""Views :math:`x + \sigma\,\eta` of images ``[N, ...]``, one stream and one ``sigma`` each; not clamped.
 
@@ -98,7 +113,24 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     >>> torch.equal(views[0], pixels[0]), torch.allclose(views[1], pixels[1] + 0.1 * normal(keys[1:], (3, 8, 8)))
     (True, True)
     """
-    grain = normal(keys, pixels.shape[1:]).to(pixels.dtype)
+    return _noisy_view(pixels, keys, sigma, _steps(_pairs(pixels.shape[1:]), pixels.device))
+
+
+def _noisy_number(pixels: Tensor, keys: Tensor, sigma: Tensor, steps: Tensor) -> Tensor:
+    """:func:`_noisy_view` number by number: both of a pair draw it anew, which is cheaper than to wait for memory.
+
+    The steps are read rather than counted here: a compiler counts in 32 bits where it can, and these need 64.
+    """
+    flat, half = pixels.flatten(1), len(steps)
+    place = torch.arange(flat.shape[1], device=pixels.device)
+    first = place < half
+    radius, angle = _polar(_mix(keys[:, None] + steps[torch.where(first, place, place - half)]))
+    return (flat + sigma[:, None] * (torch.where(first, angle.cos(), angle.sin()) * radius)).reshape(pixels.shape)
+
+
+@fused(_noisy_number)
+def _noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor, steps: Tensor) -> Tensor:
+    grain = _normal(keys, pixels.shape[1:], steps).to(pixels.dtype)
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
 
 

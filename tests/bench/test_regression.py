@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip.bench import gate_scores, host_syncs
 from react_clip.bench.traffic import opening
+from react_clip.defenses.sequential import STEP
 from toys import toy_classifier, toy_images
 
 IMAGES = 8
@@ -62,6 +64,17 @@ def test_the_host_waits_no_more_often_than_before(traffic: str, lazy: bool) -> N
     reads, uploads = split(syncs)
     assert reads <= READS, syncs
     assert uploads <= UPLOADS, syncs
+
+
+def test_a_round_of_views_is_one_wait() -> None:
+    clf, images = toy_classifier(), toy_images(IMAGES)
+    guard = guard_for("attacked", clf, images).replace(sequential=0.99)
+    reads, uploads = split(host_syncs(lambda: guard(clf, images, seed=0)))
+    drawn = guard(clf, images, seed=0).passes.max().item() - 3
+    rounds = math.ceil(drawn / STEP)
+    assert rounds > 1, "one round would say nothing"
+    assert reads <= READS + rounds
+    assert uploads <= UPLOADS
 
 
 def test_the_number_of_images_does_not_make_the_host_wait_more_often() -> None:

@@ -88,6 +88,21 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
         assert mean.n == 35
 
 
+def test_the_command_runs_some_of_the_defences(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--quiet", "--defenses", "ReACT small", "--out", "runs/one", capsys=capsys)[0] == 0
+    one = EvaluationResult.load(place / "runs" / "one" / "result.json")
+    assert {row.defense for row in one.rows} == {"ReACT small"}
+    assert call("--quiet", "--out", "runs/all", capsys=capsys)[0] == 0
+    whole = EvaluationResult.load(place / "runs" / "all" / "result.json")
+    assert one.rows == tuple(row for row in whole.rows if row.defense == "ReACT small")
+    with pytest.raises(
+        rc.ReactClipError, match="names 'AOM', which the recipe has not; choose among undefended, ReACT"
+    ):
+        call("--defenses", "ReACT small, AOM", capsys=capsys)
+    with pytest.raises(rc.ReactClipError, match="belongs to threat: transfer"):
+        call("--transfer-model", "toy", capsys=capsys)
+
+
 def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any) -> None:
     recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
     run_recipe(recipe, "a", root=place / "data", heads=place / "heads", progress=False)

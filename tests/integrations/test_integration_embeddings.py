@@ -147,7 +147,7 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     )
     with pytest.raises(rc.ReactClipError, match="the label bank has no"):
         embeddings.embed_query("a photo taken in the rain")
-    assert rc.integrations.LangChainEmbeddings(encoder).features.guard == rc.ReACT.for_encoder(bank.encoder)
+    assert rc.integrations.LangChainEmbeddings(encoder).features.guard == rc.ReACT.constants_for(bank.encoder)
 
 
 def test_without_classes_the_default_guard_looks_at_the_drift_alone(encoder: rc.Encoder) -> None:

@@ -65,6 +65,19 @@ def test_images_of_different_lists_share_a_batch_and_keep_their_answers(
     assert batches[0].passes - passes in (3, 4, 13, 14)
 
 
+def test_who_wants_the_feature_gets_all_views(engine: Engine, photos: list[bytes]) -> None:
+    engine.guard = GUARD.replace(tau=-1e9, sequential=0.5)
+    engine.start()
+    ready = prepared(photos[:4])
+    answers = [future.result() for future in engine.submit(ready, engine.preset)]
+    features = [future.result() for future in engine.submit(ready, engine.preset, whole=True)]
+    assert [answer.passes for answer in features] == [13] * 4
+    assert sum(answer.passes for answer in answers) < 4 * 13
+    mixed = engine.submit(ready[:2], engine.preset) + engine.submit(ready[2:], engine.preset, whole=True)
+    assert [one.result().passes for one in mixed] == [answers[0].passes, answers[1].passes, 13, 13]
+    assert torch.allclose(mixed[3].result().feature, features[3].feature, atol=1e-5)
+
+
 def test_the_queue_takes_a_request_whole_or_not_at_all(engine: Engine, photos: list[bytes]) -> None:
     ready = prepared(photos)
     engine.submit(ready + ready, engine.preset)

@@ -81,6 +81,9 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="instead of the table: ReACT and the bare encoder along an axis (classes: 10 to 20,000; attacked: 0 to 1)",
     )
     parser.add_argument(
+        "--graphs", action="store_true", help="on a GPU: small batches by CUDA graphs, as the service does"
+    )
+    parser.add_argument(
         "--defenses", default="", help=f"measure these as well, comma-separated: {', '.join(defenses.names())}"
     )
     parser.add_argument(
@@ -157,6 +160,7 @@ def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> Bench:
     else:
         encoder = load_encoder(args)
         clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+    encoder.use_graphs(args.graphs)
     attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
     photos = _photos(reader, encoder.image_size, args.images, args.seed)
     traffic = Traffic(clf, photos, attack, batch=args.batch, seed=args.seed)
@@ -221,6 +225,7 @@ def _report(args: argparse.Namespace, bench: Bench, limits: Roofline) -> dict[st
         "model": clf.encoder.name,
         "classes": len(clf.names),
         "dtype": args.dtype,
+        "graphs": args.graphs,
         "device": device_name(clf.device),
         "threads": torch.get_num_threads(),
         "images": args.images,

@@ -106,10 +106,10 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
     return ZeroShotClassifier(encoder, names, templates=args.template)
 
 
-def build_guard(args: argparse.Namespace, encoder: Encoder) -> ReACT:
-    """The defence: --config where given, else what was calibrated for the encoder."""
+def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
+    """The defence: --config where given, else what suits the encoder; whoever keeps features wants whole anchors."""
     if args.config is None:
-        return ReACT.for_encoder(encoder)
+        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return ReACT() if args.config == "paper" else ReACT.load(args.config)
 
 

@@ -92,7 +92,7 @@ def _embed_collection(args: argparse.Namespace) -> int:
     # In a cluster the model runs elsewhere; here it only says what its classes are.
     encoder = load_encoder(args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"}))
     clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder)
+    guard = build_guard(args, encoder, features=True)
     chosen = {name: getattr(args, name) for name in (*_OF_PARTS, *_OF_RAY) if getattr(args, name) is not None}
     summary = defend_dataset(
         args.photos_in,
@@ -124,7 +124,7 @@ def _embed_files(args: argparse.Namespace) -> int:
     reader = PhotoReader(args)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder)
+    guard = build_guard(args, encoder, features=True)
     guard = guard if args.batch is None else guard.replace(max_batch=args.batch)
     done: list[str] = []
     features: list[Tensor] = []

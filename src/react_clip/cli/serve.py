@@ -167,7 +167,7 @@ class Plan:
         _log_to_stderr("warning" if args.quiet else settings.log_level)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        encoder = load_encoder(args)
+        encoder = load_encoder(args).use_graphs()
         engine = Engine(
             encoder,
             build_guard(args, encoder),

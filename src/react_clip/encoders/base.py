@@ -120,7 +120,8 @@ class Encoder(nn.Module, ABC):
         # What `to`, `cuda`, `float` and their like end in: tensors get new addresses.
         if self._graphs is not None:
             self._graphs.forget()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _run(self, pixels: Tensor) -> Tensor:
         normalised = (pixels.to(self.mean.device) - self.mean) / self.std

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
-LARGEST = 16
+LARGEST = 32
 """Images in the largest batch that is worth a graph; larger ones keep a GPU busy by themselves."""
 
 _WARM_UPS = 3
@@ -23,7 +24,7 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    graph: torch.cuda.CUDAGraph
+    graph: Any
     given: Tensor
     found: Tensor
 
@@ -31,12 +32,14 @@ class _Recorded:
 class Graphs:
     """``run`` as it is, but recorded: one graph for every batch size up to ``largest``.
 
-    Nobody else may move or replace what ``run`` reads: a graph holds addresses. Threads take turns.
+    Nobody else may move or replace what ``run`` reads: a graph holds addresses. Threads take turns, so all graphs work
+    in the same memory.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], largest: int = LARGEST) -> None:
         self._run, self._largest = run, largest
         self._recorded: dict[tuple[int, torch.device], _Recorded] = {}
+        self._memory: Any = None
         self._lock = Lock()
 
     def suit(self, batch: Tensor) -> bool:
@@ -65,17 +68,19 @@ class Graphs:
         """Record anew from now on; for whoever has moved the weights."""
         with self._lock:
             self._recorded.clear()
+            self._memory = None
 
     def _record(self, batch: Tensor) -> _Recorded:
         given = batch.detach().clone(memory_format=torch.contiguous_format)
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UPS):
                 self._run(given)
         torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
+        graph: Any = torch.cuda.CUDAGraph()
         # Other threads may work on the GPU meanwhile: only what this one does must be fit for a graph.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             found = self._run(given)
+        self._memory = graph.pool()
         return _Recorded(graph, given, found)

@@ -273,7 +273,7 @@ def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
     if values.pop("calibrated", False):
         if values.get("defense") != ReACT.name:
             raise ReactClipError(f"defence {_short(values.get('defense'))} cannot be calibrated; only {ReACT.name} can")
-        values = {**ReACT.for_encoder(str(model)).to_dict(), **values}
+        values = {**ReACT.constants_for(str(model)).to_dict(), **values}
     if label is not None:
         _check_text("a defence's label", label)
         # One recipe serves several towers whose results are put side by side, so each needs a name of its own.

@@ -95,7 +95,7 @@ class DefendedFeatures:
         self.seed = seed
         classes = _classes(encoder, labels, class_features)
         if guard is None:
-            guard = ReACT.for_encoder(encoder)
+            guard = ReACT.constants_for(encoder)
             guard = guard if classes else drift_only(guard)
         if classes is None:
             if _compares_predictions(guard):

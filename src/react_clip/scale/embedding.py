@@ -97,7 +97,7 @@ def defend_dataset(
     """
     base = str(Path.cwd())
     sources = [os.fspath(one) for one in ([source] if isinstance(source, str | Path) else source)]
-    guard = ReACT.for_encoder(clf.encoder) if guard is None else guard
+    guard = ReACT.constants_for(clf.encoder) if guard is None else guard
     _check(parcel=parcel, top=top, workers=1 if workers is None else workers)
     parts = Parts(os.fspath(out), base)
     _check_places(sources, parts.url, base, engine)

@@ -91,6 +91,8 @@ class Batch:
 class _Job:
     photo: Photo
     classes: ClassList
+    whole: bool = False
+    """Whether the feature is wanted, for which all views of an anchor are drawn, and not only the answer."""
     future: Future[Answer] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
 
@@ -174,9 +176,12 @@ class Engine:
 
     # ------------------------------------------------------------------ what others ask for, from any thread
 
-    def submit(self, photos: Sequence[Photo], classes: ClassList) -> list[Future[Answer]]:
-        """Queue images, all of them or none; a future that is cancelled in time is never computed."""
-        jobs = [_Job(photo, classes) for photo in photos]
+    def submit(self, photos: Sequence[Photo], classes: ClassList, *, whole: bool = False) -> list[Future[Answer]]:
+        """Queue images, all of them or none; a future that is cancelled in time is never computed.
+
+        ``whole`` is for whoever is after the feature: an anchor of all views, where an answer needs only some of them.
+        """
+        jobs = [_Job(photo, classes, whole) for photo in photos]
         with self._wake:
             if self._stopping or len(self._jobs) + len(jobs) > self._room:
                 raise OverloadedError
@@ -312,6 +317,7 @@ class Engine:
         lists = list({id(job.classes): job.classes for job in jobs}.values())
         position = {id(classes): i for i, classes in enumerate(lists)}
         owner = torch.tensor([position[id(job.classes)] for job in jobs], device=device)
+        whole = torch.tensor([job.whole for job in jobs], device=device)
 
         def divergence(rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
             found = features.new_zeros(len(rows))
@@ -328,6 +334,8 @@ class Engine:
             for i, classes in enumerate(lists):
                 mine = (owner[rows] == i).nonzero().flatten()
                 found[mine, ..., : len(classes.names)] = classes.logits(features[mine])
+            # Who has one class is never sure of it, and so is drawn all views.
+            found[..., 1:].masked_fill_(whole[rows, None, None], -torch.inf)
             return found
 
         out = self.guard.correct(self.encoder, pixels, keys, divergence, logits)

@@ -61,7 +61,7 @@ class Service:
         """``POST /v1/embed``; the labels only serve the gate."""
 
         async def work(asked: EmbedRequest, photos: list[Photo]) -> dict[str, Any]:
-            answers = await self._ask(photos, await self._classes(asked.labels, asked.templates))
+            answers = await self._ask(photos, await self._classes(asked.labels, asked.templates), whole=True)
             data = []
             for index, answer in enumerate(answers):
                 feature = written(answer.feature, asked.encoding_format)
@@ -150,8 +150,8 @@ class Service:
     def _takes_labels(self) -> bool:
         return self.engine.label_source != "preset" and not self.settings.fixed_labels
 
-    async def _ask(self, photos: list[Photo], classes: ClassList) -> list[Answer]:
-        futures = self.engine.submit(photos, classes)
+    async def _ask(self, photos: list[Photo], classes: ClassList, *, whole: bool = False) -> list[Answer]:
+        futures = self.engine.submit(photos, classes, whole=whole)
         try:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:

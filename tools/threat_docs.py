@@ -1,0 +1,165 @@
+"""Sections of docs/threat-model.md: what is left of each defence, by what the attacker knows.
+
+Runs are ``benchmarks/results/adaptive-*`` and ``transfer``, over the same photos. The first member of a suite is PGD on
+undefended CLIP, an attacker who does not know the defence, so all three kinds of attacker met the same photos.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+
+from react_clip.evaluation import EvaluationResult
+from react_clip.evaluation.recipe import MEAN, format_eps
+from react_clip.evaluation.result import Row
+
+SUITES = ("adaptive-ReACT", "adaptive-AOM", "adaptive-Defend-CLIP", "adaptive-TTC")
+TRANSFER = "transfer"
+OBLIVIOUS = "adaptive-transfer"
+
+Image = tuple[str, int]
+Shares = dict[float, dict[Image, float]]
+"""By budget and image: the share of draws in which the answer is right."""
+
+
+def threats(name: str, folder: Path) -> str:
+    """One section: who, members."""
+    return {"who": who, "members": members}[name](folder)
+
+
+def who(folder: Path) -> str:
+    """Accuracy by defence and attacker; of the informed one also the worst draw and the majority of draws."""
+    suites = [EvaluationResult.load(folder / run / "result.json") for run in SUITES]
+    budgets = sorted({row.eps for row in suites[0].rows if row.eps})
+    head = ["defence", "the attacker", "clean", *map(format_eps, budgets)]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    most = max(len(result.sets) for result in suites)
+    for run, result in zip(SUITES, suites, strict=True):
+        label, sets = result.rows[0].defense, {info.name for info in result.sets}
+        note = "" if len(sets) == most else f", {len(sets)} of the {most} sets"
+        clean = f"{100 * _row(result, 0.0).accuracy:.1f}"
+        for attacker, values in _left(folder, run, result, budgets).items():
+            cells = " | ".join(f"{100 * value:.1f}" for value in values)
+            lines.append(f"| {label}{note} | {attacker} | {clean} | {cells} |")
+    first = suites[0]
+    photos = sum(info.images for info in first.sets)
+    sets_text = ", ".join(info.name for info in first.sets)
+    runs = ", ".join(f"`benchmarks/results/{run}`" for run in (*SUITES, TRANSFER))
+    made = "; ".join(f"`{result.command}`" for result in suites)
+    lines += [
+        "",
+        f"*Accuracy in %, mean over {len(first.sets)} data sets ({sets_text}; {photos} images); {first.model}, "
+        f"{first.dtype}, {first.device}; leakage-free scoring. {runs}, made by {made}.*",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]) -> dict[str, list[float]]:
+    """What each attacker leaves of one defence, by budget."""
+    label = result.rows[0].defense
+    informed = _shares(folder / run, label)
+    elsewhere = _only(_shares(folder / TRANSFER, label), {info.name for info in result.sets})
+    worst = {
+        eps: {image: min(share, elsewhere[eps][image]) for image, share in informed[eps].items()} for eps in budgets
+    }
+    return {
+        "does not know the defence": [_oblivious(folder / run, result, informed[0.0], eps) for eps in budgets],
+        "crafts on another tower": [_mean(elsewhere[eps].items()) for eps in budgets],
+        "knows it: mean of ten draws": [_mean(informed[eps].items()) for eps in budgets],
+        "knows it: majority of the draws": [_row(result, eps).majority or 0.0 for eps in budgets],
+        "knows it: all of the draws right": [_row(result, eps).worst or 0.0 for eps in budgets],
+        "worst of these, image by image": [_mean(worst[eps].items()) for eps in budgets],
+    }
+
+
+def members(folder: Path) -> str:
+    """What each attack did to the images that those before it had left, over all sets."""
+    suites = [EvaluationResult.load(folder / run / "result.json") for run in SUITES]
+    budgets = sorted({row.eps for row in suites[0].rows if row.eps})
+    names = [_name(member) for member in _members(suites[0])]
+    head = ["defence", "budget", *names]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(names)]
+    for result in suites:
+        for eps in budgets:
+            cells = []
+            for member in _members(result):
+                mine = (row for row in result.attacks if row.eps == eps and row.part == _part(member))
+                parts = [row for row in mine if row.attacked]  # nothing may have been left to it
+                met = sum(row.attacked for row in parts)
+                broken = sum(row.attacked * row.success_rate for row in parts)
+                cells.append(f"{100 * broken / met:.0f} % of {met}" if met else "")
+            lines.append(f"| {result.rows[0].defense} | {format_eps(eps)} | " + " | ".join(cells) + " |")
+    lines += ["", "*Share of judging draws that are wrong on the images left to each attack; the same files.*"]
+    return "\n".join(lines) + "\n"
+
+
+def _members(result: EvaluationResult) -> list[dict[str, Any]]:
+    suite = next(item for item in result.recipe["attacks"] if isinstance(item, dict) and "members" in item)
+    found: list[dict[str, Any]] = suite["members"]
+    return found
+
+
+def _part(member: dict[str, Any]) -> str:
+    from react_clip import adaptive
+
+    return adaptive.from_dict(member).name
+
+
+def _name(member: dict[str, Any]) -> str:
+    detached = ", sigma detached" if member.get("sigma") == "detached" else ""
+    return str(member["kind"]).removeprefix("adaptive-") + detached
+
+
+# ---------------------------------------------------------------------- shares of right answers
+
+
+@cache
+def _shares(run: Path, defense: str) -> Shares:
+    columns = ["dataset", "index", "eps", "defense", "correct"]
+    draws: dict[float, dict[Image, list[float]]] = {}
+    for row in parquet.read_table(run / "per_image.parquet", columns=columns).to_pylist():
+        if row["defense"] == defense:
+            image = (row["dataset"], row["index"])
+            draws.setdefault(row["eps"], {}).setdefault(image, []).append(float(row["correct"]))
+    return {eps: {image: statistics.fmean(seen) for image, seen in found.items()} for eps, found in draws.items()}
+
+
+@cache
+def _spared(run: Path) -> frozenset[Image]:
+    """Images that no attack touches, because undefended CLIP gets them wrong."""
+    rows = parquet.read_table(run / "per_image.parquet", columns=["dataset", "index", "label", "clean_prediction"])
+    return frozenset(
+        (row["dataset"], row["index"]) for row in rows.to_pylist() if row["label"] != row["clean_prediction"]
+    )
+
+
+def _only(shares: Shares, sets: set[str]) -> Shares:
+    return {eps: {image: share for image, share in found.items() if image[0] in sets} for eps, found in shares.items()}
+
+
+def _mean(found: Iterable[tuple[Image, float]]) -> float:
+    """The mean over sets of the means over their images."""
+    sets: dict[str, list[float]] = {}
+    for (name, _), share in found:
+        sets.setdefault(name, []).append(share)
+    return statistics.fmean(map(statistics.fmean, sets.values()))
+
+
+def _oblivious(run: Path, result: EvaluationResult, clean: dict[Image, float], eps: float) -> float:
+    """Accuracy under the suite's first member, which met every image that is attacked."""
+    accuracies = []
+    for part in result.attacks:
+        if part.eps == eps and part.part.startswith(OBLIVIOUS):
+            mine = [image for image in clean if image[0] == part.dataset]
+            spared = sum(clean[image] for image in mine if image in _spared(run))
+            accuracies.append((spared + part.attacked * (1.0 - part.success_rate)) / len(mine))
+    return statistics.fmean(accuracies)
+
+
+def _row(result: EvaluationResult, eps: float) -> Row:
+    return next(row for row in result.select(dataset=MEAN) if row.eps == eps)
