@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every number in docs/results.md: run from the repository root, with a GPU, as
+# Every number in docs/results.md and docs/threat-model.md: run from the repository root, with a GPU, as
 #   bash benchmarks/run_recipes.sh DATA HEADS OUT [NAME ...]
 # DATA holds <set>/{test,train}/<class>/ photos, HEADS the class features <set>.npz. Interrupted runs continue.
 # Towers run in bf16 (features, noise and reductions in fp32); precision-fp32 is the control.
@@ -49,3 +49,13 @@ for method in TeCoA PMG-AFT FARE CLIP-FT; do
     evaluate "finetuned-$method" finetuned 200 "${bf16[@]}" --model "$out/towers/$method"
   fi
 done
+# docs/threat-model.md: one run a defence (a batch is as large as the activations of all its views allow), hardening
+# options, and images crafted on a tower of benchmarks/finetune.sh.
+for defense in ReACT AOM TTC; do
+  evaluate "adaptive-$defense" adaptive 48 --defenses "$defense" --batch 24
+done
+evaluate adaptive-Defend-CLIP adaptive 48 --defenses Defend-CLIP --batch 12
+evaluate hardening hardening 32 --batch 16
+if [[ -d "$out/towers/TeCoA" ]]; then
+  evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
+fi

@@ -98,9 +98,13 @@ def compare(
         peaks.append(_peak(contender, images[:batch]))
     turns: list[list[_Turn]] = [[] for _ in contenders]
     for number in range(rounds):
-        for mine, contender in zip(turns, contenders, strict=True):
+        pieces: list[list[_Turn]] = [[] for _ in contenders]
+        for part in _parts(images, batch):
+            for mine, contender in zip(pieces, contenders, strict=True):
+                mine.append(_turn(contender, part, batch))
+        for mine, taken, contender in zip(turns, pieces, contenders, strict=True):
             progress(f"round {number + 1}: {contender.label}")
-            mine.append(_turn(contender, images, batch))
+            mine.append(_Turn.of(taken))
     alone: list[list[float]] = [[] for _ in contenders]
     for number in range(singles):
         image = images[number % len(images)][None]
@@ -132,10 +136,28 @@ class _Turn:
     forward: float
     backward: float
 
+    @classmethod
+    def of(cls, parts: Sequence[_Turn]) -> _Turn:
+        """The parts of a turn as one."""
+        images = sum(part.images for part in parts)
+        forward, backward = (
+            sum(part.images * passes for part, passes in zip(parts, each, strict=True)) / images
+            for each in ([part.forward for part in parts], [part.backward for part in parts])
+        )
+        return cls(sum(part.seconds for part in parts), images, forward, backward)
+
     @property
     def work(self) -> float:
         """Passes an image, a backward pass counted as two."""
         return self.forward + 2 * self.backward
+
+
+def _parts(images: Tensor, batch: int) -> tuple[Tensor, ...]:
+    """What contenders take turns on: single batches, so that a machine that others use too slows all of them alike.
+
+    A GPU works off one batch while the host prepares the next, so there a turn is all images.
+    """
+    return torch.split(images, batch) if images.device.type == "cpu" else (images,)
 
 
 def _turn(contender: Contender, images: Tensor, batch: int) -> _Turn:
