@@ -37,9 +37,7 @@ def main() -> None:
     wait(args.device)
     compiling = time.perf_counter() - begin
     cosine = torch.cosine_similarity(plain.encode_views(real), changed.encode_views(real))
-    spent = turns(
-        args, {"before": lambda: plain.encode_views(pixels), "after": lambda: changed.encode_views(pixels)}
-    )
+    spent = turns(args, {"before": lambda: plain.encode_views(pixels), "after": lambda: changed.encode_views(pixels)})
     finish(
         args,
         idea="QuickGELU as one kernel",
