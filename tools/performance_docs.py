@@ -274,28 +274,42 @@ def sequential(folder: Path) -> str:
 
 
 def tried(folder: Path) -> str:
-    """Ideas that were measured, kept or not."""
+    """Ideas that were measured, kept or not: one row an idea, one column a device."""
     files = sorted(folder.glob("tried-*.json"))
-    ideas = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    if not ideas:
+    found: dict[str, dict[str, Row]] = {}
+    for path in files:
+        idea = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(idea["idea"], {})[f"{idea['device']}, {idea['dtype']}"] = idea
+    if not found:
         return ""
+    devices = sorted({device for measured in found.values() for device in measured})
     words = "Time after the change divided by time before it, of the part that the idea is about, both taking turns."
-    lines = [
-        "## What was tried",
-        "",
-        words,
-        "",
-        "| idea | device | after / before | kept | why |",
-        "|---|---|---:|---|---|",
-    ]
-    for idea in ideas:
-        # Some ideas are about something else than time.
-        ratio = "" if idea["ratio"] is None else f"{idea['ratio']:.2f}"
-        device, kept = f"{idea['device']}, {idea['dtype']}", "yes" if idea["kept"] else "no"
-        lines.append(f"| {idea['idea']}: {idea['what']} | {device} | {ratio} | {kept} | {idea['why']} |")
+    lines = ["## What was tried", "", words, ""]
+    lines += [f"| idea | {' | '.join(devices)} | kept | why |", "|---|" + "---:|" * len(devices) + "---|---|"]
+    for name, measured in found.items():
+        idea = next(iter(measured.values()))
+        cells = " | ".join(_ratio(measured.get(device)) for device in devices)
+        lines.append(f"| {name}: {idea['what']} | {cells} | {'yes' if idea['kept'] else 'no'} | {idea['why']} |")
     names = ", ".join(f"`{path.name}`" for path in files)
     lines += ["", f"*{names} in `benchmarks/results/bench`, written by the scripts in `benchmarks/tried`.*"]
     return "\n".join(lines) + "\n"
+
+
+def _ratio(idea: Row | None) -> str:
+    """The ratio; some ideas are about something else than time, and 16 bits are about gates too."""
+    if idea is None or idea["ratio"] is None:
+        return ""
+    gates = ", ".join(_gates(idea.get("agreement", {})))
+    return f"{idea['ratio']:.2f}" + (f" (same gate: {gates})" if gates else "")
+
+
+def _gates(agreement: Row) -> Iterator[str]:
+    """How often gates agree, by traffic, or by precision and traffic."""
+    for name, part in agreement.items():
+        if isinstance(part, dict) and "same_gate" in part:
+            yield f"{100 * part['same_gate']:.2f} % of {part['photos']:,} {name}"
+        elif isinstance(part, dict):
+            yield from (f"{name} {line}" for line in _gates(part))
 
 
 # ---------------------------------------------------------------------- names
