@@ -22,7 +22,7 @@ types: $(VENV)/.test-ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.test-ready browser
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 # The pages are tested in a real Chromium. In a Debian container we fetch one; elsewhere those tests use what is
 # installed, or skip and say so.

@@ -18,6 +18,22 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
+LONGEST = (
+    "test_scale_embed_faults.py",
+    "test_tower.py",
+    "test_scale_evaluate.py",
+    "test_scale_serve.py",
+    "test_scale_cluster.py",
+    "test_export.py",
+)
+"""Files that take minutes. They begin first: no process shall be left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the others as they are."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
