@@ -69,6 +69,7 @@ def run_recipe(
                 job = Job(recipe, folder, token, root, heads and heads.absolute(), device, Path.cwd())
                 with Crew(ray, job, workers) as crew:
                     found = _direct(crew, recipe, progress)
+            store.sweep()  # what workers that were killed had begun to write
             return (found[name] for name in recipe.datasets)
 
         return conclude(recipe, folder, on_cluster, typed_command())
