@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types unit browser clean
+.PHONY: demo test lint types unit coverage browser clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/react-clip demo
@@ -22,7 +22,11 @@ types: $(VENV)/.test-ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.test-ready browser
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+# The same with what the tests cover; tracing takes longer.
+coverage:
+	$(MAKE) unit PYTEST="--cov --cov-report=term"
 
 # The pages are tested in a real Chromium. In a Debian container we fetch one; elsewhere those tests use what is
 # installed, or skip and say so.
