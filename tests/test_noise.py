@@ -170,6 +170,7 @@ def test_a_kernel_is_compared_before_it_is_trusted(
     kernel_calls = []
 
     def compile_(function: Any, **options: object) -> Any:
+        assert options == {"fullgraph": True}, "one kernel, not several"
         return lambda *tensors: kernel_calls.append(1) or function(*tensors) + error
 
     monkeypatch.setattr(torch, "compile", compile_)

@@ -34,8 +34,7 @@ def threats(name: str, folder: Path) -> str:
 
 def who(folder: Path) -> str:
     """Accuracy by defence and attacker; of the informed one also the worst draw and the majority of draws."""
-    suites = [EvaluationResult.load(folder / run / "result.json") for run in SUITES]
-    budgets = sorted({row.eps for row in suites[0].rows if row.eps})
+    suites, budgets = _suites(folder)
     head = ["defence", "the attacker", "clean", *map(format_eps, budgets)]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     most = max(len(result.sets) for result in suites)
@@ -50,7 +49,7 @@ def who(folder: Path) -> str:
     photos = sum(info.images for info in first.sets)
     sets_text = ", ".join(info.name for info in first.sets)
     runs = ", ".join(f"`benchmarks/results/{run}`" for run in (*SUITES, TRANSFER))
-    made = "; ".join(f"`{result.command}`" for result in suites)
+    made = "; ".join(f"`{result.command}`" for result in (*suites, _load(folder, TRANSFER)))
     lines += [
         "",
         f"*Accuracy in %, mean over {len(first.sets)} data sets ({sets_text}; {photos} images); {first.model}, "
@@ -79,8 +78,7 @@ def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]
 
 def members(folder: Path) -> str:
     """What each attack did to the images that those before it had left, over all sets."""
-    suites = [EvaluationResult.load(folder / run / "result.json") for run in SUITES]
-    budgets = sorted({row.eps for row in suites[0].rows if row.eps})
+    suites, budgets = _suites(folder)
     names = [_name(member) for member in _members(suites[0])]
     head = ["defence", "budget", *names]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(names)]
@@ -96,6 +94,16 @@ def members(folder: Path) -> str:
             lines.append(f"| {result.rows[0].defense} | {format_eps(eps)} | " + " | ".join(cells) + " |")
     lines += ["", "*Share of judging draws that are wrong on the images left to each attack; the same files.*"]
     return "\n".join(lines) + "\n"
+
+
+def _suites(folder: Path) -> tuple[list[EvaluationResult], list[float]]:
+    """The runs of attackers who know the defence, and their budgets."""
+    suites = [_load(folder, run) for run in SUITES]
+    return suites, sorted({row.eps for row in suites[0].rows if row.eps})
+
+
+def _load(folder: Path, run: str) -> EvaluationResult:
+    return EvaluationResult.load(folder / run / "result.json")
 
 
 def _members(result: EvaluationResult) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import time
 import torch
 from benchmarks.tried.common import finish, random_pixels, read_options, turns, wait
 
-from react_clip import noise
+from react_clip import functional, noise
 
 
 def main() -> None:
@@ -17,10 +17,8 @@ def main() -> None:
     sigma = torch.full((args.batch,), 0.05, device=args.device)
     steps = noise._steps(pixels[0].numel() // 2, args.device)
     eager, compiled = noise._noisy_view.__wrapped__, torch.compile(noise._noisy_number, fullgraph=True)
-    for tensor in (pixels, keys, sigma):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     begin = time.perf_counter()
-    views = compiled(pixels, keys, sigma, steps)
+    views = compiled(*functional.any_number_of_images((pixels, keys, sigma, steps)))
     wait(args.device)
     compiling = time.perf_counter() - begin
     compiled(pixels[: args.batch // 2], keys[: args.batch // 2], sigma[: args.batch // 2], steps)

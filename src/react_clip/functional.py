@@ -154,7 +154,7 @@ def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunctio
                 if kernel is not None:
                     return kernel(*tensors)
                 candidate: TensorFunction = torch.compile(by_number, fullgraph=True)
-                result = candidate(*_any_number_of_images(tensors))
+                result = candidate(*any_number_of_images(tensors))
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # a missing compiler shows itself in a dozen ways
@@ -170,7 +170,7 @@ def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunctio
     return decorate
 
 
-def _any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Tell the compiler that nothing but the number of images varies: kernels are slow at dividing by unknown sizes."""
     import torch._dynamo
 

@@ -140,11 +140,12 @@ class _Turn:
     def of(cls, parts: Sequence[_Turn]) -> _Turn:
         """The parts of a turn as one."""
         images = sum(part.images for part in parts)
-        forward, backward = (
-            sum(part.images * passes for part, passes in zip(parts, each, strict=True)) / images
-            for each in ([part.forward for part in parts], [part.backward for part in parts])
+        return cls(
+            seconds=sum(part.seconds for part in parts),
+            images=images,
+            forward=sum(part.images * part.forward for part in parts) / images,
+            backward=sum(part.images * part.backward for part in parts) / images,
         )
-        return cls(sum(part.seconds for part in parts), images, forward, backward)
 
     @property
     def work(self) -> float:
