@@ -30,8 +30,8 @@ from torch import Tensor
 from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise, storage
 from react_clip.attacks import PGD
 from react_clip.defenses.anchored import divergence_of
-from react_clip.defenses.sequential import STEP, settled
-from react_clip.defenses.views import anchor_views, corrected
+from react_clip.defenses.sequential import looks, settled
+from react_clip.defenses.views import anchor_views
 from react_clip.evaluation.classes import class_source
 from react_clip.preprocess import to_pixels
 
@@ -115,7 +115,7 @@ class Encoded:
         return torch.where(self.gated, corrected_labels, self.logits(self.plain).argmax(1))
 
 
-def replay(stop: Stop, rounds: range, logits: Tensor) -> tuple[Tensor, Tensor]:
+def replay(stop: Stop, rounds: Sequence[int], logits: Tensor) -> tuple[Tensor, Tensor]:
     """The class and the number of views of each image, when views are looked at in this order."""
     total = logits.shape[1]
     labels, drawn = logits.mean(1).argmax(1), torch.full((len(logits),), total)
@@ -163,35 +163,32 @@ def bernstein(confidence: float) -> Stop:
     return stop
 
 
-def rules(total: int) -> dict[str, tuple[Stop, range]]:
+def rules(total: int) -> dict[str, tuple[Stop, Sequence[int]]]:
     """Everything that is compared, by name."""
 
     def always(seen: Tensor) -> Tensor:
         return torch.ones(len(seen), dtype=torch.bool)
 
-    steps = range(STEP, total, STEP)
-    found: dict[str, tuple[Stop, range]] = {f"all {total} views": (always, range(0))}
+    shipped, by_two = looks(total)[:-1], range(2, total, 2)
+    found: dict[str, tuple[Stop, Sequence[int]]] = {f"all {total} views": (always, range(0))}
     found |= {f"{k} views": (always, range(k, k + 1)) for k in (1, 2, 3, 5, 7) if k < total}
     found |= {f"{k} prefixes agree": (agreement(k), range(k, total)) for k in (2, 3)}
     for confidence in (0.9, 0.95, 0.99):
-        found[f"empirical Bernstein {confidence}"] = (bernstein(confidence), steps)
-        found[f"own variance {confidence}"] = (own_variance(total, confidence), steps)
-        found[f"sequential {confidence}"] = (partial(settled, total=total, confidence=confidence), steps)
+        found[f"empirical Bernstein {confidence}"] = (bernstein(confidence), by_two)
+        found[f"own variance {confidence}"] = (own_variance(total, confidence), by_two)
+        found[f"sequential {confidence}, two by two"] = (partial(settled, total=total, confidence=confidence), by_two)
+        found[f"sequential {confidence}"] = (partial(settled, total=total, confidence=confidence), shipped)
     return found
 
 
 def replay_all(found: Encoded, guard: ReACT, orders: Sequence[Tensor]) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Classes and numbers of views by rule, one entry an order; and the medians of several anchors, which have none."""
+    """Classes and numbers of views by rule, one entry an order."""
     plain = found.plain[:, None]
     logits = found.logits(plain + guard.alpha * (found.views - plain))
-    replayed = {
+    return {
         name: [replay(stop, rounds, logits[:, order]) for order in orders]
         for name, (stop, rounds) in rules(guard.views).items()
     }
-    for anchors in (2, 5, 10):
-        moved = found.logits(corrected(found.plain, found.views, guard.alpha, anchors)).argmax(1)
-        replayed[f"median of {anchors} anchors"] = [(moved, torch.full_like(moved, guard.views))]
-    return replayed
 
 
 def judge(args: argparse.Namespace, guard: ReACT) -> list[dict[str, Any]]:

@@ -64,13 +64,14 @@ class WeakAugmentation:
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
-        draw = noise.uniform(noise.fork(keys, 0), 13)
+        choices, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
+        draw = noise.uniform(choices, 13)
         view = self._affine(images, draw[:, 0:4])
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
         view = torch.where(_column(blurred), self._blur(view, draw[:, 7]), view)
         # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
         sigma = (self.noise_sigma * draw[:, 8] * noisy).to(images.dtype)
-        view = noise.noisy_view(view, noise.fork(keys, 1), sigma).clamp(0.0, 1.0)
+        view = noise.noisy_view(view, grain, sigma).clamp(0.0, 1.0)
         return torch.where(_column(jittered), self._jitter(view, draw[:, 9:13]), view)
 
     def _affine(self, images: Tensor, draw: Tensor) -> Tensor:

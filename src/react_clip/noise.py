@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,6 +46,18 @@ def _mix(value: Tensor) -> Tensor:
     value = (value ^ _shift_right(value, 30)).mul_(_MIX_1)
     value.bitwise_xor_(_shift_right(value, 27)).mul_(_MIX_2)
     return value.bitwise_xor_(_shift_right(value, 31))
+
+
+def _mix_number(value: int) -> int:
+    """:func:`_mix` of one number, without asking a device.
+
+    >>> _mix_number(-7) == _mix(torch.tensor([-7])).item()
+    True
+    """
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        value &= (1 << 64) - 1
+        value = (value ^ (value >> shift)) * factor
+    return _signed(value)
 
 
 def _steps(count: int, device: torch.device) -> Tensor:
@@ -148,11 +161,16 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
         digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in pixels.cpu()]
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
-    return _mix(_fingerprints(pixels) ^ _mix(torch.full((), _signed(int(seed)), device=images.device)))
+    return _mix(_fingerprints(pixels) ^ _mix_number(int(seed)))
 
 
 def _fingerprints(pixels: Tensor) -> Tensor:
     """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
     words = pixels.view(torch.int32)
-    weights = _bits(torch.zeros(1, dtype=torch.long, device=pixels.device), pixels.shape[1])
-    return _mix((words * weights).sum(dim=1) + pixels.shape[1])
+    return _mix((words * _weights(pixels.shape[1], pixels.device)).sum(dim=1) + pixels.shape[1])
+
+
+@lru_cache(maxsize=8)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Of the hash; the same for all images of a size."""
+    return _bits(torch.zeros(1, dtype=torch.long, device=device), count)

@@ -102,7 +102,7 @@ def test_planned_passes_are_those_spent(task: Any) -> None:
 
 def test_looking_inside_gives_the_defence_s_own_answer(task: Any) -> None:
     clf, x, _ = task
-    hardened = GUARD.replace(jitter=0.5, alpha_closed=0.3, recheck=2, band=0.4)
+    hardened = GUARD.replace(jitter=0.5, alpha_closed=0.3)
     for guard in (GUARD, hardened, rc.defenses.AOM(views=3), rc.defenses.DefendCLIP(views=3), rc.defenses.TTC()):
         pipeline = Pipeline(clf, guard, 5)
         look = pipeline.look(x)

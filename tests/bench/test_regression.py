@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip.bench import gate_scores, host_syncs
 from react_clip.bench.traffic import opening
-from react_clip.defenses.sequential import STEP
+from react_clip.defenses.sequential import looks
 from toys import toy_classifier, toy_images
 
 IMAGES = 8
@@ -71,7 +70,7 @@ def test_a_round_of_views_is_one_wait() -> None:
     guard = guard_for("attacked", clf, images).replace(sequential=0.99)
     reads, uploads = split(host_syncs(lambda: guard(clf, images, seed=0)))
     drawn = guard(clf, images, seed=0).passes.max().item() - 3
-    rounds = math.ceil(drawn / STEP)
+    rounds = 1 + looks(guard.views).index(drawn)
     assert rounds > 1, "one round would say nothing"
     assert reads <= READS + rounds
     assert uploads <= UPLOADS

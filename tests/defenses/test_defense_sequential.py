@@ -18,7 +18,7 @@ import react_clip as rc
 from react_clip import functional, noise
 from react_clip.defenses import AOM, DefendCLIP, views
 from react_clip.defenses.anchored import divergence_of, logits_of
-from react_clip.defenses.sequential import STEP, settled
+from react_clip.defenses.sequential import looks, settled
 from react_clip.serve.classes import ClassList
 from react_clip.serve.engine import Engine, Photo
 from toys import ToyEncoder, toy_classifier, toy_images
@@ -55,8 +55,8 @@ def test_drawing_equals_one_image_and_one_view_at_a_time() -> None:
     for i, image in enumerate(images):
         plain = clf.encoder(image[None])[0]
         seen: list[Tensor] = []
-        while len(seen) < GUARD.views:
-            for _ in range(min(STEP, GUARD.views - len(seen))):
+        for count in looks(GUARD.views):
+            while len(seen) < count:
                 grain = noise.normal(noise.fork(keys[i : i + 1], len(seen)), (3, 16, 16)).double()[0]
                 seen.append(clf.encoder.encode_views((image + out.sigma[i] * grain)[None])[0])
             logits = [clf.logits(plain + GUARD.alpha * (view - plain)).tolist() for view in seen]
@@ -119,8 +119,8 @@ def test_settled_images_stop_and_passes_are_real(guard: rc.ReACT) -> None:
     assert isinstance(encoder, ToyEncoder)
     out = guard(clf, images)
     assert encoder.encoded == int(out.passes.sum())
-    most = guard.cost()[0]
-    assert int(out.passes.min()) == most - guard.views + STEP - (guard.instability and guard.tau is not None)
+    most, fewest_views = guard.cost()[0], looks(guard.views)[0]
+    assert int(out.passes.min()) == most - guard.views + fewest_views - (guard.instability and guard.tau is not None)
     assert int(out.passes.max()) <= most
     assert len(set(out.passes.tolist())) >= 3
 
@@ -130,8 +130,7 @@ def test_a_round_is_one_batch_over_all_undecided_images() -> None:
     encoder = clf.encoder
     assert isinstance(encoder, ToyEncoder)
     out = GUARD.replace(max_batch=1000)(clf, toy_images(20))
-    rounds = math.ceil((int(out.passes.max()) - 3) / STEP)
-    assert encoder.calls == 1 + rounds
+    assert encoder.calls == 1 + 1 + looks(GUARD.views).index(int(out.passes.max()) - 3)
 
 
 def test_views_are_the_first_of_the_same_streams() -> None:
@@ -240,7 +239,6 @@ def test_the_option_is_written_only_where_it_is_used(tmp_path: Path) -> None:
         ({"sequential": "often"}, "sequential is 'often'; it must be a finite number"),
         ({"sequential": True}, "sequential is True"),
         ({"sequential": math.nan}, "sequential is nan"),
-        ({"sequential": 0.9, "anchors": 5}, "sequential is 0.9 and anchors 5"),
     ],
 )
 def test_impossible_values_are_refused(options: dict[str, Any], says: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,9 +24,9 @@ from react_clip import functional, mappings, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, prepare
 from react_clip.defenses.config import Configuration
-from react_clip.defenses.probing import probe, probe_again
-from react_clip.defenses.sequential import STEP, unsettled
-from react_clip.defenses.views import AUGMENT, GATE, anchor_views, corrected
+from react_clip.defenses.probing import probe
+from react_clip.defenses.sequential import looks, unsettled
+from react_clip.defenses.views import AUGMENT, GATE, anchor_views
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -34,7 +35,7 @@ from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Options beyond the paper: written out only where they are used, so that configurations without them stay the same.
-_BEYOND = {"jitter": 0.0, "alpha_closed": 0.0, "recheck": 0, "band": 0.1, "anchors": 1, "sequential": None}
+_BEYOND = {"jitter": 0.0, "alpha_closed": 0.0, "sequential": None}
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(rows, features, augmented features) -> J``: how far the predictions of these rows differ, each for its classes."""
@@ -116,25 +117,19 @@ class AnchoredDefense(Configuration):
     """Half-width of a keyed random shift of tau, image by image: nobody can aim just below the threshold."""
     alpha_closed: float = 0.0
     """Strength of the correction where the gate is closed; 0 leaves the feature alone."""
-    recheck: int = 0
-    """Extra noisy views per probe scale for images whose score lies within ``band`` of the threshold."""
-    band: float = 0.1
-    anchors: int = 1
-    """Groups the views are split into, each with an anchor of its own; their median answers (:func:`corrected`)."""
     sequential: float | None = None
     """Draw views only until the best class is final with this confidence (:func:`unsettled`), at most M. ``None`` draws
     all, as suits features for retrieval; so do ``lazy=False`` and callers without classes."""
 
     def __post_init__(self) -> None:
         self._check_numbers("sigma_low", "sigma_high", "alpha", *(["tau"] if self.tau is not None else []))
-        self._check_numbers("jitter", "alpha_closed", "band", least=0)
-        self._check_counts("recheck", least=0)
+        self._check_numbers("jitter", "alpha_closed", least=0)
         if not 0 < self.sigma_low < self.sigma_high <= 1:
             raise ReactClipError(
                 f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
                 "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
             )
-        self._check_counts("probe_samples", "views", "max_batch", "anchors")
+        self._check_counts("probe_samples", "views", "max_batch")
         if self.sequential is not None:
             self._check_sequential(self.sequential)
         if self.alpha < 0:
@@ -147,18 +142,12 @@ class AnchoredDefense(Configuration):
                 f"sequential is {confidence}; it is a confidence and needs 0.5 <= sequential < 1, such as 0.99 "
                 "(None draws all views)"
             )
-        if self.anchors > 1:
-            raise ReactClipError(
-                f"sequential is {confidence} and anchors {self.anchors}; few views cannot be split into groups, so "
-                "leave one of the two out"
-            )
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes that one image can need."""
         probes = 2 * self.probe_samples if self._needs_drift else 0
-        again = 2 * self.recheck if self.tau is not None else 0
         augmented = int(self.instability and (self.tau is not None or not self.lazy))
-        return 1 + probes + again + augmented + self.views, 0
+        return 1 + probes + augmented + self.views, 0
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -205,13 +194,6 @@ class AnchoredDefense(Configuration):
         threshold = self._threshold(keys)
         instability = self._measure_instability(encoder, pixels, keys, plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
-        rechecked = torch.zeros_like(drift, dtype=torch.bool)
-        if self.recheck and threshold is not None:
-            rechecked = (score - threshold).abs() < self.band
-            probed = self._probe_again(encoder, pixels, keys, probed, rechecked)
-            low, high = (functional.drift(plain, mean) for mean in probed)
-            drift = functional.relative_drift(low, high)
-            score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Decision(
             plain=plain,
@@ -222,7 +204,7 @@ class AnchoredDefense(Configuration):
             score=score,
             gated=torch.ones_like(drift, dtype=torch.bool) if threshold is None else score >= threshold,
             sigma=self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype),
-            passes=probes + (~instability.isnan()).long() + 2 * self.recheck * rechecked.long(),
+            passes=probes + (~instability.isnan()).long(),
             threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
         )
 
@@ -235,8 +217,9 @@ class AnchoredDefense(Configuration):
         features = opened = closed = plain
         drawn = torch.zeros_like(decision.passes)
         for rows, seen in self._rounds(encoder, pixels, keys, decision, moving, logits):
-            moved = corrected(plain[rows], seen, self.alpha, self.anchors)
-            still = corrected(plain[rows], seen, self.alpha_closed, self.anchors)
+            anchors = functional.anchor(seen)
+            moved = functional.extrapolate(plain[rows], anchors, self.alpha)
+            still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
             features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
             opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
             drawn = drawn.index_fill(0, rows, seen.shape[1])
@@ -248,16 +231,16 @@ class AnchoredDefense(Configuration):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and all their anchor views so far: M at once, or a few a round for those that need more."""
         stops = self.sequential if self.lazy and logits is not None else None
-        step = self.views if stops is None else STEP
+        counts = [self.views] if stops is None else looks(self.views)
         seen = decision.plain.new_empty(len(rows), 0, decision.plain.shape[1])
-        for start in range(0, self.views, step):
-            if start and stops is not None and logits is not None:
+        for drawn, count in pairwise([0, *counts]):
+            if drawn and stops is not None and logits is not None:
                 alpha = torch.where(decision.gated[rows], self.alpha, self.alpha_closed)
                 left = unsettled(decision.plain[rows], seen, alpha, partial(logits, rows), self.views, stops)
                 rows, seen = rows[left], seen[left]
             if not len(rows):
                 return
-            draws = range(start, min(start + step, self.views))
+            draws = range(drawn, count)
             fresh = anchor_views(encoder, pixels[rows], keys[rows], decision.sigma[rows], draws, self.max_batch)
             seen = torch.cat([seen, fresh], 1)
             yield rows, seen
@@ -265,10 +248,6 @@ class AnchoredDefense(Configuration):
     @property
     def _needs_drift(self) -> bool:
         return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
-
-    @property
-    def _scales(self) -> tuple[float, float]:
-        return self.sigma_low, self.sigma_high
 
     def _threshold(self, keys: Tensor) -> float | Tensor | None:
         """The score from which the gate opens: tau, or tau moved at random for each image."""
@@ -280,24 +259,10 @@ class AnchoredDefense(Configuration):
     def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Clean features and the mean feature of either probe, NaN where nobody looks at the drift."""
         if self._needs_drift:
-            return probe(encoder, pixels, keys, self._scales, self.probe_samples, self.max_batch)
+            return probe(encoder, pixels, keys, (self.sigma_low, self.sigma_high), self.probe_samples, self.max_batch)
         features = encode_in_batches(encoder, len(pixels), self.max_batch, lambda i, j: pixels[i:j])
         unknown = torch.full_like(features, torch.nan)
         return features, unknown, unknown
-
-    def _probe_again(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor, means: list[Tensor], chosen: Tensor
-    ) -> list[Tensor]:
-        """The mean probe features with ``recheck`` more samples of the chosen images."""
-        rows = chosen.nonzero().flatten()
-        if not len(rows):
-            return means
-        before, after = self.probe_samples, self.probe_samples + self.recheck
-        added = probe_again(encoder, pixels[rows], keys[rows], self._scales, range(before, after), self.max_batch)
-        return [
-            mean.index_copy(0, rows, (before * mean[rows] + extra) / after)
-            for mean, extra in zip(means, added, strict=True)
-        ]
 
     def _measure_instability(
         self,
@@ -315,11 +280,9 @@ class AnchoredDefense(Configuration):
             return result
         undecided = torch.ones_like(drift, dtype=torch.bool)
         if self.lazy and self.tau is not None and threshold is not None:
-            # The margin covers rounding in r + J: what is skipped must be certain. What may be measured again later
-            # must not be skipped either.
-            margin = 1e-6 * (1.0 + abs(self.tau)) + (self.band if self.recheck else 0.0)
-            above = threshold + self.band if self.recheck else threshold
-            undecided = (drift < above) & (drift >= threshold - functional.MAX_INSTABILITY - margin)
+            # The margin covers rounding in r + J: what is skipped must be certain.
+            margin = 1e-6 * (1.0 + abs(self.tau))
+            undecided = (drift < threshold) & (drift >= threshold - functional.MAX_INSTABILITY - margin)
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result

@@ -21,8 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STEP = 2
-"""Views a round. Two are the fewest that show a spread; more rounds would save little and cost the host a wait each."""
+
+def looks(total: int) -> list[int]:
+    """After how many views an image is looked at: two, half of them, all.
+
+    Two are the fewest that show a spread. More looks would save a twentieth of a pass, and each costs the host a wait
+    and the device a batch that may be too small to keep it busy.
+
+    >>> looks(10), looks(3), looks(1)
+    ([2, 5, 10], [2, 3], [1])
+    """
+    return [count for count in sorted({2, total // 2}) if 2 <= count < total] + [total]
 
 
 def settled(view_logits: Tensor, total: int, confidence: float) -> Tensor:
