@@ -28,13 +28,14 @@ bench() { # MODEL PART OPTION...
 }
 
 if [[ $device == gpu ]]; then
+  # With graphs, as the service runs.
   for model in vit-b-16 vit-b-32; do
-    bench $model table-clean --images 512 --batch 256 --rounds 7 --singles 100
-    bench $model table-attacked --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
-    bench $model sweep-batch --sweep batch --images 256 --rounds 5 --singles 1
-    bench $model sweep-images --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
-    bench $model sweep-classes --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
-    bench $model sweep-attacked --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
+    bench $model table-clean --graphs --images 512 --batch 256 --rounds 7 --singles 100
+    bench $model table-attacked --graphs --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
+    bench $model sweep-batch --graphs --sweep batch --images 256 --rounds 5 --singles 1
+    bench $model sweep-images --graphs --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
+    bench $model sweep-classes --graphs --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
+    bench $model sweep-attacked --graphs --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
   bench vit-b-16 table-clean --images 16 --batch 4 --rounds 7 --singles 10

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from react_clip import ReactClipError
-from react_clip.augment import WeakAugmentation, _rotate_hue
+from react_clip.augment import WeakAugmentation, _blurred, _blurred_number, _hue_matrices, _recoloured
 from toys import toy_images
 
 STILL = WeakAugmentation(rotation=0, translation=0, scale=(1, 1), probability=0)
@@ -68,10 +68,19 @@ def test_blur_keeps_the_mean_and_hue_keeps_the_brightness() -> None:
     )
     assert torch.allclose(blurred, torch.full_like(blurred, 0.3), atol=1e-5)
     pixels = 0.4 + 0.2 * toy_images(2)
-    turned = _rotate_hue(pixels, torch.tensor([0.1, -0.1]))
+    turned = _recoloured(pixels, _hue_matrices(torch.tensor([0.1, -0.1])))
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (pixels * luma).sum(1), atol=1e-4)
     assert (turned - pixels).abs().max() > 1e-3
+
+
+def test_blur_number_by_number_is_the_blur_of_the_chosen_images() -> None:
+    images, kernels = toy_images(6, dtype=torch.float64), WeakAugmentation()._blur_kernels(torch.rand(6).double())
+    chosen = torch.arange(6) % 2 == 0
+    blurred = _blurred(images, kernels, chosen)
+    assert torch.allclose(_blurred_number(images, kernels, chosen), blurred, atol=1e-12)
+    assert torch.equal(blurred[~chosen], images[~chosen])
+    assert float((blurred[chosen] - images[chosen]).abs().amax((1, 2, 3)).min()) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ one stream per image, so an image's augmentation does not depend on its batch. E
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from react_clip import noise
+from react_clip import functional, noise
 from react_clip.errors import ReactClipError
 
 _LUMA = (0.299, 0.587, 0.114)
@@ -66,50 +67,93 @@ class WeakAugmentation:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
         choices, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
         draw = noise.uniform(choices, 13)
-        view = self._affine(images, draw[:, 0:4])
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
-        view = torch.where(_column(blurred), self._blur(view, draw[:, 7]), view)
+        draw = draw.to(images.dtype)
+        view = self._affine(images, draw[:, 0:4])
+        view = _blurred(view, self._blur_kernels(draw[:, 7]), blurred)
         # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
-        sigma = (self.noise_sigma * draw[:, 8] * noisy).to(images.dtype)
-        view = noise.noisy_view(view, grain, sigma).clamp(0.0, 1.0)
-        return torch.where(_column(jittered), self._jitter(view, draw[:, 9:13]), view)
+        view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy)
+        factors = 1.0 + self.jitter * (2.0 * draw[:, 9:12] - 1.0)
+        turns = _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 12] - 1.0))
+        return _jittered(view, factors, turns, jittered)
 
     def _affine(self, images: Tensor, draw: Tensor) -> Tensor:
-        angle = math.radians(self.rotation) * (2.0 * draw[:, 0] - 1.0)
+        angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
         # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
-        shift = 2.0 * self.translation * (2.0 * draw[:, 1:3] - 1.0)
-        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3]
+        right, down = (2.0 * self.translation * (2.0 * draw[:, 1:3, None] - 1.0)).unbind(1)
+        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3:4]
         cos, sin = angle.cos() / zoom, angle.sin() / zoom
-        theta = torch.stack([torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)], 1)
-        grid = F.affine_grid(theta.to(images.dtype), list(images.shape), align_corners=False)
+        x, y = (_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
+        # Where each pixel comes from: cos x - sin y + right across, sin x + cos y + down along.
+        across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
+        along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
+        grid = torch.stack([across, along], 3)
         return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
 
-    def _blur(self, images: Tensor, draw: Tensor) -> Tensor:
+    def _blur_kernels(self, draw: Tensor) -> Tensor:
         low, high = self.blur_sigma
-        sigma = (low + (high - low) * draw).to(images.dtype)
         half = self.blur_kernel // 2
-        offsets = torch.arange(-half, half + 1, device=images.device, dtype=images.dtype)
-        kernel = torch.softmax(-(offsets**2) / (2.0 * sigma[:, None] ** 2), dim=1)
-        batch, channels, height, width = images.shape
-        # One kernel per image: the batch becomes channels of a grouped convolution, one axis at a time.
-        weight = kernel.repeat_interleave(channels, 0)[:, None, None, :]
-        stacked = images.reshape(1, batch * channels, height, width)
-        stacked = F.conv2d(F.pad(stacked, (half, half, 0, 0), mode="reflect"), weight, groups=batch * channels)
-        stacked = F.pad(stacked, (0, 0, half, half), mode="reflect")
-        return F.conv2d(stacked, weight.transpose(2, 3), groups=batch * channels).reshape(images.shape)
+        offsets = torch.arange(-half, half + 1, device=draw.device, dtype=draw.dtype)
+        return torch.softmax(-(offsets**2) / (2.0 * (low + (high - low) * draw[:, None]) ** 2), dim=1)
 
-    def _jitter(self, images: Tensor, draw: Tensor) -> Tensor:
-        factors = (1.0 + self.jitter * (2.0 * draw[:, :3] - 1.0)).to(images.dtype)
-        brightness, contrast, saturation = map(_column, factors.unbind(1))
-        view = (images * brightness).clamp(0.0, 1.0)
-        view = torch.lerp(_gray(view).mean(dim=(2, 3), keepdim=True), view, contrast).clamp(0.0, 1.0)
-        view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
-        return _rotate_hue(view, 2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0)).clamp(0.0, 1.0)
+
+def _centres(side: int, like: Tensor) -> Tensor:
+    """The centres of the pixels of a side that runs from -1 to 1."""
+    return (2.0 * torch.arange(side, device=like.device, dtype=like.dtype) + 1.0) / side - 1.0
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
 
 
 def _column(values: Tensor) -> Tensor:
     """One value per image, to be combined with its pixels."""
     return values[:, None, None, None]
+
+
+# ---------------------------------------------------------------------- blur
+
+
+def _blurred_number(images: Tensor, kernels: Tensor, chosen: Tensor) -> Tensor:
+    """:func:`_blurred` number by number: neighbours are close in memory, so to read them anew costs little."""
+    half = kernels.shape[1] // 2
+    taps = [_column(tap) for tap in kernels.unbind(1)]
+    height, width = images.shape[2:]
+    wide = F.pad(images, (half, half, 0, 0), mode="reflect")
+    across = _total(tap * wide[..., i : i + width] for i, tap in enumerate(taps))
+    tall = F.pad(across, (0, 0, half, half), mode="reflect")
+    along = _total(tap * tall[:, :, i : i + height] for i, tap in enumerate(taps))
+    return torch.where(_column(chosen), along, images)
+
+
+@functional.fused(_blurred_number)
+def _blurred(images: Tensor, kernels: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen images, each blurred with its own kernel ``[B, K]``, one axis after the other."""
+    batch, channels, height, width = images.shape
+    half = kernels.shape[1] // 2
+    # The batch becomes channels of a grouped convolution.
+    weight = kernels.repeat_interleave(channels, 0)[:, None, None, :]
+    stacked = images.reshape(1, batch * channels, height, width)
+    stacked = F.conv2d(F.pad(stacked, (half, half, 0, 0), mode="reflect"), weight, groups=batch * channels)
+    stacked = F.pad(stacked, (0, 0, half, half), mode="reflect")
+    stacked = F.conv2d(stacked, weight.transpose(2, 3), groups=batch * channels)
+    return torch.where(_column(chosen), stacked.reshape(images.shape), images)
+
+
+# ---------------------------------------------------------------------- colour
+
+
+def _jittered_number(images: Tensor, factors: Tensor, turns: Tensor, chosen: Tensor) -> Tensor:
+    """Images held to [0, 1]; the chosen ones with other brightness, contrast, saturation (``[B, 3]``) and hue."""
+    images = images.clamp(0.0, 1.0)
+    brightness, contrast, saturation = map(_column, factors.unbind(1))
+    view = (images * brightness).clamp(0.0, 1.0)
+    view = torch.lerp(_gray(view).mean(dim=(2, 3), keepdim=True), view, contrast).clamp(0.0, 1.0)
+    view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
+    return torch.where(_column(chosen), _recoloured(view, turns).clamp(0.0, 1.0), images)
+
+
+_jittered = functional.fused(_jittered_number)(_jittered_number)
 
 
 def _gray(images: Tensor) -> Tensor:
@@ -125,11 +169,20 @@ def _colour_matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, 
         return _YIQ_TO_RGB.to(device, dtype), _RGB_TO_YIQ.to(device, dtype)
 
 
-def _rotate_hue(images: Tensor, angle: Tensor) -> Tensor:
-    """Turn the chroma plane of YIQ: the same small change of hue as through HSV, but smooth everywhere."""
-    cos, sin = angle.cos().to(images.dtype), angle.sin().to(images.dtype)
+def _hue_matrices(angle: Tensor) -> Tensor:
+    """What turns the chroma plane of YIQ, ``[B, 3, 3]``: the same small change of hue as through HSV, but smooth."""
+    cos, sin = angle.cos(), angle.sin()
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
-    back, forth = _colour_matrices(images.device, images.dtype)
-    matrix = back @ turn @ forth
-    return torch.einsum("bij,bjhw->bihw", matrix, images)
+    back, forth = _colour_matrices(angle.device, angle.dtype)
+    return back @ turn @ forth
+
+
+def _recoloured(images: Tensor, matrices: Tensor) -> Tensor:
+    """Every pixel's colour times its image's matrix."""
+    channels = images.unbind(1)
+    mixed = [
+        _total(weight[:, None, None] * channel for weight, channel in zip(row.unbind(1), channels, strict=True))
+        for row in matrices.unbind(1)
+    ]
+    return torch.stack(mixed, 1)

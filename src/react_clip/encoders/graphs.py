@@ -32,8 +32,8 @@ class _Recorded:
 class Graphs:
     """``run`` as it is, but recorded: one graph for every batch size up to ``largest``.
 
-    Nobody else may move or replace what ``run`` reads: a graph holds addresses. Threads take turns, so all graphs work
-    in the same memory.
+    Nobody else may move or replace what ``run`` reads: a graph holds addresses. Threads take turns on the device's
+    default stream, so all graphs work in the same memory; whoever works on a stream of his own gets ``run`` as it is.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], largest: int = LARGEST) -> None:
@@ -49,7 +49,7 @@ class Graphs:
             and len(batch) <= self._largest
             and batch.dtype == torch.float32
             and not (batch.requires_grad and torch.is_grad_enabled())
-            and not torch.cuda.is_current_stream_capturing()
+            and torch.cuda.current_stream(batch.device) == torch.cuda.default_stream(batch.device)
         )
 
     @torch.no_grad()
