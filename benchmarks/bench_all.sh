@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every number in docs/performance.md: run from the repository root, on a machine that does nothing else, as
 #   bash benchmarks/bench_all.sh gpu|cpu PHOTOS OUT [PART ...]
-# PHOTOS is a folder of photos; a part is one file, such as vit-b-16-table-clean, and takes less than eight minutes. The
+# PHOTOS is a folder of photos; a part is one file, such as vit-b-16-table-clean, and takes ten minutes at most. The
 # files DEVICE-PART.json in OUT belong into benchmarks/results/bench; then run tools/draw_figures.py and
 # tools/fill_docs.py. ViT-B/16 is the real tower; ViT-B/32 has random weights, whose gate is set to open for the
 # attacked share. DTYPE=fp32 measures another precision.
@@ -38,7 +38,7 @@ if [[ $device == gpu ]]; then
     bench $model sweep-attacked --graphs --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
-  bench vit-b-16 table-clean --images 16 --batch 4 --rounds 7 --singles 10
+  bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10
   bench vit-b-16 table-attacked --images 8 --batch 4 --rounds 5 --singles 5 --attacked 1
   bench vit-b-16 sweep-batch --sweep batch --images 16 --rounds 3 --singles 1
   bench vit-b-16 sweep-images --sweep images --images 32 --batch 4 --rounds 3 --singles 1

@@ -66,7 +66,7 @@ def test_drawing_equals_one_image_and_one_view_at_a_time() -> None:
         assert torch.allclose(out.features[i], corrected / corrected.norm(), atol=1e-9)
         assert int(out.passes[i]) == 3 + len(seen)
         counts.add(len(seen))
-    assert len(counts) >= 3, "the images must stop at different rounds"
+    assert counts == set(looks(GUARD.views)), "images must stop at every look"
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
@@ -122,7 +122,7 @@ def test_settled_images_stop_and_passes_are_real(guard: rc.ReACT) -> None:
     most, fewest_views = guard.cost()[0], looks(guard.views)[0]
     assert int(out.passes.min()) == most - guard.views + fewest_views - (guard.instability and guard.tau is not None)
     assert int(out.passes.max()) <= most
-    assert len(set(out.passes.tolist())) >= 3
+    assert len(set(out.passes.tolist())) == len(looks(guard.views)), "images must stop at every look"
 
 
 def test_a_round_is_one_batch_over_all_undecided_images() -> None:
@@ -217,7 +217,7 @@ def test_lists_of_different_lengths_share_a_batch() -> None:
         alone = GUARD(clf, images[i : i + 1], seed=b"secret")
         assert answer.passes == int(alone.passes[0])
         assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
-    assert len({answer.passes for answer in answers}) >= 3
+    assert len({answer.passes for answer in answers}) >= 2
 
 
 # ---------------------------------------------------------------------- configuration

@@ -51,7 +51,8 @@ def roofline(encoder: Encoder) -> Roofline:
 def pass_flops(encoder: Encoder) -> float:
     """Floating-point operations of the matrix products, convolutions and attention of one pass."""
     size = encoder.image_size
-    image = torch.full((1, 3, size, size), 0.5, device=encoder.device)
+    # In double precision no graph answers, whose recording would count the tower several times.
+    image = torch.full((1, 3, size, size), 0.5, device=encoder.device, dtype=torch.float64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         encoder.encode_views(image)
     return float(counter.get_total_flops())

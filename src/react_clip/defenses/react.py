@@ -33,7 +33,7 @@ class ReACT(AnchoredDefense):
         f_{out} = f + 1[s \ge \tau]\,\alpha\,(f_{anc}(\sigma) - f)
 
     Costs 3, 4, 13 or 14 encoder passes an image, no gradients. With ``sequential=0.99``, as :meth:`for_encoder` ships
-    it, an open gate draws its views two by two until the answer is settled, and costs 5 to 14.
+    it, an open gate draws two views first and the others only where these do not settle the answer: 5, 6, 13 or 14.
 
     >>> guard = ReACT(tau=0.4)
     >>> guard.views, guard.alpha, guard.tau, guard.mapping
