@@ -55,7 +55,7 @@ for defense in ReACT AOM TTC; do
   evaluate "adaptive-$defense" adaptive 48 --defenses "$defense" --batch 24
 done
 evaluate adaptive-Defend-CLIP adaptive 48 --defenses Defend-CLIP --batch 12
-evaluate hardening hardening 32 --batch 16
+evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then
   evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
 fi
