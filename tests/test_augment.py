@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from react_clip import ReactClipError
-from react_clip.augment import WeakAugmentation, _blurred, _blurred_number, _hue_matrices, _recoloured
+from react_clip.augment import (
+    WeakAugmentation,
+    _blurred,
+    _blurred_number,
+    _hue_matrices,
+    _jittered,
+    _jittered_number,
+)
 from toys import toy_images
 
 STILL = WeakAugmentation(rotation=0, translation=0, scale=(1, 1), probability=0)
@@ -68,19 +75,24 @@ def test_blur_keeps_the_mean_and_hue_keeps_the_brightness() -> None:
     )
     assert torch.allclose(blurred, torch.full_like(blurred, 0.3), atol=1e-5)
     pixels = 0.4 + 0.2 * toy_images(2)
-    turned = _recoloured(pixels, _hue_matrices(torch.tensor([0.1, -0.1])))
+    turned = torch.einsum("bij,bjhw->bihw", _hue_matrices(torch.tensor([0.1, -0.1])), pixels)
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (pixels * luma).sum(1), atol=1e-4)
     assert (turned - pixels).abs().max() > 1e-3
 
 
-def test_blur_number_by_number_is_the_blur_of_the_chosen_images() -> None:
-    images, kernels = toy_images(6, dtype=torch.float64), WeakAugmentation()._blur_kernels(torch.rand(6).double())
+def test_number_by_number_is_the_same_and_changes_the_chosen_images_alone() -> None:
+    images = toy_images(6, dtype=torch.float64)
+    choices = WeakAugmentation().choose(torch.arange(6), images.dtype)
     chosen = torch.arange(6) % 2 == 0
-    blurred = _blurred(images, kernels, chosen)
-    assert torch.allclose(_blurred_number(images, kernels, chosen), blurred, atol=1e-12)
-    assert torch.equal(blurred[~chosen], images[~chosen])
-    assert float((blurred[chosen] - images[chosen]).abs().amax((1, 2, 3)).min()) > 1e-3
+    for whole, by_number, options in (
+        (_blurred, _blurred_number, (choices.kernels,)),
+        (_jittered, _jittered_number, (choices.factors, choices.turns)),
+    ):
+        changed = whole(images, *options, chosen)
+        assert torch.allclose(by_number(images, *options, chosen), changed, atol=1e-12)
+        assert torch.equal(changed[~chosen], images[~chosen])
+        assert float((changed[chosen] - images[chosen]).abs().amax((1, 2, 3)).min()) > 1e-3
 
 
 @pytest.mark.parametrize(

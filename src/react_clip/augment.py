@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, reduce
 
 import torch
@@ -65,36 +65,77 @@ class WeakAugmentation:
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
+        return self.choose(keys, images.dtype)(images)
+
+    def choose(self, keys: Tensor, dtype: torch.dtype = torch.float32) -> Choices:
+        """What becomes of the images with these keys, before anyone has seen them."""
         choices, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
         draw = noise.uniform(choices, 13)
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
-        draw = draw.to(images.dtype)
-        view = self._affine(images, draw[:, 0:4])
-        view = _blurred(view, self._blur_kernels(draw[:, 7]), blurred)
-        # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
-        view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy)
-        factors = 1.0 + self.jitter * (2.0 * draw[:, 9:12] - 1.0)
-        turns = _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 12] - 1.0))
-        return _jittered(view, factors, turns, jittered)
+        draw = draw.to(dtype)
+        return Choices(
+            motion=self._motion(draw[:, 0:4]),
+            kernels=self._kernels(draw[:, 7]),
+            blurred=blurred,
+            grain=grain,
+            # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
+            sigma=self.noise_sigma * draw[:, 8] * noisy,
+            factors=1.0 + self.jitter * (2.0 * draw[:, 9:12] - 1.0),
+            turns=_hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 12] - 1.0)),
+            jittered=jittered,
+        )
 
-    def _affine(self, images: Tensor, draw: Tensor) -> Tensor:
+    def _motion(self, draw: Tensor) -> Tensor:
         angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
         # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
-        right, down = (2.0 * self.translation * (2.0 * draw[:, 1:3, None] - 1.0)).unbind(1)
+        shift = 2.0 * self.translation * (2.0 * draw[:, 1:3] - 1.0)
         zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3:4]
-        cos, sin = angle.cos() / zoom, angle.sin() / zoom
-        x, y = (_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
-        # Where each pixel comes from: cos x - sin y + right across, sin x + cos y + down along.
-        across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
-        along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
-        grid = torch.stack([across, along], 3)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
+        return torch.cat([angle.cos() / zoom, angle.sin() / zoom, shift], 1)
 
-    def _blur_kernels(self, draw: Tensor) -> Tensor:
+    def _kernels(self, draw: Tensor) -> Tensor:
         low, high = self.blur_sigma
         half = self.blur_kernel // 2
         offsets = torch.arange(-half, half + 1, device=draw.device, dtype=draw.dtype)
         return torch.softmax(-(offsets**2) / (2.0 * (low + (high - low) * draw[:, None]) ** 2), dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What T does to each of some images, one row an image; called on the images, it does so."""
+
+    motion: Tensor
+    """Cosine and sine of the turn, both over the zoom, and the shift across and along: ``[B, 4]``."""
+    kernels: Tensor
+    blurred: Tensor
+    grain: Tensor
+    """The stream of the additive noise."""
+    sigma: Tensor
+    factors: Tensor
+    """Of brightness, contrast and saturation."""
+    turns: Tensor
+    """Of the colours, ``[B, 3, 3]``."""
+    jittered: Tensor
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """One augmented view per image."""
+        view = _blurred(_moved(images, self.motion), self.kernels, self.blurred)
+        view = noise.noisy_view(view, self.grain, self.sigma)
+        return _jittered(view, self.factors, self.turns, self.jittered)
+
+    def rows(self, index: Tensor) -> Choices:
+        """The same for some of the images."""
+        return Choices(**{part.name: getattr(self, part.name)[index] for part in fields(self)})
+
+
+def _moved(images: Tensor, motion: Tensor) -> Tensor:
+    """Images turned, shifted and scaled; black comes in from outside."""
+    cos, sin, right, down = motion[:, :, None].unbind(1)
+    x, y = (_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
+    # Where each pixel comes from: cos x - sin y + right across, sin x + cos y + down along.
+    across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
+    along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
+    grid = torch.stack([across, along], 3)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
 
 
 def _centres(side: int, like: Tensor) -> Tensor:
@@ -144,16 +185,30 @@ def _blurred(images: Tensor, kernels: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _jittered_number(images: Tensor, factors: Tensor, turns: Tensor, chosen: Tensor) -> Tensor:
-    """Images held to [0, 1]; the chosen ones with other brightness, contrast, saturation (``[B, 3]``) and hue."""
+    """:func:`_jittered` number by number: a colour is three products and two sums."""
     images = images.clamp(0.0, 1.0)
+    channels = _toned(images, factors).unbind(1)
+    mixed = [
+        _total(weight[:, None, None] * channel for weight, channel in zip(row.unbind(1), channels, strict=True))
+        for row in turns.unbind(1)
+    ]
+    return torch.where(_column(chosen), torch.stack(mixed, 1).clamp(0.0, 1.0), images)
+
+
+@functional.fused(_jittered_number)
+def _jittered(images: Tensor, factors: Tensor, turns: Tensor, chosen: Tensor) -> Tensor:
+    """Images held to [0, 1]; the chosen ones with other tones (``[B, 3]``) and every colour times their matrix."""
+    images = images.clamp(0.0, 1.0)
+    recoloured = torch.einsum("bij,bjhw->bihw", turns, _toned(images, factors))
+    return torch.where(_column(chosen), recoloured.clamp(0.0, 1.0), images)
+
+
+def _toned(images: Tensor, factors: Tensor) -> Tensor:
+    """Images with other brightness, contrast and saturation."""
     brightness, contrast, saturation = map(_column, factors.unbind(1))
     view = (images * brightness).clamp(0.0, 1.0)
     view = torch.lerp(_gray(view).mean(dim=(2, 3), keepdim=True), view, contrast).clamp(0.0, 1.0)
-    view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
-    return torch.where(_column(chosen), _recoloured(view, turns).clamp(0.0, 1.0), images)
-
-
-_jittered = functional.fused(_jittered_number)(_jittered_number)
+    return torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
 
 
 def _gray(images: Tensor) -> Tensor:
@@ -176,13 +231,3 @@ def _hue_matrices(angle: Tensor) -> Tensor:
     turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
     back, forth = _colour_matrices(angle.device, angle.dtype)
     return back @ turn @ forth
-
-
-def _recoloured(images: Tensor, matrices: Tensor) -> Tensor:
-    """Every pixel's colour times its image's matrix."""
-    channels = images.unbind(1)
-    mixed = [
-        _total(weight[:, None, None] * channel for weight, channel in zip(row.unbind(1), channels, strict=True))
-        for row in matrices.unbind(1)
-    ]
-    return torch.stack(mixed, 1)

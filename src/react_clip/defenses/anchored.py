@@ -26,7 +26,7 @@ from react_clip.defenses.base import Defended, current_gradients, encode_in_batc
 from react_clip.defenses.config import Configuration
 from react_clip.defenses.probing import probe
 from react_clip.defenses.sequential import looks, unsettled
-from react_clip.defenses.views import AUGMENT, GATE, anchor_views
+from react_clip.defenses.views import AUGMENT, GATE, anchor_streams, anchor_views
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -213,10 +213,11 @@ class AnchoredDefense(Configuration):
     ) -> Correction:
         """The second half of :meth:`correct`: the anchor of those images whose feature is to move."""
         plain, gated = decision.plain, decision.gated
+        streams = anchor_streams(keys, self.views)  # before the wait for the gate: a GPU is still at work on J
         moving = (gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)).nonzero().flatten()
         features = opened = closed = plain
         drawn = torch.zeros_like(decision.passes)
-        for rows, seen in self._rounds(encoder, pixels, keys, decision, moving, logits):
+        for rows, seen in self._rounds(encoder, pixels, streams, decision, moving, logits):
             anchors = functional.anchor(seen)
             moved = functional.extrapolate(plain[rows], anchors, self.alpha)
             still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
@@ -227,7 +228,7 @@ class AnchoredDefense(Configuration):
         return Correction(**found, features=features, opened=opened, closed=closed)
 
     def _rounds(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
+        self, encoder: Encoder, pixels: Tensor, streams: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and all their anchor views so far: M at once, or a few a round for those that need more."""
         stops = self.sequential if self.lazy and logits is not None else None
@@ -240,8 +241,8 @@ class AnchoredDefense(Configuration):
                 rows, seen = rows[left], seen[left]
             if not len(rows):
                 return
-            draws = range(drawn, count)
-            fresh = anchor_views(encoder, pixels[rows], keys[rows], decision.sigma[rows], draws, self.max_batch)
+            chosen = streams[rows, drawn:count]
+            fresh = anchor_views(encoder, pixels[rows], chosen, decision.sigma[rows], self.max_batch)
             seen = torch.cat([seen, fresh], 1)
             yield rows, seen
 
@@ -283,12 +284,13 @@ class AnchoredDefense(Configuration):
             # The margin covers rounding in r + J: what is skipped must be certain.
             margin = 1e-6 * (1.0 + abs(self.tau))
             undecided = (drift < threshold) & (drift >= threshold - functional.MAX_INSTABILITY - margin)
+        # Before the wait for the drift: a GPU is still at work on the probes.
+        choices = self.augmentation.choose(noise.fork(keys, AUGMENT), pixels.dtype)
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result
-        streams = noise.fork(keys, AUGMENT)[rows]
         augmented = encode_in_batches(
-            encoder, len(rows), self.max_batch, lambda i, j: self.augmentation(pixels[rows[i:j]], streams[i:j])
+            encoder, len(rows), self.max_batch, lambda i, j: choices.rows(rows[i:j])(pixels[rows[i:j]])
         )
         return result.index_copy(0, rows, divergence(rows, features[rows], augmented))
 

@@ -13,15 +13,19 @@ from react_clip.encoders.base import Encoder
 LOW, HIGH, AUGMENT, ANCHOR, GATE = range(5)
 
 
-def anchor_views(encoder: Encoder, pixels: Tensor, keys: Tensor, sigma: Tensor, draws: range, max_batch: int) -> Tensor:
-    """Unit features ``[B, len(draws), D]`` of the views with these numbers behind each image's anchor."""
-    numbers = torch.arange(draws.start, draws.stop, device=keys.device)
-    view_keys = noise.fork(noise.fork(keys, ANCHOR)[:, None], numbers).flatten()
-    image_of = torch.arange(len(pixels), device=pixels.device).repeat_interleave(len(draws))
+def anchor_streams(keys: Tensor, count: int) -> Tensor:
+    """The keys ``[B, count]`` of the first views behind each image's anchor."""
+    return noise.fork(noise.fork(keys, ANCHOR)[:, None], torch.arange(count, device=keys.device))
+
+
+def anchor_views(encoder: Encoder, pixels: Tensor, streams: Tensor, sigma: Tensor, max_batch: int) -> Tensor:
+    """Unit features ``[B, k, D]`` of noisy views of each image, one for each of its streams ``[B, k]``."""
+    view_keys, image_of = streams.flatten(), torch.arange(len(pixels), device=pixels.device)
+    image_of = image_of.repeat_interleave(streams.shape[1])
     unit = encode_in_batches(
         encoder,
         len(image_of),
         max_batch,
         lambda i, j: noise.noisy_view(pixels[image_of[i:j]], view_keys[i:j], sigma[image_of[i:j]]),
     )
-    return unit.reshape(len(pixels), len(draws), -1)
+    return unit.reshape(*streams.shape, -1)
