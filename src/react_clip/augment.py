@@ -69,8 +69,8 @@ class WeakAugmentation:
 
     def choose(self, keys: Tensor, dtype: torch.dtype = torch.float32) -> Choices:
         """What becomes of the images with these keys, before anyone has seen them."""
-        choices, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
-        draw = noise.uniform(choices, 13)
+        lots, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
+        draw = noise.uniform(lots, 13)
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
         draw = draw.to(dtype)
         return Choices(

@@ -30,7 +30,9 @@ def probe(
         # Filled on the device: to send numbers there, the host would have to wait for it.
         low, high = (pixels.new_full((), scale) for scale in scales)
         sigma = torch.where(number < samples * images, low, high)
-        return noise.noisy_view(pixels[number % images], streams()[start:stop], sigma)
+        first, last = start % images, start % images + stop - start
+        shown = pixels[first:last] if last <= images else pixels[number % images]
+        return noise.noisy_view(shown, streams()[start:stop], sigma)
 
     def views(start: int, stop: int) -> Tensor:
         """The clean views first, then the noisy ones."""
