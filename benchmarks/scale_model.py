@@ -27,7 +27,7 @@ CLUSTERS = (8, 64, 512)
 SHARED = ("storage", "driver")
 """What does not grow with the number of GPUs."""
 _CONTENDERS = {"clean": "ReACT", "attacked": "all 14 passes"}
-"""Whose speed counts: who keeps features draws all views of an open gate, while the bench's ReACT stops at the answer."""
+"""Whose speed counts: who keeps features draws all views of an open gate; ReACT in the bench stops at the answer."""
 _MOST_GPUS = 1 << 20
 
 
