@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, reduce
 
 import torch
@@ -67,7 +67,7 @@ class WeakAugmentation:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""
         return self.choose(keys, images.dtype)(images)
 
-    def choose(self, keys: Tensor, dtype: torch.dtype = torch.float32) -> Choices:
+    def choose(self, keys: Tensor, dtype: torch.dtype) -> Choices:
         """What becomes of the images with these keys, before anyone has seen them."""
         lots, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
         draw = noise.uniform(lots, 13)
@@ -100,7 +100,7 @@ class WeakAugmentation:
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
+class Choices(functional.PerImage):
     """What T does to each of some images, one row an image; called on the images, it does so."""
 
     motion: Tensor
@@ -121,10 +121,6 @@ class Choices:
         view = _blurred(_moved(images, self.motion), self.kernels, self.blurred)
         view = noise.noisy_view(view, self.grain, self.sigma)
         return _jittered(view, self.factors, self.turns, self.jittered)
-
-    def rows(self, index: Tensor) -> Choices:
-        """The same for some of the images."""
-        return Choices(**{part.name: getattr(self, part.name)[index] for part in fields(self)})
 
 
 def _moved(images: Tensor, motion: Tensor) -> Tensor:

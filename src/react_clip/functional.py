@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,15 @@ def gate(score: Tensor, tau: float) -> Tensor:
     tensor([False,  True,  True])
     """
     return score >= tau
+
+
+@dataclass(frozen=True, eq=False)
+class PerImage:
+    """A dataclass of tensors, each with one row an image."""
+
+    def rows(self, index: Tensor) -> Self:
+        """The same for some of the images."""
+        return replace(self, **{part.name: getattr(self, part.name)[index] for part in fields(self)})
 
 
 # ---------------------------------------------------------------------- pure functions as one kernel

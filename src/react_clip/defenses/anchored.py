@@ -6,16 +6,16 @@ r"""Noise-anchored feature correction, the operator that ReACT, AOM and Defend-C
 Algorithm 2 of the paper, with the gate first: views that cannot change the answer are never encoded. Three stages, each
 one large batch and one host synchronisation: clean features and probes; the augmented view of those images whose drift
 alone does not decide (J lies in [0, ln 2], so r >= tau opens the gate and r < tau - ln 2 closes it); the M anchor views
-of those images whose gate opened, at once or (``sequential``) a few a round until their answers are settled.
+of those images whose gate opened, at once or (``sequential``) two first and the others where these settle nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def logits_of(clf: ZeroShotClassifier) -> Logits:
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class Decision(functional.PerImage):
     """What the gate decided, one row per image, before any anchor view; the fields are those of :class:`Defended`."""
 
     plain: Tensor
@@ -71,10 +71,6 @@ class Decision:
     passes: Tensor
     threshold: Tensor
     """The score from which the gate opens; minus infinity without one."""
-
-    def rows(self, index: Tensor) -> Self:
-        """The same for some of the images."""
-        return replace(self, **{part.name: getattr(self, part.name)[index] for part in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +226,7 @@ class AnchoredDefense(Configuration):
     def _rounds(
         self, encoder: Encoder, pixels: Tensor, streams: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and all their anchor views so far: M at once, or a few a round for those that need more."""
+        """Images and all their anchor views so far: M at once, or two first and all where these settle nothing."""
         stops = self.sequential if self.lazy and logits is not None else None
         counts = [self.views] if stops is None else looks(self.views)
         seen = decision.plain.new_empty(len(rows), 0, decision.plain.shape[1])

@@ -26,7 +26,7 @@ def looks(total: int) -> list[int]:
     """After how many views an image is looked at: two, which are the fewest that show a spread, and all.
 
     Looks in between would save half a pass for an attacked image, but each is a wait for the host and a batch too
-    small to keep a GPU busy: clean traffic, where gates seldom open, would pay more for them than it saves.
+    small to keep a GPU busy: clean traffic, where gates seldom open, pays for them with what they save.
 
     >>> looks(10), looks(2)
     ([2, 10], [2])
