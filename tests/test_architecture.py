@@ -9,9 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
-    *("errors", "optional", "storage", "functional", "mappings", "noise", "augment", "preprocess", "encoders", "bank"),
-    *("zeroshot", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation", "finetune", "bench"),
-    *("report", "integrations", "serve", "scale", "cli", "__main__"),
+    *("errors", "optional", "storage", "functional", "fusing", "mappings", "noise", "augment", "preprocess"),
+    *("encoders", "bank", "zeroshot", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation"),
+    *("finetune", "bench", "report", "integrations", "serve", "scale", "cli", "__main__"),
 ]
 FORBIDDEN = {
     "serve": {"attacks", "adaptive", "evaluation"},

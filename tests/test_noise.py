@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from react_clip import ReactClipError, functional, noise
+from react_clip import ReactClipError, noise
 from toys import toy_images
 
 
@@ -133,67 +131,11 @@ def test_a_noisy_view_is_the_image_plus_its_stream() -> None:
 def test_numbers_on_their_own_are_those_of_the_whole(size: int) -> None:
     pixels, keys, sigma = torch.rand(3, 3, size, size), torch.tensor([1, -2, 3]), torch.tensor([0.0, 0.02, 0.5])
     steps = noise._steps((3 * size * size + 1) // 2, pixels.device)
-    assert torch.equal(noise._noisy_number(pixels, keys, sigma, steps), noise.noisy_view(pixels, keys, sigma))
+    assert torch.equal(noise._noisy_pairs(pixels, keys, sigma, steps), noise.noisy_view(pixels, keys, sigma))
 
 
-@pytest.fixture
-def eager_to_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this were a GPU and every tensor large."""
-    monkeypatch.setattr(functional, "_FUSED_ON", {"cpu"})
-    monkeypatch.setattr(functional, "_FUSED_FROM", 1)
-
-
-def test_the_noisy_view_is_one_graph_for_every_batch(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[int] = []
-
-    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        traced.append(len(graph.graph.nodes))
-        return graph.forward
-
-    # Traced for real, but run as traced: a machine code compiler is not what is tested here.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count_graphs))
-    plain = noise._noisy_view.__wrapped__  # type: ignore[attr-defined]
-    view = functional.fused(noise._noisy_number)(plain)
-    steps = noise._steps(3 * 16 * 16 // 2, torch.device("cpu"))
-    for count in (5, 5, 3, 8, 2):
-        pixels, keys = toy_images(count), torch.arange(count)
-        sigma = torch.linspace(0.1, 0.2, count)
-        assert torch.equal(view(pixels, keys, sigma, steps), plain(pixels, keys, sigma, steps))
-    assert len(traced) == 1, "one graph, whatever the number of images"
-    assert traced[0] > 10
-
-
-@pytest.mark.parametrize(("error", "calls"), [(1e-3, 1), (1e-8, 3)], ids=["differs", "agrees"])
-def test_a_kernel_is_compared_before_it_is_trusted(
-    error: float, calls: int, eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel_calls = []
-
-    def compile_(function: Any, **options: object) -> Any:
-        assert options == {"fullgraph": True}, "one kernel, not several"
-        return lambda *tensors: kernel_calls.append(1) or function(*tensors) + error
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    double = functional.fused(lambda x: 2.0 * x)(lambda x: x + x)
-    for _ in range(3):
-        assert torch.allclose(double(torch.ones(2)), torch.full((2,), 2.0), rtol=0, atol=1e-6)
-    assert len(kernel_calls) == calls
-
-
-def test_without_a_compiler_nothing_changes(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def no_compiler(function: Any, **options: object) -> Any:
-        tried.append(1)
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(torch, "compile", no_compiler)
-    double = functional.fused(lambda x: 2.0 * x)(lambda x: x + x)
-    leaf = torch.ones(2, requires_grad=True)
-    (slope,) = torch.autograd.grad(double(leaf).sum(), leaf)
-    assert tried == [], "what needs gradients is not fused"
-    assert slope.tolist() == [2.0, 2.0]
-    assert double(torch.ones(2, dtype=torch.float64)).tolist() == [2.0, 2.0]
-    assert tried == []
-    assert [double(torch.ones(1)).item() for _ in range(3)] == [2.0, 2.0, 2.0]
-    assert tried == [1], "decided once"
+def test_the_kernel_of_the_hash_keeps_its_bits() -> None:
+    pixels = torch.rand(3, 50)
+    pixels[0, :2], pixels[1, :2], pixels[2, 7] = 0.0, -0.0, -0.0
+    weights = noise._weights(50, pixels.device)
+    assert torch.equal(noise._multilinear_number(pixels, weights), noise._multilinear(pixels, weights))

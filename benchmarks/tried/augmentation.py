@@ -8,7 +8,7 @@ from unittest.mock import patch
 from benchmarks.tried.common import finish, photos, read_options, turns, wait
 from torch import Tensor
 
-from react_clip import augment, functional, noise
+from react_clip import augment, fusing, noise
 
 PARTS = ("_blurred", "_jittered")
 
@@ -24,7 +24,7 @@ def main() -> None:
             return view(pixels, keys)
 
     # Whatever the device and the number of photos.
-    with patch.multiple(functional, _FUSED_ON={args.device.type}, _FUSED_FROM=1):
+    with patch.multiple(fusing, _ON={args.device.type}, _FROM=1):
         begin = time.perf_counter()
         view(pixels, keys)
         wait(args.device)

@@ -7,7 +7,7 @@ import time
 import torch
 from benchmarks.tried.common import finish, random_pixels, read_options, turns, wait
 
-from react_clip import functional, noise
+from react_clip import fusing, noise
 
 
 def main() -> None:
@@ -16,9 +16,9 @@ def main() -> None:
     keys = noise.stream_keys(pixels, 0)
     sigma = torch.full((args.batch,), 0.05, device=args.device)
     steps = noise._steps(pixels[0].numel() // 2, args.device)
-    eager, compiled = noise._noisy_view.__wrapped__, torch.compile(noise._noisy_number, fullgraph=True)
+    eager, compiled = noise._noisy_view.__wrapped__, torch.compile(noise._noisy_pairs, fullgraph=True)
     begin = time.perf_counter()
-    views = compiled(*functional.any_number_of_images((pixels, keys, sigma, steps)))
+    views = compiled(*fusing.any_number_of_images((pixels, keys, sigma, steps)))
     wait(args.device)
     compiling = time.perf_counter() - begin
     compiled(pixels[: args.batch // 2], keys[: args.batch // 2], sigma[: args.batch // 2], steps)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.errors import ReactClipError
+from react_clip.fusing import fused
 
 _LUMA = (0.299, 0.587, 0.114)
 _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
@@ -163,7 +164,7 @@ def _blurred_number(images: Tensor, kernels: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(_column(chosen), along, images)
 
 
-@functional.fused(_blurred_number)
+@fused(_blurred_number)
 def _blurred(images: Tensor, kernels: Tensor, chosen: Tensor) -> Tensor:
     """The chosen images, each blurred with its own kernel ``[B, K]``, one axis after the other."""
     batch, channels, height, width = images.shape
@@ -191,7 +192,7 @@ def _jittered_number(images: Tensor, factors: Tensor, turns: Tensor, chosen: Ten
     return torch.where(_column(chosen), torch.stack(mixed, 1).clamp(0.0, 1.0), images)
 
 
-@functional.fused(_jittered_number)
+@fused(_jittered_number)
 def _jittered(images: Tensor, factors: Tensor, turns: Tensor, chosen: Tensor) -> Tensor:
     """Images held to [0, 1]; the chosen ones with other tones (``[B, 3]``) and every colour times their matrix."""
     images = images.clamp(0.0, 1.0)

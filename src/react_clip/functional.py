@@ -6,9 +6,7 @@ value per image, ``[B]``. Nothing here draws random numbers or calls an encoder.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -127,72 +125,3 @@ class PerImage:
     def rows(self, index: Tensor) -> Self:
         """The same for some of the images."""
         return replace(self, **{part.name: getattr(self, part.name)[index] for part in fields(self)})
-
-
-# ---------------------------------------------------------------------- pure functions as one kernel
-
-_FUSED_ON = {"cuda"}
-_FUSED_FROM = 2**23
-"""Elements (55 images of 224 pixels) from which a kernel pays for the seconds that the compiler takes once."""
-_FUSED_ERROR = 1e-6
-"""Most that a fused kernel may differ: a multiply-add rounds once where two operations round twice."""
-
-TensorFunction = Callable[..., Tensor]
-
-
-def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunction]:
-    """A pure function of tensors that runs as one kernel where that pays: on large tensors of a GPU.
-
-    ``by_number`` is the same function in a form that a compiler makes one kernel of, every number of the result on its
-    own. The first such call compiles it and compares the two; without a compiler, or if they differ, the function stays
-    as it is for the rest of the process. Calls that need gradients are never fused.
-
-    >>> double = fused(lambda x: 2.0 * x)(lambda x: x + x)
-    >>> double(torch.tensor([1.0]))
-    tensor([2.])
-    """
-
-    def decorate(function: TensorFunction) -> TensorFunction:
-        kernel: TensorFunction | None = None
-        trusted = True
-
-        @functools.wraps(function)
-        def call(*tensors: Tensor) -> Tensor:
-            nonlocal kernel, trusted
-            if not trusted or not _pays(tensors):
-                return function(*tensors)
-            try:
-                if kernel is not None:
-                    return kernel(*tensors)
-                candidate: TensorFunction = torch.compile(by_number, fullgraph=True)
-                result = candidate(*any_number_of_images(tensors))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # a missing compiler shows itself in a dozen ways
-                trusted = False
-                return function(*tensors)
-            expected = function(*tensors)
-            trusted = torch.allclose(result, expected, rtol=_FUSED_ERROR, atol=_FUSED_ERROR)
-            kernel = candidate
-            return expected
-
-        return call
-
-    return decorate
-
-
-def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tell the compiler that nothing but the number of images varies: kernels are slow at dividing by unknown sizes."""
-    import torch._dynamo
-
-    for tensor in tensors:
-        if len(tensor) == len(tensors[0]):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors
-
-
-def _pays(tensors: tuple[Tensor, ...]) -> bool:
-    first = tensors[0]
-    if first.device.type not in _FUSED_ON or first.dtype != torch.float32 or first.numel() < _FUSED_FROM:
-        return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from react_clip.errors import ReactClipError
-from react_clip.functional import fused
+from react_clip.fusing import fused
 
 Seed = int | bytes
 """A public number for research, or a secret key for a service that must not be predictable."""
@@ -129,19 +129,19 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     return _noisy_view(pixels, keys, sigma, _steps(_pairs(pixels.shape[1:]), pixels.device))
 
 
-def _noisy_number(pixels: Tensor, keys: Tensor, sigma: Tensor, steps: Tensor) -> Tensor:
-    """:func:`_noisy_view` number by number: both of a pair draw it anew, which is cheaper than to wait for memory.
+def _noisy_pairs(pixels: Tensor, keys: Tensor, sigma: Tensor, steps: Tensor) -> Tensor:
+    """:func:`_noisy_view` pair by pair: each is drawn once and goes to both of its places.
 
     The steps are read rather than counted here: a compiler counts in 32 bits where it can, and these need 64.
     """
     flat, half = pixels.flatten(1), len(steps)
-    place = torch.arange(flat.shape[1], device=pixels.device)
-    first = place < half
-    radius, angle = _polar(_mix(keys[:, None] + steps[torch.where(first, place, place - half)]))
-    return (flat + sigma[:, None] * (torch.where(first, angle.cos(), angle.sin()) * radius)).reshape(pixels.shape)
+    radius, angle = _polar(_mix(keys[:, None] + steps))
+    grain = angle.cos() * radius, (angle.sin() * radius)[:, : flat.shape[1] - half]
+    halves = zip(torch.split(flat, half, dim=1), grain, strict=True)
+    return torch.cat([part + sigma[:, None] * part_grain for part, part_grain in halves], 1).reshape(pixels.shape)
 
 
-@fused(_noisy_number)
+@fused(_noisy_pairs)
 def _noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor, steps: Tensor) -> Tensor:
     grain = _normal(keys, pixels.shape[1:], steps).to(pixels.dtype)
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
@@ -153,21 +153,35 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     With an integer seed the pixels are fingerprinted on their own device. With ``bytes`` the key is the keyed BLAKE2b
     digest of the pixels: who does not hold the secret can neither predict the noise nor find two images that share it.
     """
-    # Adding zero turns -0.0 into 0.0: equal pixels must have equal keys.
-    pixels = (images.detach().float() + 0.0).flatten(1).contiguous()
+    pixels = images.detach().float().flatten(1).contiguous()
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
-        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in pixels.cpu()]
+        rows = _without_signed_zero(pixels).cpu()
+        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in rows]
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
     return _mix(_fingerprints(pixels) ^ _mix_number(int(seed)))
 
 
+def _without_signed_zero(pixels: Tensor) -> Tensor:
+    """Equal pixels must have equal keys, and -0.0 equals 0.0."""
+    return pixels + 0.0
+
+
 def _fingerprints(pixels: Tensor) -> Tensor:
     """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
-    words = pixels.view(torch.int32)
-    return _mix((words * _weights(pixels.shape[1], pixels.device)).sum(dim=1) + pixels.shape[1])
+    return _mix(_multilinear(pixels, _weights(pixels.shape[1], pixels.device)) + pixels.shape[1])
+
+
+def _multilinear_number(pixels: Tensor, weights: Tensor) -> Tensor:
+    """:func:`_multilinear` in a form in which no compiler can take the zero for nothing."""
+    return (torch.where(pixels == 0, 0.0, pixels).view(torch.int32) * weights).sum(dim=1)
+
+
+@fused(_multilinear_number)
+def _multilinear(pixels: Tensor, weights: Tensor) -> Tensor:
+    return (_without_signed_zero(pixels).view(torch.int32) * weights).sum(dim=1)
 
 
 @lru_cache(maxsize=8)

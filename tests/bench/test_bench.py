@@ -26,8 +26,8 @@ def test_every_contender_answers_the_same_images_equally_often() -> None:
         return Contender(label, answer)
 
     bare, other = compare([contender("bare", 1), contender("other", 3)], toy_images(10), batch=4, rounds=2, singles=3)
-    # Two images to count synchronisations, a batch for the memory, then the rounds and the single images.
-    assert seen["bare"] == seen["other"] == [2, 4] + [4, 4, 2] * 2 + [1] * 3
+    # Two images to count synchronisations, all of them for the memory, then the rounds and the single images.
+    assert seen["bare"] == seen["other"] == [2] + [4, 4, 2] * 3 + [1] * 3
     assert (bare.passes, bare.backward_passes, bare.overhead) == (1, 0, pytest.approx(1.0))
     assert (other.passes, other.backward_passes) == (3, 2)
     ratios = [b / a for a, b in zip(bare.round_milliseconds, other.round_milliseconds, strict=True)]
@@ -80,6 +80,22 @@ def test_memory_is_what_a_call_takes_beyond_what_was_there() -> None:
     for growth in (once, often):
         assert growth is not None
         assert 0.9 * size < growth < 1.9 * size
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident pages are read from Linux's /proc")
+def test_memory_that_grows_from_batch_to_batch_is_seen() -> None:
+    kept: list[torch.Tensor] = []
+
+    def answer(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept.append(torch.ones(2**24, dtype=torch.uint8))
+        for _ in range(50):  # long enough to be seen
+            kept[-1].mul_(1)
+        return torch.ones(len(pixels)), torch.zeros(len(pixels))
+
+    [few], [many] = (compare([Contender("keeps", answer)], toy_images(n), batch=2, rounds=1, singles=1) for n in (2, 8))
+    assert few.peak_bytes is not None
+    assert many.peak_bytes is not None
+    assert many.peak_bytes > few.peak_bytes + 2.5 * 2**24
 
 
 def test_the_command_on_a_tiny_model(

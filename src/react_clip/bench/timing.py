@@ -48,7 +48,8 @@ class Timing:
     latency_p99: float
     """Milliseconds for one image alone."""
     peak_bytes: int | None
-    """Most memory during a batch, beyond the weights and the images that wait; ``None`` where it cannot be measured."""
+    """Most memory on the way through all images, beyond the weights and the images themselves; ``None`` where it cannot
+    be measured."""
     host_syncs: int
     """How often the host waits for the device in one batch."""
     round_milliseconds: tuple[float, ...]
@@ -95,7 +96,7 @@ def compare(
     for contender in contenders:
         progress(f"warm-up: {contender.label}")
         syncs.append(len(_host_syncs(contender, images[:_COUNTED])))
-        peaks.append(_peak(contender, images[:batch]))
+        peaks.append(_peak(contender, images, batch))
     turns: list[list[_Turn]] = [[] for _ in contenders]
     for number in range(rounds):
         pieces: list[list[_Turn]] = [[] for _ in contenders]
@@ -199,8 +200,9 @@ def _host_syncs(contender: Contender, images: Tensor) -> list[str]:
     return host_syncs(lambda: contender.answer(images))
 
 
-def _peak(contender: Contender, images: Tensor) -> int | None:
-    return peak_growth(lambda: contender.answer(images), images.device)
+def _peak(contender: Contender, images: Tensor, batch: int) -> int | None:
+    """Over all images: what somebody keeps from batch to batch shows nowhere else."""
+    return peak_growth(lambda: [contender.answer(part) for part in torch.split(images, batch)], images.device)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -1,0 +1,101 @@
+"""Pure functions of tensors as one kernel: compiled where that pays, compared with the function, then trusted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_ON = {"cuda"}
+_FROM = 2**23
+"""Elements (55 images of 224 pixels) from which a kernel pays for the seconds that the compiler takes once."""
+_ERROR = 1e-6
+"""Most that a kernel may differ: a multiply-add rounds once where two operations round twice."""
+
+TensorFunction = Callable[..., Tensor]
+
+_allowed: ContextVar[bool] = ContextVar("fusing", default=True)
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Within this block every function runs as it is written, for those who count or compare its operations."""
+    token = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunction]:
+    """A pure function of tensors, one row an image, that runs as one kernel where that pays: on large ones of a GPU.
+
+    ``by_number`` is the same function in a form that a compiler makes one kernel of, every number of the result on its
+    own. The first large call compiles it and compares the two; without a compiler, or if they differ, the function
+    stays as it is for the rest of the process. Once there, the kernel also serves small batches, which spend more time
+    asking for two dozen operations than doing them; a single image would have to be compiled anew. Calls that need
+    gradients are never fused.
+
+    >>> double = fused(lambda x: 2.0 * x)(lambda x: x + x)
+    >>> double(torch.tensor([1.0]))
+    tensor([2.])
+    """
+
+    def decorate(function: TensorFunction) -> TensorFunction:
+        kernels: dict[torch.Size, TensorFunction] = {}
+        trusted = True
+
+        @functools.wraps(function)
+        def call(*tensors: Tensor) -> Tensor:
+            nonlocal trusted
+            if not trusted or not _can_be_fused(tensors):
+                return function(*tensors)
+            first = tensors[0]
+            kernel = kernels.get(first.shape[1:])
+            if len(first) == 1 or (kernel is None and first.numel() < _FROM):
+                return function(*tensors)
+            try:
+                if kernel is not None:
+                    return kernel(*tensors)
+                candidate: TensorFunction = torch.compile(by_number, fullgraph=True)
+                result = candidate(*any_number_of_images(tensors))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # a missing compiler shows itself in a dozen ways
+                trusted = False
+                return function(*tensors)
+            expected = function(*tensors)
+            trusted = _agree(result, expected)
+            kernels[first.shape[1:]] = candidate
+            return expected
+
+        return call
+
+    return decorate
+
+
+def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tell the compiler that nothing but the number of images varies: kernels are slow at dividing by unknown sizes."""
+    import torch._dynamo
+
+    for tensor in tensors:
+        if len(tensor) == len(tensors[0]):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
+
+
+def _can_be_fused(tensors: tuple[Tensor, ...]) -> bool:
+    first = tensors[0]
+    if not _allowed.get() or first.device.type not in _ON or first.dtype != torch.float32:
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+def _agree(result: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(result, expected)
+    return torch.allclose(result, expected, rtol=_ERROR, atol=_ERROR)
