@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from react_clip import fusing, noise
+from react_clip import ReACT, augment, fusing, noise
 from react_clip.bench.syncs import host_syncs
-from toys import toy_images
+from toys import toy_classifier, toy_images
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_without_a_compiler_nothing_changes(eager_to_fuse: None, monkeypatch: py
     assert tried == [1], "decided once"
 
 
-def test_a_kernel_that_is_there_serves_small_batches(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_is_the_batch_at_hand(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "_FROM", 12)
     kernel_calls = []
 
@@ -85,17 +85,55 @@ def test_a_kernel_that_is_there_serves_small_batches(eager_to_fuse: None, monkey
 
     monkeypatch.setattr(torch, "compile", compile_)
     double = fusing.fused(lambda x: 2.0 * x)(lambda x: x + x)
-    for shape in [(2, 3), (4, 3), (2, 3), (1, 3), (2, 5)]:
-        assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
-    assert kernel_calls == [(4, 3), (2, 3)], "too small to begin with, alone, or of another shape"
+
+    def shapes_of_kernels(*shapes: tuple[int, int]) -> list[tuple[int, int]]:
+        kernel_calls.clear()
+        for shape in shapes:
+            assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
+        return kernel_calls
+
+    asked = [(2, 3), (4, 3), (2, 3), (1, 3), (2, 5), (1, 12)]
+    assert shapes_of_kernels(*asked) == [(4, 3)], "what came before changes nothing"
+    with fusing.part_of(torch.ones(4, 3)):
+        assert shapes_of_kernels(*asked) == [(2, 3), (4, 3), (2, 3), (2, 5)]
+    with fusing.part_of(torch.ones(2, 3)):
+        assert shapes_of_kernels(*asked) == [(4, 3)]
     with fusing.unfused():
-        double(torch.ones(4, 3))
-    assert len(kernel_calls) == 2
+        assert shapes_of_kernels(*asked) == []
     # What is counted is what is written, and looking at it spoils no kernel.
     assert host_syncs(lambda: double(torch.ones(4, 3)).tolist()) == ["tolist"]
-    assert len(kernel_calls) == 2
-    double(torch.ones(4, 3))
-    assert len(kernel_calls) == 3
+    assert shapes_of_kernels(*asked) == [(4, 3)]
+
+
+def test_a_few_images_of_a_large_batch_are_fused(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = toy_images(12)
+    monkeypatch.setattr(fusing, "_FROM", pixels.numel())
+    clf, guard, sizes = toy_classifier(), ReACT(tau=2.0, max_batch=64), []
+    with fusing.unfused():
+        before = guard(clf, pixels)
+
+    def compile_(function: Any, **options: object) -> Any:
+        return lambda *tensors: sizes.append((function.__name__, len(tensors[0]))) or function(*tensors)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for module, name, by_number in [
+        (noise, "_multilinear", noise._multilinear_number),
+        (noise, "_noisy_view", noise._noisy_pairs),
+        (augment, "_blurred", augment._blurred_number),
+        (augment, "_jittered", augment._jittered_number),
+    ]:
+        monkeypatch.setattr(module, name, fusing.fused(by_number)(getattr(module, name).__wrapped__))
+    after = guard(clf, pixels)
+    undecided, opened = int((~after.instability.isnan()).sum()), int(after.gated.sum())
+    assert 1 < undecided < 12
+    assert 1 < opened < 12
+    assert sizes == [
+        ("_multilinear_number", 12),
+        ("_noisy_pairs", 24),
+        *((name, undecided) for name in ("_blurred_number", "_noisy_pairs", "_jittered_number")),
+        *(("_noisy_pairs", count) for count in [64] * (10 * opened // 64) + [10 * opened % 64]),
+    ]
+    assert torch.allclose(before.features, after.features, atol=1e-5)
 
 
 def test_integers_must_agree_to_the_last_one(eager_to_fuse: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ def main() -> None:
         agreement={"max_difference": difference.max().item(), "changed": (difference > 0).float().mean().item()},
         kept=True,
         why="on a GPU, for batches of 2**23 numbers and more, where it is compared with the plain function first, and "
-        "then for smaller ones; on a CPU the noise of a view is a hundredth or two of a pass, which a short job cannot "
-        "pay the compiler with",
+        "for parts of such batches; on a CPU the noise of a view is a hundredth or two of a pass, which a short job "
+        "cannot pay the compiler with",
     )
 
 

@@ -1,4 +1,4 @@
-"""T(x) of a few images through the kernels that a large batch had compiled, instead of operation by operation."""
+"""T(x) of a few images of a large batch through the kernels of large batches, instead of operation by operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from react_clip import augment, fusing, noise
 
 LARGE = 64
-"""Images that the kernels are compiled for."""
+"""Images in the whole batch."""
 
 
 def main() -> None:
@@ -23,8 +23,8 @@ def main() -> None:
         with fusing.unfused():
             return view(few, few_keys)
 
-    # Whatever the device; what is large is so for all devices.
-    with patch.multiple(fusing, _ON={args.device.type}):
+    # Whatever the device.
+    with patch.multiple(fusing, _ON={args.device.type}), fusing.part_of(large):
         view(large, keys)
         difference = (view(few, few_keys) - plainly()).abs().max().item()
         spent = turns(args, {"before": plainly, "after": lambda: view(few, few_keys)})

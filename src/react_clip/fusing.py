@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,27 +19,40 @@ _ERROR = 1e-6
 
 TensorFunction = Callable[..., Tensor]
 
-_allowed: ContextVar[bool] = ContextVar("fusing", default=True)
+_at_hand: ContextVar[float] = ContextVar("elements at hand", default=0)
+
+
+@contextmanager
+def part_of(batch: Tensor) -> Iterator[None]:
+    """Within this block a few images of a large batch count as large too.
+
+    A GPU is done with a few images before the host has asked for two dozen operations. What decides is the batch, not
+    whether a kernel happens to be there, so that a call gives the same bits whatever came before it.
+    """
+    token = _at_hand.set(batch.numel())
+    try:
+        yield
+    finally:
+        _at_hand.reset(token)
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
     """Within this block every function runs as it is written, for those who count or compare its operations."""
-    token = _allowed.set(False)
+    token = _at_hand.set(-math.inf)
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _at_hand.reset(token)
 
 
 def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunction]:
-    """A pure function of tensors, one row an image, that runs as one kernel where that pays: on large ones of a GPU.
+    """A pure function of tensors, one row an image, that runs as one kernel where that pays: on a GPU's large batches.
 
     ``by_number`` is the same function in a form that a compiler makes one kernel of, every number of the result on its
-    own. The first large call compiles it and compares the two; without a compiler, or if they differ, the function
-    stays as it is for the rest of the process. Once there, the kernel also serves small batches, which spend more time
-    asking for two dozen operations than doing them; a single image would have to be compiled anew. Calls that need
-    gradients are never fused.
+    own. The first such call compiles it and compares the two; without a compiler, or if they differ, the function stays
+    as it is for the rest of the process. Images on their own, which would have to be compiled for anew, and calls that
+    need gradients are never fused.
 
     >>> double = fused(lambda x: 2.0 * x)(lambda x: x + x)
     >>> double(torch.tensor([1.0]))
@@ -52,26 +66,22 @@ def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunctio
         @functools.wraps(function)
         def call(*tensors: Tensor) -> Tensor:
             nonlocal trusted
-            if not trusted or not _can_be_fused(tensors):
+            if not trusted or not _pays(tensors):
                 return function(*tensors)
-            first = tensors[0]
-            kernel = kernels.get(first.shape[1:])
-            if len(first) == 1 or (kernel is None and first.numel() < _FROM):
-                return function(*tensors)
+            shape = tensors[0].shape[1:]
             try:
-                if kernel is not None:
-                    return kernel(*tensors)
-                candidate: TensorFunction = torch.compile(by_number, fullgraph=True)
-                result = candidate(*any_number_of_images(tensors))
+                if shape in kernels:
+                    return kernels[shape](*tensors)
+                kernel: TensorFunction = torch.compile(by_number, fullgraph=True)
+                result = kernel(*any_number_of_images(tensors))
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # a missing compiler shows itself in a dozen ways
                 trusted = False
                 return function(*tensors)
             expected = function(*tensors)
-            trusted = _agree(result, expected)
-            kernels[first.shape[1:]] = candidate
-            return expected
+            trusted, kernels[shape] = _agree(result, expected), kernel
+            return result if trusted else expected
 
         return call
 
@@ -88,9 +98,11 @@ def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _can_be_fused(tensors: tuple[Tensor, ...]) -> bool:
-    first = tensors[0]
-    if not _allowed.get() or first.device.type not in _ON or first.dtype != torch.float32:
+def _pays(tensors: tuple[Tensor, ...]) -> bool:
+    first, at_hand = tensors[0], _at_hand.get()
+    if first.device.type not in _ON or first.dtype != torch.float32 or len(first) == 1:
+        return False
+    if at_hand < 0 or max(first.numel(), at_hand) < _FROM:
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 

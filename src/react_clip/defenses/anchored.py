@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from react_clip import functional, mappings, noise
+from react_clip import functional, fusing, mappings, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, prepare
 from react_clip.defenses.config import Configuration
@@ -213,13 +213,14 @@ class AnchoredDefense(Configuration):
         moving = (gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)).nonzero().flatten()
         features = opened = closed = plain
         drawn = torch.zeros_like(decision.passes)
-        for rows, seen in self._rounds(encoder, pixels, streams, decision, moving, logits):
-            anchors = functional.anchor(seen)
-            moved = functional.extrapolate(plain[rows], anchors, self.alpha)
-            still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
-            features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
-            opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
-            drawn = drawn.index_fill(0, rows, seen.shape[1])
+        with fusing.part_of(pixels):
+            for rows, seen in self._rounds(encoder, pixels, streams, decision, moving, logits):
+                anchors = functional.anchor(seen)
+                moved = functional.extrapolate(plain[rows], anchors, self.alpha)
+                still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
+                features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
+                opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
+                drawn = drawn.index_fill(0, rows, seen.shape[1])
         found = vars(decision) | {"passes": decision.passes + drawn}
         return Correction(**found, features=features, opened=opened, closed=closed)
 
@@ -285,9 +286,10 @@ class AnchoredDefense(Configuration):
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result
-        augmented = encode_in_batches(
-            encoder, len(rows), self.max_batch, lambda i, j: choices.rows(rows[i:j])(pixels[rows[i:j]])
-        )
+        with fusing.part_of(pixels):
+            augmented = encode_in_batches(
+                encoder, len(rows), self.max_batch, lambda i, j: choices.rows(rows[i:j])(pixels[rows[i:j]])
+            )
         return result.index_copy(0, rows, divergence(rows, features[rows], augmented))
 
     # ------------------------------------------------------------------ configuration
