@@ -92,13 +92,13 @@ def test_what_decides_is_the_batch_at_hand(eager_to_fuse: None, monkeypatch: pyt
             assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
         return kernel_calls
 
-    asked = [(2, 3), (4, 3), (2, 3), (1, 3), (2, 5), (1, 12)]
+    asked = [(2, 3), (4, 3), (2, 3), (1, 3), (2, 5), (1, 12), (0, 3)]
     assert shapes_of_kernels(*asked) == [(4, 3)], "what came before changes nothing"
     with fusing.part_of(torch.ones(4, 3)):
         assert shapes_of_kernels(*asked) == [(2, 3), (4, 3), (2, 3), (2, 5)]
     with fusing.part_of(torch.ones(2, 3)):
         assert shapes_of_kernels(*asked) == [(4, 3)]
-    with fusing.unfused():
+    with fusing.unfused(), fusing.part_of(torch.ones(4, 3)):
         assert shapes_of_kernels(*asked) == []
     # What is counted is what is written, and looking at it spoils no kernel.
     assert host_syncs(lambda: double(torch.ones(4, 3)).tolist()) == ["tolist"]

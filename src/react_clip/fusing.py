@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,8 @@ _ERROR = 1e-6
 
 TensorFunction = Callable[..., Tensor]
 
-_at_hand: ContextVar[float] = ContextVar("elements at hand", default=0)
+_allowed: ContextVar[bool] = ContextVar("fusing allowed", default=True)
+_at_hand: ContextVar[int] = ContextVar("elements at hand", default=0)
 
 
 @contextmanager
@@ -39,11 +39,11 @@ def part_of(batch: Tensor) -> Iterator[None]:
 @contextmanager
 def unfused() -> Iterator[None]:
     """Within this block every function runs as it is written, for those who count or compare its operations."""
-    token = _at_hand.set(-math.inf)
+    token = _allowed.set(False)
     try:
         yield
     finally:
-        _at_hand.reset(token)
+        _allowed.reset(token)
 
 
 def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunction]:
@@ -99,10 +99,10 @@ def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _pays(tensors: tuple[Tensor, ...]) -> bool:
-    first, at_hand = tensors[0], _at_hand.get()
-    if first.device.type not in _ON or first.dtype != torch.float32 or len(first) == 1:
+    first = tensors[0]
+    if not _allowed.get() or first.device.type not in _ON or first.dtype != torch.float32 or len(first) < 2:
         return False
-    if at_hand < 0 or max(first.numel(), at_hand) < _FROM:
+    if max(first.numel(), _at_hand.get()) < _FROM:
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
