@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,9 +16,16 @@ _STATM = Path("/proc/self/statm")
 _EVERY = 0.002
 """Seconds between two looks at a CPU process."""
 
+Gauge = Callable[[], int]
+"""Bytes in use now."""
+
 
 def peak_growth(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes beyond what was there before: the allocator's on a GPU, resident pages on Linux; ``None`` elsewhere."""
+    """Bytes beyond what was there before, as the allocator counts them; ``None`` where nobody counts.
+
+    On a CPU that is glibc's. With another one it is resident pages, which also hold what was freed and not given back:
+    they wobble by half of what a batch takes.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -25,21 +33,25 @@ def peak_growth(call: Callable[[], object], device: torch.device) -> int | None:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    if not _STATM.exists():
+    gauge = allocated() or (_resident if _STATM.exists() else None)
+    if gauge is None:
         call()
         return None
     _give_back()
-    with _Watch() as watch:
+    with _Watch(gauge) as watch:
         call()
     return watch.growth
 
 
 class _Watch:
-    """Looks at the process's resident pages from a second thread; torch lets it run while it computes."""
+    """Looks at a gauge from a second thread; torch lets it run while it computes."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
 
     def __enter__(self) -> _Watch:
         self._done = threading.Event()
-        self._before = self._most = _resident()
+        self._before = self._most = self._gauge()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
         return self
@@ -54,7 +66,38 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._done.wait(_EVERY):
-            self._most = max(self._most, _resident())
+            self._most = max(self._most, self._gauge())
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc says about its memory, over all threads."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+    hblkhd: int
+    uordblks: int
+
+
+@cache
+def allocated() -> Gauge | None:
+    """The gauge of glibc's allocator, if this process uses it."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None
+    mallinfo2.restype = _Mallinfo2
+
+    def gauge() -> int:
+        found: _Mallinfo2 = mallinfo2()
+        return found.hblkhd + found.uordblks
+
+    before, block = gauge(), torch.empty(2**20, dtype=torch.uint8)
+    return gauge if gauge() - before >= block.numel() else None
 
 
 def _resident() -> int:
