@@ -10,8 +10,7 @@ import torch
 
 import react_clip as rc
 from react_clip import cli
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Contender, Timing, compare, contenders, speedup
-from react_clip.bench import memory
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Contender, Timing, compare, contenders, memory, speedup
 from react_clip.bench.memory import peak_growth
 from toys import toy_classifier, toy_images
 
