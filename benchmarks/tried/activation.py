@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
-from benchmarks.tried.common import finish, photos, random_pixels, read_options, tower, turns, wait
+from benchmarks.tried.common import finish, first_call, photos, random_pixels, read_options, tower, turns
 from torch import Tensor, nn
 
 NAME = "QuickGELUActivation"
@@ -32,10 +31,7 @@ def main() -> None:
     for block in blocks:
         block.activation_fn = kernel
     pixels, real = random_pixels(args), photos(args)
-    begin = time.perf_counter()
-    changed.encode_views(pixels)
-    wait(args.device)
-    compiling = time.perf_counter() - begin
+    _, compiling = first_call(args, lambda: changed.encode_views(pixels))
     cosine = torch.cosine_similarity(plain.encode_views(real), changed.encode_views(real))
     spent = turns(args, {"before": lambda: plain.encode_views(pixels), "after": lambda: changed.encode_views(pixels)})
     finish(

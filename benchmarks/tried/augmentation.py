@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from unittest.mock import patch
 
-from benchmarks.tried.common import finish, photos, read_options, turns, wait
+from benchmarks.tried.common import finish, first_call, photos, read_options, turns
 from torch import Tensor
 
 from react_clip import augment, fusing, noise
@@ -25,10 +24,7 @@ def main() -> None:
 
     # Whatever the device and the number of photos.
     with patch.multiple(fusing, _ON={args.device.type}, _FROM=1):
-        begin = time.perf_counter()
-        view(pixels, keys)
-        wait(args.device)
-        compiling = time.perf_counter() - begin
+        _, compiling = first_call(args, lambda: view(pixels, keys))
         difference = (view(pixels, keys) - plainly()).abs().max().item()
         spent = turns(args, {"before": plainly, "after": lambda: view(pixels, keys)})
     finish(

@@ -66,6 +66,14 @@ def turns(
     return {name: 1000 * statistics.median(times) / (images or args.batch) for name, times in spent.items()}
 
 
+def first_call(args: argparse.Namespace, call: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """What a function gives, and the seconds of its first call, in which it is compiled."""
+    begin = time.perf_counter()
+    result = call()
+    wait(args.device)
+    return result, time.perf_counter() - begin
+
+
 def clock(args: argparse.Namespace) -> Callable[[], float]:
     """The wall's; a single thread counts its own processor time, which other people's work does not enter."""
     return time.process_time if args.device.type == "cpu" and args.threads == 1 else time.perf_counter

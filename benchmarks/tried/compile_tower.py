@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
-from benchmarks.tried.common import finish, random_pixels, read_options, tower, turns, wait
+from benchmarks.tried.common import finish, first_call, random_pixels, read_options, tower, turns
 
 
 def main() -> None:
     args = read_options("compile_tower", batch=2, rounds=3)
     encoder, pixels = tower(args), random_pixels(args)
     compiled = torch.compile(encoder.encode_views, dynamic=False)
-    begin = time.perf_counter()
-    features = compiled(pixels)
-    wait(args.device)
-    compiling = time.perf_counter() - begin
+    features, compiling = first_call(args, lambda: compiled(pixels))
     difference = (features - encoder.encode_views(pixels)).abs().max().item()
     spent = turns(args, {"before": lambda: encoder.encode_views(pixels), "after": lambda: compiled(pixels)})
     alone: dict[str, float] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from unittest.mock import patch
 
 import torch
-from benchmarks.tried.common import finish, random_pixels, read_options, turns, wait
+from benchmarks.tried.common import finish, first_call, random_pixels, read_options, turns
 from torch import Tensor
 
 from react_clip import fusing, noise
@@ -22,10 +21,7 @@ def main() -> None:
 
     # Whatever the device and the number of images.
     with patch.multiple(fusing, _ON={args.device.type}, _FROM=1):
-        begin = time.perf_counter()
-        noise.stream_keys(pixels, 0)
-        wait(args.device)
-        compiling = time.perf_counter() - begin
+        _, compiling = first_call(args, lambda: noise.stream_keys(pixels, 0))
         same = torch.equal(noise.stream_keys(pixels, 0), plainly())
         spent = turns(args, {"before": plainly, "after": lambda: noise.stream_keys(pixels, 0)})
     finish(
