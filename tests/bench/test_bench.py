@@ -11,8 +11,11 @@ import torch
 import react_clip as rc
 from react_clip import cli
 from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Contender, Timing, compare, contenders, memory, speedup
-from react_clip.bench.memory import peak_growth
 from toys import toy_classifier, toy_images
+
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="the memory of a process is counted on Linux alone"
+)
 
 
 def test_every_contender_answers_the_same_images_equally_often() -> None:
@@ -64,7 +67,7 @@ def test_too_little_to_measure_is_refused() -> None:
         compare([Contender("x", lambda pixels: (pixels, pixels))], toy_images(1), batch=1, rounds=0)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident pages are read from Linux's /proc")
+@on_linux
 @pytest.mark.parametrize("counted", [True, False], ids=["allocator", "resident pages"])
 def test_memory_is_what_a_call_takes_beyond_what_was_there(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not counted:
@@ -81,13 +84,13 @@ def test_memory_is_what_a_call_takes_beyond_what_was_there(counted: bool, monkey
                 block[: 2**22].mul_(3)
             del block
 
-    once, often = (peak_growth(lambda times=times: take(times), kept.device) for times in (1, 4))
+    once, often = (memory.peak_growth(lambda times=times: take(times), kept.device) for times in (1, 4))
     for growth in (once, often):
         assert growth is not None
         assert 0.9 * size < growth < (1.1 if counted else 1.9) * size
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident pages are read from Linux's /proc")
+@on_linux
 def test_memory_that_grows_from_batch_to_batch_is_seen() -> None:
     kept: list[torch.Tensor] = []
 

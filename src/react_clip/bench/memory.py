@@ -37,7 +37,8 @@ def peak_growth(call: Callable[[], object], device: torch.device) -> int | None:
     if gauge is None:
         call()
         return None
-    _give_back()
+    if gauge is _resident:
+        _give_back()
     with _Watch(gauge) as watch:
         call()
     return watch.growth
