@@ -137,6 +137,16 @@ def test_leftovers_of_a_killed_run_are_swept(copy_to_damage: Path) -> None:
     assert not any(path.exists() for path in leftovers)
 
 
+def test_death_between_photos_and_answers_costs_no_photos(copy_to_damage: Path, finished: Any, rows_of: Any) -> None:
+    answers = sorted(copy_to_damage.glob("shards/data/clean/plain/*.safetensors"))[1]
+    photos = answers.parents[1] / "images" / answers.name
+    answers.unlink()
+    written = photos.stat().st_mtime_ns
+    toy_run(copy_to_damage)
+    assert photos.stat().st_mtime_ns == written, "finished shards must not be computed again"
+    assert_same(copy_to_damage, finished, rows_of)
+
+
 def test_another_recipe_is_refused_and_both_are_named(tmp_path: Path) -> None:
     toy_run(tmp_path, attacks=[], draws=1, title="first")
     with pytest.raises(

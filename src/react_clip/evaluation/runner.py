@@ -184,11 +184,11 @@ class SetRunner:
             self.progress.skip(span[1] - span[0])
             return shard
         self.progress.stage("clean")
-        if self.recipe.store != "none":
+        images = self._address(CLEAN, IMAGES, span)
+        if self.recipe.store != "none" and self.store.read(images, about) is None:
             # For people who look at a run later; nothing is computed from these, so an exact copy is not needed.
             photos = self.subject.batch(*span).mul(255).round().byte()
-            kept = {IMAGES: photos, "index": torch.arange(*span)}
-            self.store.write(self._address(CLEAN, IMAGES, span), about, kept)
+            self.store.write(images, about, {IMAGES: photos, "index": torch.arange(*span)})
         return self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
 
     def _attacked(self, item: LabelledAttack, attack: AnyAttack, span: Span, clean: Shard, number: int) -> Victims:
