@@ -40,12 +40,19 @@ $(BIN)/python:
 
 # A changed pyproject.toml installs again; everything else is picked up by the editable install.
 $(VENV)/.demo-ready: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[demo]'
+	$(call install,demo)
 	touch $@
 
 $(VENV)/.test-ready: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[test]'
+	$(call install,test)
 	touch $@ $(VENV)/.demo-ready
+
+# pip would compile one module after the other; all cores do it in a fraction of that. As with pip, a module of a
+# library that does not compile (templates, other Pythons) is its own affair.
+define install
+	$(BIN)/python -m pip install -q --no-compile -e '.[$(1)]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+endef
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import tiny_clip
 from react_clip import Encoder, ReactClipError, encoders
@@ -17,6 +18,10 @@ from react_clip import Encoder, ReactClipError, encoders
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+# Never a timed test: on a busy machine any example may take its time.
+settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any pace")
 
 LONGEST = (
     "test_scale_embed_faults.py",

@@ -168,7 +168,7 @@ def test_deciding_and_acting_may_happen_apart_and_on_parts() -> None:
 # ---------------------------------------------------------------------- properties
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40), secret=st.booleans())
 def test_permuting_or_splitting_a_batch_changes_nothing(order: list[int], split: int, batch: int, secret: bool) -> None:
     clf, images = toy_classifier(), toy_images(9)
@@ -181,7 +181,7 @@ def test_permuting_or_splitting_a_batch_changes_nothing(order: list[int], split:
     assert torch.equal(torch.cat([part.passes for part in parts]), whole.passes[order])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.floats(-1, 3), st.floats(-1, 3))
 def test_the_gate_of_a_batch_is_monotone_in_tau(one: float, other: float) -> None:
     clf, images = toy_classifier(), toy_images(6)

@@ -87,7 +87,7 @@ def test_projection_holds_to_one_ulp(pairs: list[tuple[float, float]], eps: floa
 
 
 @every_attack
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_ball_and_range_hold(attack: Attack, data: st.DataObject) -> None:
     """On random models with large gradients, random shapes, one budget per image, pixels at and near the edges."""

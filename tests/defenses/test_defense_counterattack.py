@@ -20,7 +20,7 @@ GUARDS: list[Counterattack] = [TTC(tau=1e9), DOC(), MAC(), AntiAdv(), HD()]
 every_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(eps=st.floats(0, 1), size=st.floats(0, 1), seed=st.integers(0, 99))
 def test_nothing_leaves_the_ball_or_the_image_range(eps: float, size: float, seed: int) -> None:
     x = toy_images(2, seed=seed).round(decimals=1)

@@ -153,7 +153,7 @@ def test_views_are_the_first_of_the_same_streams() -> None:
         assert near.tolist() == [view < int(drawn[i]) for view in range(9)]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40))
 def test_neighbours_in_a_batch_change_nothing(order: list[int], split: int, batch: int) -> None:
     clf, images = toy_classifier(), toy_images(9)

@@ -25,9 +25,7 @@ def started(*cpus: int) -> Iterator[Any]:
     """A cluster with one node per entry, connected to; the first node is the head."""
     from ray.cluster_utils import Cluster
 
-    # Ray's workers stand back behind everybody else by default: beside other tests they take ten times as long.
-    settings = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **settings})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False})
     try:
         for count in cpus[1:]:
             cluster.add_node(num_cpus=count)
@@ -49,6 +47,14 @@ def two_nodes() -> Iterator[Any]:
     """Two nodes that last for a module; tests that kill a node start their own cluster with ``started``."""
     with started(2, 2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_niceness() -> Iterator[None]:
+    """By default, Ray's workers stand back behind everybody else: beside other tests they take many times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

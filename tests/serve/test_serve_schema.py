@@ -22,7 +22,6 @@ PROMISES = [
 
 SEARCH = settings(
     max_examples=40,
-    deadline=None,
     database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
