@@ -5,6 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Processes that share the tests, file by file.
 JOBS   ?= 2
+# Modules are compiled when they are first imported: of the libraries, most never are.
+INSTALL := $(BIN)/python -m pip install -q --no-compile
+export PYTHONDONTWRITEBYTECODE =
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test lint types unit coverage browser clean
@@ -40,19 +43,12 @@ $(BIN)/python:
 
 # A changed pyproject.toml installs again; everything else is picked up by the editable install.
 $(VENV)/.demo-ready: pyproject.toml | $(BIN)/python
-	$(call install,demo)
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
 $(VENV)/.test-ready: pyproject.toml | $(BIN)/python
-	$(call install,test)
+	$(INSTALL) -e '.[test]'
 	touch $@ $(VENV)/.demo-ready
-
-# pip would compile one module after the other; all cores do it in a fraction of that. As with pip, a module of a
-# library that does not compile (templates, other Pythons) is its own affair.
-define install
-	$(BIN)/python -m pip install -q --no-compile -e '.[$(1)]'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
-endef
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build

@@ -113,14 +113,16 @@ def kill_one(title: str, cluster: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("victim", [DECODER, ACTOR], ids=["worker process", "actor at work"])
-def test_a_killed_process_costs_its_parcel_a_second_try(
-    pair: Any, collection: Path, clf: rc.ZeroShotClassifier, calm: dict[str, bytes], tmp_path: Path, victim: str
+def test_killed_processes_cost_their_parcels_a_second_try(
+    pair: Any, collection: Path, clf: rc.ZeroShotClassifier, calm: dict[str, bytes], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
+    out, victims = tmp_path / "out", [DECODER, ACTOR]
 
     def strike() -> bool:
-        return (victim == DECODER or 1 <= len(parts_of(out)) < len(calm)) and kill_one(victim, pair)
+        at_work = victims[0] == DECODER or 1 <= len(parts_of(out)) < len(calm)
+        if at_work and kill_one(victims[0], pair):
+            del victims[0]
+        return not victims
 
     with meanwhile(strike):
         summary = on_ray(collection, out, clf)
