@@ -41,13 +41,13 @@ else
   bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10
   bench vit-b-16 table-attacked --images 16 --batch 4 --rounds 5 --singles 5 --attacked 1
   bench vit-b-16 sweep-batch --sweep batch --images 16 --rounds 3 --singles 1
-  bench vit-b-16 sweep-images --sweep images --images 64 --batch 4 --rounds 7 --singles 1
+  bench vit-b-16 sweep-images --sweep images --images 128 --batch 4 --rounds 3 --singles 1
   bench vit-b-16 sweep-classes --sweep classes --images 8 --batch 2 --rounds 7 --singles 1
   bench vit-b-32 table-clean --images 64 --batch 32 --rounds 8 --singles 20
   bench vit-b-32 table-attacked --images 32 --batch 32 --rounds 5 --singles 5 --attacked 1
   bench vit-b-32 sweep-batch --sweep batch --images 64 --rounds 3 --singles 1
   bench vit-b-32 sweep-images --sweep images --images 256 --batch 16 --rounds 3 --singles 1
-  bench vit-b-32 sweep-classes --sweep classes --images 32 --batch 16 --rounds 5 --singles 1
+  bench vit-b-32 sweep-classes --sweep classes --images 64 --batch 32 --rounds 11 --singles 1
   # One image in a hundred needs a hundred images; on the real tower they would take a quarter of an hour.
   bench vit-b-32 sweep-attacked --sweep attacked --images 100 --batch 20 --rounds 2 --singles 1
 fi
