@@ -10,7 +10,20 @@ import torch
 
 import react_clip as rc
 from react_clip import cli
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Contender, Timing, compare, contenders, memory, speedup
+from react_clip.bench import (
+    BARE,
+    OURS,
+    PLAIN,
+    PUBLISHED,
+    Contender,
+    Race,
+    Timing,
+    compare,
+    contenders,
+    memory,
+    run_round,
+    speedup,
+)
 from toys import toy_classifier, toy_images
 
 on_linux = pytest.mark.skipif(
@@ -29,8 +42,8 @@ def test_every_contender_answers_the_same_images_equally_often() -> None:
         return Contender(label, answer)
 
     bare, other = compare([contender("bare", 1), contender("other", 3)], toy_images(10), batch=4, rounds=2, singles=3)
-    # Two images to count synchronisations, all of them for the memory, then the rounds and the single images.
-    assert seen["bare"] == seen["other"] == [2] + [4, 4, 2] * 3 + [1] * 3
+    # Two images to count synchronisations, all of them for the memory, the single images, then the rounds.
+    assert seen["bare"] == seen["other"] == [2] + [4, 4, 2] + [1] * 3 + [4, 4, 2] * 2
     assert (bare.passes, bare.backward_passes, bare.overhead) == (1, 0, pytest.approx(1.0))
     assert (other.passes, other.backward_passes) == (3, 2)
     ratios = [b / a for a, b in zip(bare.round_milliseconds, other.round_milliseconds, strict=True)]
@@ -62,9 +75,37 @@ def test_the_lineup_spends_the_passes_it_reports() -> None:
             assert passes.tolist() == [expected[contender.label]] * 6
 
 
-def test_too_little_to_measure_is_refused() -> None:
-    with pytest.raises(rc.ReactClipError, match=r"0 rounds .* are too few"):
-        compare([Contender("x", lambda pixels: (pixels, pixels))], toy_images(1), batch=1, rounds=0)
+@pytest.mark.parametrize(
+    ("few", "message"),
+    [({"rounds": 0}, "0 rounds are too few"), ({"singles": 0}, "0 single images are"), ({"batch": 0}, "batch 0 are")],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_too_little_to_measure_is_refused(few: dict[str, int], message: str) -> None:
+    nobody = Contender("x", lambda pixels: (torch.ones(len(pixels)), torch.zeros(len(pixels))))
+    with pytest.raises(rc.ReactClipError, match=message):
+        compare([nobody], toy_images(1), **{"batch": 1, **few})
+
+
+def test_races_share_a_round_evenly_however_many_batches_they_have() -> None:
+    seen: list[str] = []
+
+    def race(label: str, images: int) -> Race:
+        def answer(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(label)
+            return torch.ones(len(pixels)), torch.zeros(len(pixels))
+
+        return Race([Contender("bare", answer)], toy_images(images), batch=1)
+
+    races = [race("short", 1), race("long", 4)]
+    for one in races:
+        one.warm_up(1, lambda label: None)
+    seen.clear()
+    for number in range(2):
+        run_round(races, number, lambda label: None)
+    assert seen == ["long", "long", "short", "long", "long"] * 2
+    for one in races:
+        [timing] = one.timings()
+        assert len(timing.round_milliseconds) == 2
 
 
 @on_linux

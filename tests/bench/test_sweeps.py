@@ -36,9 +36,12 @@ def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("axis", SWEEPS)
 def test_a_sweep_measures_the_encoder_and_react_at_every_value(axis: str) -> None:
-    bench = toy_bench()
+    bench = toy_bench(rounds=2)
     labels: list[str] = []
-    points = list(bench.sweep(axis, labels.append))
+    first, points = list(bench.sweep(axis, labels.append))
+    assert [len(point.timings[0].round_milliseconds) for point in (*first, *points)] == [1] * len(first) + [2] * len(
+        points
+    )
     assert [point.value for point in points] == bench.values(axis)
     assert len(labels) == bench.steps(axis)
     for point in points:
@@ -118,22 +121,24 @@ def test_the_command_with_random_weights(
     assert not own_cache.exists()
 
 
-def test_a_sweep_writes_every_point_as_soon_as_it_is_measured(
+def test_a_sweep_writes_every_round_as_soon_as_it_is_measured(
     tiny_shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep.json"
-    arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "1", "--singles", "1", "--quiet"]
+    arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "3", "--singles", "1", "--quiet"]
     whole = Bench.sweep
 
     def stopped(self: Bench, axis: str, progress: object) -> object:
-        for number, point in enumerate(whole(self, axis)):
+        for number, points in enumerate(whole(self, axis)):
             if number == 2:
                 raise KeyboardInterrupt
-            yield point
+            yield points
 
     monkeypatch.setattr(Bench, "sweep", stopped)
     assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) != 0
-    assert [point["value"] for point in json.loads(out.read_text())["sweeps"]["attacked"]] == [0.0, 0.01]
+    kept = json.loads(out.read_text())["sweeps"]["attacked"]
+    assert [point["value"] for point in kept] == [0.0, 0.01, 0.1, 1.0]
+    assert all(len(row["round_milliseconds"]) == 2 for point in kept for row in point["contenders"])
     monkeypatch.undo()
     monkeypatch.setitem(shapes_module.SHAPES, "tiny", TINY)
     assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) == 0

@@ -3,9 +3,10 @@
 from react_clip.bench.contenders import BARE, OURS, PLAIN, PUBLISHED, contenders
 from react_clip.bench.machine import Roofline, roofline
 from react_clip.bench.plan import SWEEPS, Bench, Point
+from react_clip.bench.race import Race, compare, run_round
 from react_clip.bench.shapes import SHAPES, random_encoder
 from react_clip.bench.syncs import host_syncs
-from react_clip.bench.timing import Contender, Ratio, Timing, compare, speedup
+from react_clip.bench.timing import Contender, Ratio, Timing, speedup
 from react_clip.bench.traffic import Traffic, gate_scores, synthetic_photos
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Bench",
     "Contender",
     "Point",
+    "Race",
     "Ratio",
     "Roofline",
     "Timing",
@@ -28,6 +30,7 @@ __all__ = [
     "host_syncs",
     "random_encoder",
     "roofline",
+    "run_round",
     "speedup",
     "synthetic_photos",
 ]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from react_clip.bench.contenders import PLAIN, PUBLISHED, contenders
-from react_clip.bench.timing import Contender, Timing, compare
+from react_clip.bench.race import Progress, Race, part_size, run_round
+from react_clip.bench.timing import Contender, Timing
 from react_clip.bench.traffic import Traffic, gate_scores, opening
 from react_clip.defenses import Defense, ReACT
 from react_clip.zeroshot import ZeroShotClassifier
@@ -18,8 +19,6 @@ CLASSES = (10, 100, 1_000, 20_000)
 SHARES = (0.0, 0.01, 0.1, 1.0)
 _BATCHES = (1, 4, 16, 64, 256, 1024)
 _PARTS = (8, 4, 2, 1)
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,25 @@ class Bench:
 
     def table(self, progress: Progress = lambda label: None) -> list[Timing]:
         """Every contender on the same images."""
-        return self._compare(lambda contender: True, progress)
+        race = self._race(lambda contender: True)
+        race.warm_up(self.singles, progress)
+        for number in range(self.rounds):
+            run_round([race], number, progress)
+        return race.timings()
 
-    def sweep(self, axis: str, progress: Progress = lambda label: None) -> Iterator[Point]:
-        """The bare encoder, ReACT and the defences asked for at each value of an axis, one after the other.
+    def sweep(self, axis: str, progress: Progress = lambda label: None) -> Iterator[list[Point]]:
+        """The bare encoder, ReACT and the defences asked for at each value of an axis, taking turns round by round.
 
-        The plain algorithm and Defend-CLIP do the same work whatever the traffic, so the table says it all about them.
+        After every round, all points as they are by then. The plain algorithm and Defend-CLIP do the same work whatever
+        the traffic, so the table says it all about them.
         """
-        for value in self.values(axis):
-            point = self._at(axis, value)
-            yield Point(value, tuple(point._compare(_swept, progress)))
+        values = self.values(axis)
+        races = [self._at(axis, value)._race(_swept) for value in values]
+        for race in races:
+            race.warm_up(self.singles, progress)
+        for number in range(self.rounds):
+            run_round(races, number, progress)
+            yield [Point(value, tuple(race.timings())) for value, race in zip(values, races, strict=True)]
 
     def values(self, axis: str) -> list[float]:
         """Where an axis is measured: batches up to the number of images, an eighth of the images up to all of them."""
@@ -70,7 +78,12 @@ class Bench:
     def steps(self, axis: str | None = None) -> int:
         """How often ``progress`` is called by the table, or by a sweep."""
         lineup = 4 + len(self.defenses) if axis is None else 2 + len(self.defenses)
-        return (1 if axis is None else len(self.values(axis))) * (lineup * (1 + self.rounds) + self.singles)
+        values: list[float] = [0] if axis is None else self.values(axis)
+        sizes = [
+            (int(v) if axis == "images" else self.images, int(v) if axis == "batch" else self.batch) for v in values
+        ]
+        parts = sum(-(-images // part_size(images, batch, self.clf.device)) for images, batch in sizes)
+        return lineup * (len(values) + self.rounds * parts) + len(values) * self.singles
 
     def _at(self, axis: str, value: float) -> Bench:
         if axis == "batch":
@@ -86,18 +99,11 @@ class Bench:
         images = self.traffic.images(self.images, 0.0)
         return replace(self, clf=clf, scores=gate_scores(clf, self.guard, images, batch=self.batch))
 
-    def _compare(self, wanted: Callable[[Contender], bool], progress: Progress) -> list[Timing]:
+    def _race(self, wanted: Callable[[Contender], bool]) -> Race:
         images = self.traffic.images(self.images, self.attacked)
         guard = self.guard if self.scores is None else opening(self.guard, self.scores[: self.images], self.attacked)
         lineup = contenders(self.clf, guard, batch=self.batch, defenses=self.defenses)
-        return compare(
-            [contender for contender in lineup if wanted(contender)],
-            images,
-            batch=self.batch,
-            rounds=self.rounds,
-            singles=self.singles,
-            progress=progress,
-        )
+        return Race([contender for contender in lineup if wanted(contender)], images, batch=self.batch)
 
 
 def _swept(contender: Contender) -> bool:

@@ -94,7 +94,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, write the JSON: again after every point of a sweep, so that none is lost."""
+    """Measure, print tables, write the JSON: again after every round of a sweep, so that none is lost."""
     _check(args)
     reader = PhotoReader(_with_photos(args)) if args.photos_in or not args.shapes else None
     bench = _bench(args, reader)
@@ -114,10 +114,9 @@ def run(args: argparse.Namespace) -> int:
             report["contenders"] = [dataclasses.asdict(timing) for timing in timings]
             _write(args, report)
         for axis in axes:
-            sweeps[axis], report["sweeps"][axis] = [], []
-            for point in bench.sweep(axis, progress):
-                sweeps[axis].append(point)
-                report["sweeps"][axis].append(_point(point))
+            for points in bench.sweep(axis, progress):
+                sweeps[axis] = points
+                report["sweeps"][axis] = [_point(point) for point in points]
                 _write(args, report)
     if args.json:
         print(json.dumps(report, indent=2))

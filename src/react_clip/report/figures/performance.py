@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -77,9 +78,15 @@ def series(report: Report, axis: str, label: str) -> list[tuple[float, dict[str,
 
 
 def growth(points: Sequence[tuple[float, dict[str, Any]]]) -> list[tuple[float, float]]:
-    """Overhead at each value, relative to the first: time, without other photos' passes or a slower minute."""
-    first = points[0][1]["overhead"]
-    return [(value, item["overhead"] / first) for value, item in points]
+    """Time per pass at each value, relative to the first: the median over rounds, in which values take turns."""
+    first = points[0][1]
+    found = []
+    for value, item in points:
+        pairs = zip(item["round_milliseconds"], first["round_milliseconds"], strict=True)
+        found.append(
+            (value, statistics.median(here / there for here, there in pairs) * first["passes"] / item["passes"])
+        )
+    return found
 
 
 # ---------------------------------------------------------------------- bars
@@ -170,7 +177,7 @@ def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> list[E
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.8), max(high, 1.2))
     axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
-    name_axes(axes, axis, title=f"overhead, relative to the fewest {axis}")
+    name_axes(axes, axis, title=f"time per pass, relative to the fewest {axis}")
     return ends
 
 
