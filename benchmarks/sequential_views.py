@@ -31,7 +31,7 @@ from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise,
 from react_clip.attacks import PGD
 from react_clip.defenses.anchored import divergence_of
 from react_clip.defenses.sequential import looks, settled
-from react_clip.defenses.views import anchor_streams, anchor_views
+from react_clip.defenses.views import anchor_views
 from react_clip.evaluation.classes import class_source
 from react_clip.preprocess import to_pixels
 
@@ -49,8 +49,7 @@ def encode(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor, seed: int, bat
         for piece in pixels.split(batch):
             keys = noise.stream_keys(piece, seed)
             decision = guard.decide(clf.encoder, piece, keys, divergence_of(clf))
-            streams = anchor_streams(keys, guard.views)
-            views = anchor_views(clf.encoder, piece, streams, decision.sigma, guard.max_batch)
+            views = anchor_views(clf.encoder, piece, decision.streams, decision.sigma, guard.max_batch)
             found = {"plain": decision.plain, "gated": decision.gated, "passes": decision.passes, "views": views}
             parts.append({name: tensor.cpu() for name, tensor in found.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

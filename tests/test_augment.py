@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from react_clip import ReactClipError
+from react_clip import ReactClipError, fusing
 from react_clip.augment import (
     WeakAugmentation,
     _blurred,
@@ -93,6 +93,28 @@ def test_number_by_number_is_the_same_and_changes_the_chosen_images_alone() -> N
         assert torch.allclose(by_number(images, *options, chosen), changed, atol=1e-12)
         assert torch.equal(changed[~chosen], images[~chosen])
         assert float((changed[chosen] - images[chosen]).abs().amax((1, 2, 3)).min()) > 1e-3
+
+
+def test_rows_are_picked_from_images_and_choices_alike() -> None:
+    images, rows = toy_images(9), torch.tensor([7, 2, 2])
+    choices = WeakAugmentation().choose(torch.arange(9), images.dtype)
+    expected = choices(images)[rows]
+    assert torch.allclose(choices(images, rows), expected, atol=1e-6)
+    assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), "a CPU records nothing"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("large", [False, True], ids=["operation by operation", "one kernel each"])
+def test_recorded_views_have_the_same_bits_on_a_gpu(large: bool) -> None:
+    images = torch.rand(64, 3, 224, 224, device="cuda")
+    choices = WeakAugmentation().choose(torch.arange(64, device="cuda"), images.dtype)
+    with torch.no_grad(), fusing.part_of(images if large else images[:1]):
+        for count in (1, 2, 9, 32, 33, 2):
+            for first in (0, 5):
+                rows = torch.arange(first, first + count, device="cuda")
+                assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), (count, first)
+        few = choices.rows(rows)
+        assert torch.equal(few(images[rows], recorded=True), choices(images, rows))
 
 
 @pytest.mark.parametrize(

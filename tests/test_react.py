@@ -158,7 +158,7 @@ def test_deciding_and_acting_may_happen_apart_and_on_parts() -> None:
         decision = guard.decide(encoder, images, keys, divergence)
         assert encoder.encoded == int(decision.passes.sum()), "no anchor view yet"
         for index in (torch.arange(12), torch.tensor([7, 2, 5]), torch.tensor([], dtype=torch.long)):
-            part = guard.act(encoder, images[index], keys[index], decision.rows(index))
+            part = guard.act(encoder, images[index], decision.rows(index))
             expected = whole.rows(index)
             assert torch.allclose(part.features, expected.features, atol=1e-6)
             for name in ("plain", "score", "gated", "sigma", "passes", "threshold"):
@@ -196,7 +196,7 @@ def test_alpha_zero_or_a_closed_gate_returns_the_plain_feature_bit_for_bit() -> 
         plain = guard(clf, images)
         with torch.no_grad():
             # The clean views share a batch with the probes; the same batch gives the same bits.
-            features, _, _ = guard._probe(clf.encoder, images, noise.stream_keys(images, 0))
+            features, _, _ = guard._probe(clf.encoder, images, lambda: noise.stream_keys(images, 0))
         assert torch.equal(plain.features, features)
 
 

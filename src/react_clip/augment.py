@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from react_clip import functional, noise
+from react_clip import functional, fusing, noise
 from react_clip.errors import ReactClipError
 from react_clip.fusing import fused
+from react_clip.graphs import Graphs
 
 _LUMA = (0.299, 0.587, 0.114)
 _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
@@ -117,11 +118,33 @@ class Choices(functional.PerImage):
     """Of the colours, ``[B, 3, 3]``."""
     jittered: Tensor
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """One augmented view per image."""
-        view = _blurred(_moved(images, self.motion), self.kernels, self.blurred)
-        view = noise.noisy_view(view, self.grain, self.sigma)
-        return _jittered(view, self.factors, self.turns, self.jittered)
+    def __call__(self, images: Tensor, rows: Tensor | None = None, *, recorded: bool = False) -> Tensor:
+        """One augmented view per image, or per row that is asked for; ``recorded``: few of them by a CUDA graph."""
+        tensors = (images, *(getattr(self, part.name) for part in fields(self)))
+        graphs = _GRAPHS[fusing.pays(tensors, count=None if rows is None else len(rows))]
+        if recorded and graphs.suit(*tensors, count=None if rows is None else len(rows)):
+            return graphs(*tensors, rows=rows)
+        return _augmented(*(tensors if rows is None else (tensor[rows] for tensor in tensors)))
+
+
+def _augmented(
+    images: Tensor,
+    motion: Tensor,
+    kernels: Tensor,
+    blurred: Tensor,
+    grain: Tensor,
+    sigma: Tensor,
+    factors: Tensor,
+    turns: Tensor,
+    jittered: Tensor,
+) -> Tensor:
+    """T(x) as a function of tensors; what they are says :class:`Choices`."""
+    view = noise.noisy_view(_blurred(_moved(images, motion), kernels, blurred), grain, sigma)
+    return _jittered(view, factors, turns, jittered)
+
+
+_GRAPHS = {fused_too: Graphs(_augmented) for fused_too in (False, True)}
+"""By whether the functions in it run as one kernel each, which a graph cannot change its mind about."""
 
 
 def _moved(images: Tensor, motion: Tensor) -> Tensor:

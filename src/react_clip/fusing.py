@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,7 +67,7 @@ def fused(by_number: TensorFunction) -> Callable[[TensorFunction], TensorFunctio
         @functools.wraps(function)
         def call(*tensors: Tensor) -> Tensor:
             nonlocal trusted
-            if not trusted or not _pays(tensors):
+            if not trusted or not pays(tensors):
                 return function(*tensors)
             shape = tensors[0].shape[1:]
             try:
@@ -98,11 +99,13 @@ def any_number_of_images(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _pays(tensors: tuple[Tensor, ...]) -> bool:
+def pays(tensors: tuple[Tensor, ...], count: int | None = None) -> bool:
+    """Whether a function of so many rows of these tensors (all, by default) runs as one kernel here."""
     first = tensors[0]
-    if not _allowed.get() or first.device.type not in _ON or first.dtype != torch.float32 or len(first) < 2:
+    rows = len(first) if count is None else count
+    if not _allowed.get() or first.device.type not in _ON or first.dtype != torch.float32 or rows < 2:
         return False
-    if max(first.numel(), _at_hand.get()) < _FROM:
+    if max(rows * math.prod(first.shape[1:]), _at_hand.get()) < _FROM:
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 

@@ -170,7 +170,7 @@ def test_without_classes_or_with_constant_work_all_views_are_drawn() -> None:
     with torch.no_grad():
         blind = GUARD.correct(clf.encoder, images, keys, divergence_of(clf))
         decision = GUARD.decide(clf.encoder, images, keys, divergence_of(clf))
-        halves = [GUARD.act(clf.encoder, images, keys, decision, logits) for logits in (None, logits_of(clf))]
+        halves = [GUARD.act(clf.encoder, images, decision, logits) for logits in (None, logits_of(clf))]
     assert torch.equal(blind.features, whole.features)
     assert torch.equal(halves[0].features, whole.features)
     assert torch.equal(halves[1].features, GUARD(clf, images).features)

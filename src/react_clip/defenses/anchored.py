@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -36,6 +36,9 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 # Options beyond the paper: written out only where they are used, so that configurations without them stay the same.
 _BEYOND = {"jitter": 0.0, "alpha_closed": 0.0, "sequential": None}
+
+Keys = Tensor | Callable[[], Tensor]
+"""One key an image, or what makes them: they are asked for when a GPU is at work on the clean views already."""
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(rows, features, augmented features) -> J``: how far the predictions of these rows differ, each for its classes."""
@@ -71,6 +74,8 @@ class Decision(functional.PerImage):
     passes: Tensor
     threshold: Tensor
     """The score from which the gate opens; minus infinity without one."""
+    streams: Tensor
+    """The keys ``[B, M]`` of the views behind each anchor, made before the waits, in which a GPU has nothing to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +159,8 @@ class AnchoredDefense(Configuration):
         """
         pixels = prepare(clf, images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            found = self.correct(
-                clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf), logits_of(clf)
-            )
+            keys = partial(noise.stream_keys, pixels, seed)
+            found = self.correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
             return Defended(
                 features=found.features,
                 logits=clf.logits(found.features),
@@ -173,22 +177,24 @@ class AnchoredDefense(Configuration):
             )
 
     def correct(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence, logits: Logits | None = None
+        self, encoder: Encoder, pixels: Tensor, keys: Keys, divergence: Divergence, logits: Logits | None = None
     ) -> Correction:
         """The defence before any class list: images of different classifiers may share a batch.
 
         Classes enter through J, which ``divergence`` measures for the rows it is given, and, where views are drawn one
         after the other, through the ``logits`` that say when to stop.
         """
-        return self.act(encoder, pixels, keys, self.decide(encoder, pixels, keys, divergence), logits)
+        return self.act(encoder, pixels, self.decide(encoder, pixels, keys, divergence), logits)
 
-    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Decision:
+    def decide(self, encoder: Encoder, pixels: Tensor, keys: Keys, divergence: Divergence) -> Decision:
         """The first half of :meth:`correct`: everything that needs no anchor view."""
-        plain, *probed = self._probe(encoder, pixels, keys)
+        made = cache(lambda: keys if isinstance(keys, Tensor) else keys())
+        plain, *probed = self._probe(encoder, pixels, made)
         low, high = (functional.drift(plain, mean) for mean in probed)
         drift = functional.relative_drift(low, high)
-        threshold = self._threshold(keys)
-        instability = self._measure_instability(encoder, pixels, keys, plain, drift, threshold, divergence)
+        threshold = self._threshold(made())
+        streams = anchor_streams(made(), self.views)
+        instability = self._measure_instability(encoder, pixels, made(), plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Decision(
@@ -202,19 +208,17 @@ class AnchoredDefense(Configuration):
             sigma=self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype),
             passes=probes + (~instability.isnan()).long(),
             threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
+            streams=streams,
         )
 
-    def act(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor, decision: Decision, logits: Logits | None = None
-    ) -> Correction:
+    def act(self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits | None = None) -> Correction:
         """The second half of :meth:`correct`: the anchor of those images whose feature is to move."""
         plain, gated = decision.plain, decision.gated
-        streams = anchor_streams(keys, self.views)  # before the wait for the gate: a GPU is still at work on J
         moving = (gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)).nonzero().flatten()
         features = opened = closed = plain
         drawn = torch.zeros_like(decision.passes)
         with fusing.part_of(pixels):
-            for rows, seen in self._rounds(encoder, pixels, streams, decision, moving, logits):
+            for rows, seen in self._rounds(encoder, pixels, decision, moving, logits):
                 anchors = functional.anchor(seen)
                 moved = functional.extrapolate(plain[rows], anchors, self.alpha)
                 still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
@@ -225,7 +229,7 @@ class AnchoredDefense(Configuration):
         return Correction(**found, features=features, opened=opened, closed=closed)
 
     def _rounds(
-        self, encoder: Encoder, pixels: Tensor, streams: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
+        self, encoder: Encoder, pixels: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and all their anchor views so far: M at once, or two first and all where these settle nothing."""
         stops = self.sequential if self.lazy and logits is not None else None
@@ -238,7 +242,7 @@ class AnchoredDefense(Configuration):
                 rows, seen = rows[left], seen[left]
             if not len(rows):
                 return
-            chosen = streams[rows, drawn:count]
+            chosen = decision.streams[rows, drawn:count]
             fresh = anchor_views(encoder, pixels[rows], chosen, decision.sigma[rows], self.max_batch)
             seen = torch.cat([seen, fresh], 1)
             yield rows, seen
@@ -254,7 +258,7 @@ class AnchoredDefense(Configuration):
         draw = noise.uniform(noise.fork(keys, GATE), 1).squeeze(1)
         return self.tau + self.jitter * (2.0 * draw - 1.0)
 
-    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Clean features and the mean feature of either probe, NaN where nobody looks at the drift."""
         if self._needs_drift:
             return probe(encoder, pixels, keys, (self.sigma_low, self.sigma_high), self.probe_samples, self.max_batch)
@@ -288,7 +292,10 @@ class AnchoredDefense(Configuration):
             return result
         with fusing.part_of(pixels):
             augmented = encode_in_batches(
-                encoder, len(rows), self.max_batch, lambda i, j: choices.rows(rows[i:j])(pixels[rows[i:j]])
+                encoder,
+                len(rows),
+                self.max_batch,
+                lambda i, j: choices(pixels, rows[i:j], recorded=encoder.graphed),
             )
         return result.index_copy(0, rows, divergence(rows, features[rows], augmented))
 

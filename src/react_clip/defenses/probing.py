@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,7 +15,12 @@ from react_clip.encoders.base import Encoder
 
 
 def probe(
-    encoder: Encoder, pixels: Tensor, keys: Tensor, scales: tuple[float, float], samples: int, max_batch: int
+    encoder: Encoder,
+    pixels: Tensor,
+    keys: Callable[[], Tensor],
+    scales: tuple[float, float],
+    samples: int,
+    max_batch: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clean features and the mean feature of the probes at the weak and at the strong scale."""
     images = len(pixels)
@@ -22,8 +28,8 @@ def probe(
     @cache  # made when first asked for: by then a GPU is at work on the clean views
     def streams() -> Tensor:
         """Scale by scale, sample by sample, image by image."""
-        roles = torch.arange(LOW, HIGH + 1, device=keys.device)[:, None, None]
-        return noise.fork(noise.fork(keys, roles), torch.arange(samples, device=keys.device)[:, None]).flatten()
+        roles = torch.arange(LOW, HIGH + 1, device=pixels.device)[:, None, None]
+        return noise.fork(noise.fork(keys(), roles), torch.arange(samples, device=pixels.device)[:, None]).flatten()
 
     def noisy(start: int, stop: int) -> Tensor:
         number = torch.arange(start, stop, device=pixels.device)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from react_clip import functional
-from react_clip.encoders.graphs import Graphs
 from react_clip.encoders.memory import ViewMemory
 from react_clip.errors import ReactClipError
+from react_clip.graphs import Graphs
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -106,6 +106,11 @@ class Encoder(nn.Module, ABC):
         if self._graphs is not None and self._graphs.suit(pixels):
             return self._graphs(pixels)
         return self._run(pixels)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether small batches are answered by CUDA graphs."""
+        return self._graphs is not None
 
     def use_graphs(self, enabled: bool = True) -> Self:
         """Answer small batches on a GPU by CUDA graphs from now on: the same features, several times sooner.
