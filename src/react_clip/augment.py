@@ -123,8 +123,8 @@ class Choices(functional.PerImage):
         tensors = (images, *(getattr(self, part.name) for part in fields(self)))
         graphs = _GRAPHS[fusing.pays(tensors, count=None if rows is None else len(rows))]
         if recorded and graphs.suit(*tensors, count=None if rows is None else len(rows)):
-            return graphs(*tensors, rows=rows)
-        return _augmented(*(tensors if rows is None else (tensor[rows] for tensor in tensors)))
+            return graphs(*tensors, rows=rows)[0]
+        return _augmented(*(tensors if rows is None else (tensor[rows] for tensor in tensors)))[0]
 
 
 def _augmented(
@@ -137,10 +137,10 @@ def _augmented(
     factors: Tensor,
     turns: Tensor,
     jittered: Tensor,
-) -> Tensor:
+) -> tuple[Tensor]:
     """T(x) as a function of tensors; what they are says :class:`Choices`."""
     view = noise.noisy_view(_blurred(_moved(images, motion), kernels, blurred), grain, sigma)
-    return _jittered(view, factors, turns, jittered)
+    return (_jittered(view, factors, turns, jittered),)
 
 
 _GRAPHS = {fused_too: Graphs(_augmented) for fused_too in (False, True)}

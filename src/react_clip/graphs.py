@@ -26,18 +26,18 @@ _WARM_UPS = 3
 class _Recorded:
     graph: Any
     given: tuple[Tensor, ...]
-    found: Tensor
+    found: tuple[Tensor, ...]
 
 
 class Graphs:
     """``run`` as it is, but recorded: one graph for every number of rows up to ``largest``.
 
-    ``run`` is a function of tensors, one row an image, that waits for nothing. Nobody else may move or replace what it
-    reads beside them: a graph holds addresses. Threads take turns on the device's default stream, so all graphs work in
-    the same memory; whoever works on a stream of his own gets ``run`` as it is.
+    ``run`` makes tensors of tensors, whose rows are images, and waits for nothing. Nobody else may move or replace what
+    it reads beside them: a graph holds addresses. Threads take turns on the device's default stream, so all graphs work
+    in the same memory; whoever works on a stream of his own gets ``run`` as it is.
     """
 
-    def __init__(self, run: Callable[..., Tensor], largest: int = LARGEST) -> None:
+    def __init__(self, run: Callable[..., tuple[Tensor, ...]], largest: int = LARGEST) -> None:
         self._run, self._largest = run, largest
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -45,18 +45,18 @@ class Graphs:
         self._lock = Lock()
 
     def suit(self, *tensors: Tensor, count: int | None = None) -> bool:
-        """Whether so many rows (all, by default) may be answered by a graph: few, on a GPU, in fp32, no gradients."""
+        """Whether so many rows (all, by default) may be answered by a graph: few, on a GPU, without gradients."""
         first = tensors[0]
         return (
             first.is_cuda
             and 0 < (len(first) if count is None else count) <= self._largest
-            and first.dtype == torch.float32
+            and first.dtype != torch.float64  # for whoever needs that, every operation counts
             and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
             and torch.cuda.current_stream(first.device) == torch.cuda.default_stream(first.device)
         )
 
     @torch.no_grad()
-    def __call__(self, *tensors: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, *tensors: Tensor, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """What ``run`` would return for these tensors, or for these rows of them."""
         first = tensors[0]
         count = len(first) if rows is None else len(rows)
@@ -71,7 +71,7 @@ class Graphs:
                 else:
                     torch.index_select(tensor, 0, rows, out=given)
             kept.graph.replay()
-            return kept.found.clone()
+            return tuple(found.clone() for found in kept.found)
 
     def forget(self) -> None:
         """Record anew from now on; for whoever has moved the weights."""

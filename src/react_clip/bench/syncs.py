@@ -30,7 +30,8 @@ def host_syncs(call: Callable[[], object]) -> list[str]:
     Three kinds: values read back (``item``, ``nonzero``, masks as indices, ``cpu`` ...), tensors made on the device
     from Python numbers, and constants of our modules moved there: such copies come from pageable memory, and wait too.
     Tensors are taken to live on the device unless they are such constants, so the count is the same without one.
-    Inputs that the call itself moves there are not counted: nobody can tell where they came from.
+    Inputs that the call itself moves there are not counted: nobody can tell where they came from. A copy that is not
+    waited for counts where its values are read.
 
     >>> host_syncs(lambda: torch.arange(4).nonzero().flatten().sum().item())
     ['nonzero', '_local_scalar_dense']
@@ -86,7 +87,9 @@ class _Calls(TorchFunctionMode):
 
 
 def _leaves(args: Any, kwargs: Any) -> bool:
-    """``x.to("cpu")``: the device is named, not taken from another tensor."""
+    """``x.to("cpu")``: the device is named, not taken from another tensor, and the copy is waited for here."""
+    if kwargs.get("non_blocking"):
+        return False
     return any(isinstance(target, str) and target == "cpu" for target in (*args[1:2], kwargs.get("device")))
 
 

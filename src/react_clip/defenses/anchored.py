@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from react_clip import functional, fusing, mappings, noise
-from react_clip.augment import WeakAugmentation
-from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, prepare
+from react_clip.augment import Choices, WeakAugmentation
+from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, look_at
 from react_clip.defenses.config import Configuration
+from react_clip.defenses.lots import Plan
 from react_clip.defenses.probing import probe
 from react_clip.defenses.sequential import looks, unsettled
-from react_clip.defenses.views import AUGMENT, GATE, anchor_streams, anchor_views
+from react_clip.defenses.views import GATE, anchor_views
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -75,7 +76,7 @@ class Decision(functional.PerImage):
     threshold: Tensor
     """The score from which the gate opens; minus infinity without one."""
     streams: Tensor
-    """The keys ``[B, M]`` of the views behind each anchor, made before the waits, in which a GPU has nothing to do."""
+    """The keys ``[B, M]`` of the views behind each anchor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +158,13 @@ class AnchoredDefense(Configuration):
 
         ``seed`` is a number, or a secret as ``bytes``. The noise depends on it and on the image alone.
         """
-        pixels = prepare(clf, images)
+        pixels, refuse = look_at(clf, images)
+
+        def keys() -> Tensor:
+            refuse()
+            return noise.stream_keys(pixels, seed)
+
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            keys = partial(noise.stream_keys, pixels, seed)
             found = self.correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
             return Defended(
                 features=found.features,
@@ -188,13 +193,14 @@ class AnchoredDefense(Configuration):
 
     def decide(self, encoder: Encoder, pixels: Tensor, keys: Keys, divergence: Divergence) -> Decision:
         """The first half of :meth:`correct`: everything that needs no anchor view."""
+        plan = Plan(self.probe_samples, self.views, self.augmentation, pixels.dtype)
         made = cache(lambda: keys if isinstance(keys, Tensor) else keys())
-        plain, *probed = self._probe(encoder, pixels, made)
+        lots = cache(lambda: plan.draw(made(), recorded=encoder.graphed))
+        plain, *probed = self._probe(encoder, pixels, lambda: lots().probes)
         low, high = (functional.drift(plain, mean) for mean in probed)
         drift = functional.relative_drift(low, high)
         threshold = self._threshold(made())
-        streams = anchor_streams(made(), self.views)
-        instability = self._measure_instability(encoder, pixels, made(), plain, drift, threshold, divergence)
+        instability = self._measure_instability(encoder, pixels, lots().choices, plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Decision(
@@ -208,7 +214,7 @@ class AnchoredDefense(Configuration):
             sigma=self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype),
             passes=probes + (~instability.isnan()).long(),
             threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
-            streams=streams,
+            streams=lots().anchors,
         )
 
     def act(self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits | None = None) -> Correction:
@@ -258,10 +264,11 @@ class AnchoredDefense(Configuration):
         draw = noise.uniform(noise.fork(keys, GATE), 1).squeeze(1)
         return self.tau + self.jitter * (2.0 * draw - 1.0)
 
-    def _probe(self, encoder: Encoder, pixels: Tensor, keys: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _probe(self, encoder: Encoder, pixels: Tensor, streams: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Clean features and the mean feature of either probe, NaN where nobody looks at the drift."""
         if self._needs_drift:
-            return probe(encoder, pixels, keys, (self.sigma_low, self.sigma_high), self.probe_samples, self.max_batch)
+            scales = self.sigma_low, self.sigma_high
+            return probe(encoder, pixels, streams, scales, self.probe_samples, self.max_batch)
         features = encode_in_batches(encoder, len(pixels), self.max_batch, lambda i, j: pixels[i:j])
         unknown = torch.full_like(features, torch.nan)
         return features, unknown, unknown
@@ -270,7 +277,7 @@ class AnchoredDefense(Configuration):
         self,
         encoder: Encoder,
         pixels: Tensor,
-        keys: Tensor,
+        choices: Choices,
         features: Tensor,
         drift: Tensor,
         threshold: float | Tensor | None,
@@ -285,8 +292,6 @@ class AnchoredDefense(Configuration):
             # The margin covers rounding in r + J: what is skipped must be certain.
             margin = 1e-6 * (1.0 + abs(self.tau))
             undecided = (drift < threshold) & (drift >= threshold - functional.MAX_INSTABILITY - margin)
-        # Before the wait for the drift: a GPU is still at work on the probes.
-        choices = self.augmentation.choose(noise.fork(keys, AUGMENT), pixels.dtype)
         rows = undecided.nonzero().flatten()
         if not len(rows):
             return result

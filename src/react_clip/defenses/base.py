@@ -92,10 +92,17 @@ class Priced(Protocol):
 
 def prepare(clf: ZeroShotClassifier, images: Images) -> Tensor:
     """Images as checked pixels on the classifier's device."""
+    pixels, refuse = look_at(clf, images)
+    refuse()
+    return pixels
+
+
+def look_at(clf: ZeroShotClassifier, images: Images) -> tuple[Tensor, Callable[[], None]]:
+    """Images as pixels on the classifier's device, and what refuses them; see :meth:`Encoder.look_at`."""
     pixels = as_pixels(images, clf.encoder.image_size)
-    clf.encoder.check(pixels)
+    refuse = clf.encoder.look_at(pixels)
     pixels = pixels.to(clf.device)
-    return pixels if pixels.dtype == torch.float64 else pixels.float()
+    return pixels if pixels.dtype == torch.float64 else pixels.float(), refuse
 
 
 def answer(

@@ -10,35 +10,37 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.defenses.base import encode_in_batches
-from react_clip.defenses.views import HIGH, LOW
 from react_clip.encoders.base import Encoder
 
 
 def probe(
     encoder: Encoder,
     pixels: Tensor,
-    keys: Callable[[], Tensor],
+    streams: Callable[[], Tensor],
     scales: tuple[float, float],
     samples: int,
     max_batch: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clean features and the mean feature of the probes at the weak and at the strong scale."""
+    """Clean features and the mean feature of the probes at the weak and at the strong scale.
+
+    ``streams`` makes the keys ``[2, S, B]`` of the views: scale by scale, sample by sample, image by image. It is
+    called once, and where the clean views fill a call of the encoder, after that: by then a GPU is at work on them.
+    """
     images = len(pixels)
 
-    @cache  # made when first asked for: by then a GPU is at work on the clean views
-    def streams() -> Tensor:
-        """Scale by scale, sample by sample, image by image."""
-        roles = torch.arange(LOW, HIGH + 1, device=pixels.device)[:, None, None]
-        return noise.fork(noise.fork(keys(), roles), torch.arange(samples, device=pixels.device)[:, None]).flatten()
+    @cache
+    def keys_and_sigmas() -> tuple[Tensor, Tensor]:
+        # Filled on the device: to send numbers there, the host would have to wait for it.
+        return streams().flatten(), torch.cat([pixels.new_full((samples * images,), scale) for scale in scales])
 
     def noisy(start: int, stop: int) -> Tensor:
-        number = torch.arange(start, stop, device=pixels.device)
-        # Filled on the device: to send numbers there, the host would have to wait for it.
-        low, high = (pixels.new_full((), scale) for scale in scales)
-        sigma = torch.where(number < samples * images, low, high)
+        keys, sigmas = keys_and_sigmas()
         first, last = start % images, start % images + stop - start
-        shown = pixels[first:last] if last <= images else pixels[number % images]
-        return noise.noisy_view(shown, streams()[start:stop], sigma)
+        if last <= images:
+            shown = pixels[first:last]
+        else:
+            shown = pixels[torch.arange(start, stop, device=pixels.device) % images]
+        return noise.noisy_view(shown, keys[start:stop], sigmas[start:stop])
 
     def views(start: int, stop: int) -> Tensor:
         """The clean views first, then the noisy ones."""

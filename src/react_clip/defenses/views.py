@@ -13,11 +13,6 @@ from react_clip.encoders.base import Encoder
 LOW, HIGH, AUGMENT, ANCHOR, GATE = range(5)
 
 
-def anchor_streams(keys: Tensor, count: int) -> Tensor:
-    """The keys ``[B, count]`` of the first views behind each image's anchor."""
-    return noise.fork(noise.fork(keys, ANCHOR)[:, None], torch.arange(count, device=keys.device))
-
-
 def anchor_views(encoder: Encoder, pixels: Tensor, streams: Tensor, sigma: Tensor, max_batch: int) -> Tensor:
     """Unit features ``[B, k, D]`` of noisy views of each image, one for each of its streams ``[B, k]``."""
     view_keys, image_of = streams.flatten(), torch.arange(len(pixels), device=pixels.device)

@@ -104,7 +104,7 @@ class Encoder(nn.Module, ABC):
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
         self._check_shape(pixels)
         if self._graphs is not None and self._graphs.suit(pixels):
-            return self._graphs(pixels)
+            return self._graphs(pixels)[0]
         return self._run(pixels)
 
     @property
@@ -118,7 +118,7 @@ class Encoder(nn.Module, ABC):
         For encoders that stay as they are: moving or converting one drops its graphs, but weights that somebody
         replaces (rather than changes in place) are not noticed. Elsewhere than on a GPU it changes nothing.
         """
-        self._graphs = Graphs(self._run) if enabled else None
+        self._graphs = Graphs(lambda pixels: (self._run(pixels),)) if enabled else None
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -182,14 +182,29 @@ class Encoder(nn.Module, ABC):
 
     def check(self, pixels: Tensor) -> None:
         """Refuse what is not float pixels in [0, 1] of this encoder's size."""
+        self.look_at(pixels)()
+
+    def look_at(self, pixels: Tensor) -> Callable[[], None]:
+        """:meth:`check` in two steps: this one looks, the call of what it returns refuses.
+
+        Whoever gives a GPU something to do in between need not let it wait.
+        """
         self._check_shape(pixels)
-        low, high = torch.aminmax(pixels)
-        # Written so that NaN fails too.
-        if not bool((low >= 0) & (high <= 1)):
-            raise ReactClipError(
-                f"pixels span [{low.item():.4g}, {high.item():.4g}]; they must lie in [0, 1] without NaN (divide uint8 "
-                "images by 255, and leave CLIP's mean/std normalisation to the encoder)"
-            )
+        span = torch.stack(torch.aminmax(pixels.detach())).to("cpu", non_blocking=True)
+        sent = torch.cuda.current_stream(pixels.device).record_event() if pixels.is_cuda else None
+
+        def refuse() -> None:
+            if sent is not None:
+                sent.synchronize()
+            low, high = span.tolist()
+            # Written so that NaN fails too.
+            if not (low >= 0 and high <= 1):
+                raise ReactClipError(
+                    f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
+                    "255, and leave CLIP's mean/std normalisation to the encoder)"
+                )
+
+        return refuse
 
     def _check_shape(self, pixels: Tensor) -> None:
         size = self.image_size
