@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, reduce
 
 import torch
@@ -73,19 +73,19 @@ class WeakAugmentation:
         """What becomes of the images with these keys, before anyone has seen them."""
         lots, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
         draw = noise.uniform(lots, 13)
-        blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
+        chosen = (draw[:, 4:7] < self.probability).to(dtype)
         draw = draw.to(dtype)
-        return Choices(
-            motion=self._motion(draw[:, 0:4]),
-            kernels=self._kernels(draw[:, 7]),
-            blurred=blurred,
-            grain=grain,
+        parts = (
+            self._motion(draw[:, 0:4]),
+            chosen[:, 0:1],
             # No noise is noise of scale zero: one pass over the pixels less than a choice between two views.
-            sigma=self.noise_sigma * draw[:, 8] * noisy,
-            factors=1.0 + self.jitter * (2.0 * draw[:, 9:12] - 1.0),
-            turns=_hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 12] - 1.0)),
-            jittered=jittered,
+            self.noise_sigma * draw[:, 8:9] * chosen[:, 1:2],
+            chosen[:, 2:3],
+            1.0 + self.jitter * (2.0 * draw[:, 9:12] - 1.0),
+            _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 12] - 1.0)).flatten(1),
+            self._kernels(draw[:, 7]),
         )
+        return Choices(torch.cat(parts, 1), grain)
 
     def _motion(self, draw: Tensor) -> Tensor:
         angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
@@ -105,42 +105,60 @@ class WeakAugmentation:
 class Choices(functional.PerImage):
     """What T does to each of some images, one row an image; called on the images, it does so."""
 
-    motion: Tensor
-    """Cosine and sine of the turn, both over the zoom, and the shift across and along: ``[B, 4]``."""
-    kernels: Tensor
-    blurred: Tensor
+    values: Tensor
+    """All numbers behind each other, so that to pick some images is one operation."""
     grain: Tensor
     """The stream of the additive noise."""
-    sigma: Tensor
-    factors: Tensor
-    """Of brightness, contrast and saturation."""
-    turns: Tensor
-    """Of the colours, ``[B, 3, 3]``."""
-    jittered: Tensor
+
+    @property
+    def motion(self) -> Tensor:
+        """Cosine and sine of the turn, both over the zoom, and the shift across and along: ``[B, 4]``."""
+        return self.values[:, 0:4]
+
+    @property
+    def blurred(self) -> Tensor:
+        """Whether an image is."""
+        return self.values[:, 4] > 0
+
+    @property
+    def sigma(self) -> Tensor:
+        """Scale of the additive noise."""
+        return self.values[:, 5]
+
+    @property
+    def jittered(self) -> Tensor:
+        """Whether the colours of an image are."""
+        return self.values[:, 6] > 0
+
+    @property
+    def factors(self) -> Tensor:
+        """Of brightness, contrast and saturation: ``[B, 3]``."""
+        return self.values[:, 7:10]
+
+    @property
+    def turns(self) -> Tensor:
+        """Of the colours, ``[B, 3, 3]``."""
+        return self.values[:, 10:19].reshape(-1, 3, 3)
+
+    @property
+    def kernels(self) -> Tensor:
+        """Of the blur, ``[B, K]``."""
+        return self.values[:, 19:]
 
     def __call__(self, images: Tensor, rows: Tensor | None = None, *, recorded: bool = False) -> Tensor:
         """One augmented view per image, or per row that is asked for; ``recorded``: few of them by a CUDA graph."""
-        tensors = (images, *(getattr(self, part.name) for part in fields(self)))
-        graphs = _GRAPHS[fusing.pays(tensors, count=None if rows is None else len(rows))]
-        if recorded and graphs.suit(*tensors, count=None if rows is None else len(rows)):
+        tensors, count = (images, self.values, self.grain), None if rows is None else len(rows)
+        if recorded and (graphs := _GRAPHS[fusing.pays(tensors, count)]).suit(*tensors, count=count):
             return graphs(*tensors, rows=rows)[0]
         return _augmented(*(tensors if rows is None else (tensor[rows] for tensor in tensors)))[0]
 
 
-def _augmented(
-    images: Tensor,
-    motion: Tensor,
-    kernels: Tensor,
-    blurred: Tensor,
-    grain: Tensor,
-    sigma: Tensor,
-    factors: Tensor,
-    turns: Tensor,
-    jittered: Tensor,
-) -> tuple[Tensor]:
-    """T(x) as a function of tensors; what they are says :class:`Choices`."""
-    view = noise.noisy_view(_blurred(_moved(images, motion), kernels, blurred), grain, sigma)
-    return (_jittered(view, factors, turns, jittered),)
+def _augmented(images: Tensor, values: Tensor, grain: Tensor) -> tuple[Tensor]:
+    """T(x) as a function of tensors, as a graph needs it."""
+    chosen = Choices(values, grain)
+    view = _blurred(_moved(images, chosen.motion), chosen.kernels, chosen.blurred)
+    view = noise.noisy_view(view, grain, chosen.sigma)
+    return (_jittered(view, chosen.factors, chosen.turns, chosen.jittered),)
 
 
 _GRAPHS = {fused_too: Graphs(_augmented) for fused_too in (False, True)}

@@ -165,10 +165,13 @@ class AnchoredDefense(Configuration):
             return noise.stream_keys(pixels, seed)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            found = self.correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
+            decision = self.decide(clf.encoder, pixels, keys, divergence_of(clf))
+            # Before the wait for the gate: most images keep their features, and a GPU is still at work on J.
+            logits, backward_passes = clf.logits(decision.plain), torch.zeros_like(decision.passes)
+            found = self.act(clf.encoder, pixels, decision, logits_of(clf))
             return Defended(
                 features=found.features,
-                logits=clf.logits(found.features),
+                logits=logits if found.features is decision.plain else clf.logits(found.features),
                 drift_low=found.drift_low,
                 drift_high=found.drift_high,
                 drift=found.drift,
@@ -177,7 +180,7 @@ class AnchoredDefense(Configuration):
                 gated=found.gated,
                 sigma=found.sigma,
                 passes=found.passes,
-                backward_passes=torch.zeros_like(found.passes),
+                backward_passes=backward_passes,
                 class_names=clf.names,
             )
 
@@ -200,6 +203,9 @@ class AnchoredDefense(Configuration):
         low, high = (functional.drift(plain, mean) for mean in probed)
         drift = functional.relative_drift(low, high)
         threshold = self._threshold(made())
+        # What does not depend on J is asked for before the wait for its rows: a GPU is still at work on the probes.
+        sigma = self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype)
+        least = torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold)
         instability = self._measure_instability(encoder, pixels, lots().choices, plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         probes = 1 + 2 * self.probe_samples if self._needs_drift else 1
@@ -211,9 +217,9 @@ class AnchoredDefense(Configuration):
             instability=instability,
             score=score,
             gated=torch.ones_like(drift, dtype=torch.bool) if threshold is None else score >= threshold,
-            sigma=self.mapping(drift.detach() if current_gradients().detach_sigma else drift).to(pixels.dtype),
+            sigma=sigma,
             passes=probes + (~instability.isnan()).long(),
-            threshold=torch.zeros_like(drift) + (-torch.inf if threshold is None else threshold),
+            threshold=least,
             streams=lots().anchors,
         )
 
@@ -222,7 +228,7 @@ class AnchoredDefense(Configuration):
         plain, gated = decision.plain, decision.gated
         moving = (gated if self.lazy and not self.alpha_closed else torch.ones_like(gated)).nonzero().flatten()
         features = opened = closed = plain
-        drawn = torch.zeros_like(decision.passes)
+        passes = decision.passes
         with fusing.part_of(pixels):
             for rows, seen in self._rounds(encoder, pixels, decision, moving, logits):
                 anchors = functional.anchor(seen)
@@ -230,8 +236,8 @@ class AnchoredDefense(Configuration):
                 still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
                 features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
                 opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
-                drawn = drawn.index_fill(0, rows, seen.shape[1])
-        found = vars(decision) | {"passes": decision.passes + drawn}
+                passes = passes.index_copy(0, rows, decision.passes[rows] + seen.shape[1])
+        found = vars(decision) | {"passes": passes}
         return Correction(**found, features=features, opened=opened, closed=closed)
 
     def _rounds(

@@ -180,8 +180,10 @@ def encode_in_batches(encoder: Encoder, count: int, max_batch: int, views: Calla
     starts = range(0, count, max_batch)
     if current_gradients().checkpoint and torch.is_grad_enabled():
         # The noise of a view follows from its key, so what is made again is what was made, bit for bit.
-        return torch.cat([recomputed(encode, i, use_reentrant=False, preserve_rng_state=False) for i in starts])
-    return torch.cat([encode(start) for start in starts])
+        parts = [recomputed(encode, i, use_reentrant=False, preserve_rng_state=False) for i in starts]
+    else:
+        parts = [encode(start) for start in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def derived_seed(seed: Seed, label: str) -> Seed:

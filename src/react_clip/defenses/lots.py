@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -48,9 +48,9 @@ class Plan:
     def draw(self, keys: Tensor, *, recorded: bool = False) -> Lots:
         """The lots of the images with these keys; ``recorded``: by a CUDA graph."""
         graphs = _graphs(self)
-        tensors = graphs(keys) if recorded and graphs.suit(keys) else self.tensors(keys)
-        probes, anchors, *choices = tensors
-        return Lots(probes, anchors, Choices(*choices))
+        drawn = graphs(keys) if recorded and graphs.suit(keys) else self.tensors(keys)
+        probes, anchors, values, grain = drawn
+        return Lots(probes, anchors, Choices(values, grain))
 
     def tensors(self, keys: Tensor) -> tuple[Tensor, ...]:
         """The same, one after the other."""
@@ -64,7 +64,8 @@ class Plan:
         return (
             noise.fork(streams[LOW : HIGH + 1, None], numbers(self.samples)[:, None]),
             noise.fork(streams[ANCHOR][:, None], numbers(self.views)),
-            *(getattr(choices, part.name) for part in fields(choices)),
+            choices.values,
+            choices.grain,
         )
 
 
