@@ -32,7 +32,7 @@ if [[ $device == gpu ]]; then
   for model in vit-b-16 vit-b-32; do
     bench $model table-clean --graphs --images 512 --batch 256 --rounds 7 --singles 100
     bench $model table-attacked --graphs --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
-    bench $model sweep-batch --graphs --sweep batch --images 256 --rounds 5 --singles 1
+    bench $model sweep-batch --graphs --sweep batch --images 1024 --rounds 5 --singles 1
     bench $model sweep-images --graphs --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
     bench $model sweep-classes --graphs --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
     bench $model sweep-attacked --graphs --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1

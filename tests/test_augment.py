@@ -109,7 +109,7 @@ def test_recorded_views_have_the_same_bits_on_a_gpu(large: bool) -> None:
     images = torch.rand(64, 3, 224, 224, device="cuda")
     choices = WeakAugmentation().choose(torch.arange(64, device="cuda"), images.dtype)
     with torch.no_grad(), fusing.part_of(images if large else images[:1]):
-        for count in (1, 2, 9, 32, 33, 2):
+        for count in (1, 2, 9, 59, 2):
             for first in (0, 5):
                 rows = torch.arange(first, first + count, device="cuda")
                 assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), (count, first)

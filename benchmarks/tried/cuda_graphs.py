@@ -10,7 +10,7 @@ from benchmarks.tried.common import attacked, classifier, finish, photos, read_o
 
 import react_clip as rc
 
-SIZES = (1, 3, 10, 32)
+SIZES = (1, 3, 10, 64)
 """Batches whose features are compared: an image, its first stage, its anchor views, the largest one."""
 
 
@@ -24,7 +24,7 @@ def main() -> None:
         recorded = tower(args).use_graphs()
         sides = {"before": classifier(plain), "after": classifier(recorded)}
         pixels = photos(args)
-        clean, views = pixels[:1], pixels.repeat(16, 1, 1, 1)
+        clean, views = pixels[:1], pixels.repeat(32, 1, 1, 1)
         guard = rc.ReACT.for_encoder(plain)
         spent = {
             "clean": _turns(args, sides, lambda clf: guard(clf, clean, seed=0)),
@@ -44,7 +44,7 @@ def main() -> None:
         attacked=spent.get("attacked"),
         agreement={"max_difference": difference},
         kept=True,
-        why="as `encoder.use_graphs()`, for batches of at most 32 views, and in the service; larger ones keep a GPU "
+        why="as `encoder.use_graphs()`, for batches of at most 64 views, and in the service; larger ones keep a GPU "
         "busy by themselves, and a CPU has nothing to record",
     )
 

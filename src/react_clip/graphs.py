@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 32
-"""Images in the largest batch that is worth a graph; larger ones keep a GPU busy by themselves."""
+LARGEST = 64
+"""Images in the largest batch that is worth a graph; much larger ones keep a GPU busy by themselves."""
 
 _WARM_UPS = 3
 """Libraries choose their kernels in the first calls, which must not be recorded."""
@@ -81,24 +81,27 @@ class Graphs:
             self._memory = None
 
     def _record(self, tensors: tuple[Tensor, ...], key: tuple[Any, ...]) -> _Recorded:
-        given = tuple(self._buffer((place, *key[1:]), tensor) for place, tensor in enumerate(tensors))
+        given = tuple(self._buffer(("given", place, *key[1:]), tensor, key[0]) for place, tensor in enumerate(tensors))
         for mine, tensor in zip(given, tensors, strict=True):
             mine.copy_(tensor)
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UPS):
-                self._run(*given)
+                result = self._run(*given)
         torch.cuda.current_stream().wait_stream(aside)
+        found = tuple(self._buffer(("found", place, *key[1:]), tensor, key[0]) for place, tensor in enumerate(result))
+        del result
         graph: Any = torch.cuda.CUDAGraph()
         # Other threads may work on the GPU meanwhile: only what this one does must be fit for a graph.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            found = self._run(*given)
+            for kept, tensor in zip(found, self._run(*given), strict=True):
+                kept.copy_(tensor)
         self._memory = graph.pool()
         return _Recorded(graph, given, found)
 
-    def _buffer(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
-        """Where a tensor is put before a replay: one place for all numbers of rows, because only one is at work."""
+    def _buffer(self, key: tuple[Any, ...], like: Tensor, count: int) -> Tensor:
+        """Where a tensor of so many images lies: one place for all numbers of them, because one graph is at work."""
         if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self._largest, *like.shape[1:])
-        return self._buffers[key][: len(like)]
+            self._buffers[key] = like.new_empty(like.numel() // count * self._largest)
+        return self._buffers[key][: like.numel()].view(like.shape)
