@@ -62,7 +62,7 @@ class Library:
         clf = build_classifier(args, encoder)
         guard = build_guard(args, encoder).replace(max_batch=batch, lazy=not args.constant_work)
         self._contender = Contender("ReACT", lambda pixels: answer(clf, guard, pixels))
-        self.model, self.dtype, self.classes = encoder.name, str(args.dtype), len(clf.names)
+        self.model, self.dtype, self.classes = encoder.name, str(encoder.dtype).removeprefix("torch."), len(clf.names)
         self._images: Tensor = torch.stack([to_pixels(photo, encoder.image_size) for photo in photos]).to(clf.device)
         self._batch = batch
 

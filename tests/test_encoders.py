@@ -13,6 +13,7 @@ from torch import Tensor
 
 import react_clip as rc
 import tiny_clip
+from react_clip import encoders
 from react_clip.encoders import offline
 from toys import ToyEncoder, toy_images
 
@@ -229,6 +230,16 @@ def test_importing_the_package_loads_no_optional_library(command: list[str]) -> 
     code = f"import sys, react_clip; print([name for name in {optional} if name in sys.modules])"
     printed = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_the_fastest_precision_is_fp16_only_where_gates_were_measured(tiny_folder: Path) -> None:
+    gpu = torch.device("cuda")
+    assert encoders.fastest_dtype("open_clip:ViT-B-16/openai", gpu) == torch.float16
+    for other in ("openai/clip-vit-base-patch32", "clip-vit-b-16+tower.safetensors", str(tiny_folder)):
+        assert encoders.fastest_dtype(other, gpu) == torch.float32
+    assert rc.load(tiny_folder, device="cpu", dtype="auto").dtype == torch.float32
+    with pytest.raises(rc.ReactClipError, match="dtype 'automatic' is unknown"):
+        rc.load(tiny_folder, device="cpu", dtype="automatic")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

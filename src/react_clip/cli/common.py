@@ -45,7 +45,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
-    group.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+    group.add_argument(
+        "--dtype", default="fp32", help="fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)"
+    )
 
 
 def add_label_options(parser: argparse.ArgumentParser) -> None:

@@ -47,6 +47,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         example="react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000",
     )
     add_model_options(parser)
+    parser.set_defaults(dtype="auto")
     group = parser.add_argument_group("labels and defence")
     group.add_argument("--labels", help="comma-separated names for requests that bring none")
     group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
