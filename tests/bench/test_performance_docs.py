@@ -12,7 +12,7 @@ import pytest
 
 from react_clip import cli
 from react_clip.bench import shapes
-from react_clip.report.figures.performance import performance_figures, read_reports
+from react_clip.report.figures.performance import growth, performance_figures, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")
@@ -77,6 +77,19 @@ def test_every_number_of_a_section_is_one_of_its_file(documents: ModuleType, mea
     tried = documents.performance("tried", measured)
     assert "| idea | cpu, bf16 | kept | why |" in tried
     assert "| a faster way: half of it | 0.50 | yes | it is faster |" in tried
+
+
+def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None:
+    def point(value: int, ours: list[float], bare: list[float], passes: float) -> dict[str, Any]:
+        rows = [("bare encoder", bare, 1.0), ("ReACT", ours, passes)]
+        contenders = [{"label": label, "round_milliseconds": times, "passes": work} for label, times, work in rows]
+        return {"value": value, "contenders": contenders}
+
+    # The second round is slow for everybody, the third one for all of the second point.
+    first = point(1, [4.0, 8.0, 4.0], [1.0, 2.0, 1.0], 4.0)
+    second = point(8, [6.6, 13.2, 19.8], [1.5, 3.0, 4.5], 4.0)
+    report = {"sweeps": {"images": [first, second]}}
+    assert growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
 
 
 def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:
