@@ -14,7 +14,7 @@ from react_clip.adaptive import BPDA, Both, Evade, Feature, Queries, Rand, Suite
 from react_clip.adaptive import base as adaptive_base
 from react_clip.adaptive.gradient import GradientAttack, Scene
 from react_clip.adaptive.pipeline import Pipeline
-from react_clip.defenses.anchored import Correction
+from react_clip.defenses.anchored import Correction, Decision
 from toys import toy_classifier, toy_images
 
 EPS = 8 / 255
@@ -136,19 +136,20 @@ class Brightness(rc.Encoder):
 class RightHalf(rc.ReACT):
     """A gate that opens where the right half is bright; the correction knows the answer."""
 
-    def correct(self, encoder: Any, pixels: Tensor, keys: Tensor, divergence: Any, logits: Any = None) -> Correction:
+    def decide(self, encoder: Any, pixels: Tensor, keys: Any, divergence: Any) -> Decision:
         plain, tau = encoder.encode_views(pixels), float(self.tau or 0.0)
         score = pixels[..., pixels.shape[-1] // 2 :].mean((1, 2, 3)) - 0.5
-        opened = torch.eye(2)[0].expand_as(plain) + 0.0 * plain
-        gated = score >= tau
-        features = torch.where(gated[:, None], opened, plain)
         rest = dict.fromkeys(("drift_low", "drift_high", "drift", "instability", "sigma"), score)
-        passes = torch.ones_like(keys)
-        threshold = torch.full_like(score, tau)
-        return Correction(
-            plain=plain, features=features, score=score, gated=gated, passes=passes, opened=opened, closed=plain,
-            threshold=threshold, **rest,
+        passes = torch.ones_like(score, dtype=torch.long)
+        return Decision(
+            plain=plain, score=score, gated=score >= tau, passes=passes, threshold=torch.full_like(score, tau),
+            streams=passes[:, None], **rest,
         )  # fmt: skip
+
+    def act(self, encoder: Any, pixels: Tensor, decision: Decision, logits: Any = None) -> Correction:
+        opened = torch.eye(2)[0].expand_as(decision.plain) + 0.0 * decision.plain
+        features = torch.where(decision.gated[:, None], opened, decision.plain)
+        return Correction(**vars(decision), features=features, opened=opened, closed=decision.plain)
 
 
 GATE = RightHalf(tau=0.004, views=1)
