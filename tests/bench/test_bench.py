@@ -21,7 +21,7 @@ from react_clip.bench import (
     compare,
     contenders,
     memory,
-    run_round,
+    run,
     speedup,
 )
 from toys import toy_classifier, toy_images
@@ -97,12 +97,8 @@ def test_races_share_a_round_evenly_however_many_batches_they_have() -> None:
         return Race([Contender("bare", answer)], toy_images(images), batch=1)
 
     races = [race("short", 1), race("long", 4)]
-    for one in races:
-        one.warm_up(1, lambda label: None)
-    seen.clear()
-    for number in range(2):
-        run_round(races, number, lambda label: None)
-    assert seen == ["long", "long", "short", "long", "long"] * 2
+    for _ in run(races, rounds=2, singles=1, progress=lambda label: None):
+        assert seen[-5:] == ["long", "long", "short", "long", "long"]
     for one in races:
         [timing] = one.timings()
         assert len(timing.round_milliseconds) == 2

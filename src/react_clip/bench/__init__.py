@@ -3,7 +3,7 @@
 from react_clip.bench.contenders import BARE, OURS, PLAIN, PUBLISHED, contenders
 from react_clip.bench.machine import Roofline, roofline
 from react_clip.bench.plan import SWEEPS, Bench, Point
-from react_clip.bench.race import Race, compare, run_round
+from react_clip.bench.race import Race, compare, run
 from react_clip.bench.shapes import SHAPES, random_encoder
 from react_clip.bench.syncs import host_syncs
 from react_clip.bench.timing import Contender, Ratio, Timing, speedup
@@ -30,7 +30,7 @@ __all__ = [
     "host_syncs",
     "random_encoder",
     "roofline",
-    "run_round",
+    "run",
     "speedup",
     "synthetic_photos",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from react_clip.bench.contenders import PLAIN, PUBLISHED, contenders
-from react_clip.bench.race import Progress, Race, part_size, run_round
+from react_clip.bench.race import Progress, Race, part_size, run
 from react_clip.bench.timing import Contender, Timing
 from react_clip.bench.traffic import Traffic, gate_scores, opening
 from react_clip.defenses import Defense, ReACT
@@ -48,9 +48,8 @@ class Bench:
     def table(self, progress: Progress = lambda label: None) -> list[Timing]:
         """Every contender on the same images."""
         race = self._race(lambda contender: True)
-        race.warm_up(self.singles, progress)
-        for number in range(self.rounds):
-            run_round([race], number, progress)
+        for _ in run([race], rounds=self.rounds, singles=self.singles, progress=progress):
+            pass
         return race.timings()
 
     def sweep(self, axis: str, progress: Progress = lambda label: None) -> Iterator[list[Point]]:
@@ -61,10 +60,7 @@ class Bench:
         """
         values = self.values(axis)
         races = [self._at(axis, value)._race(_swept) for value in values]
-        for race in races:
-            race.warm_up(self.singles, progress)
-        for number in range(self.rounds):
-            run_round(races, number, progress)
+        for _ in run(races, rounds=self.rounds, singles=self.singles, progress=progress):
             yield [Point(value, tuple(race.timings())) for value, race in zip(values, races, strict=True)]
 
     def values(self, axis: str) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,9 @@ def compare(
     progress: Progress = lambda label: None,
 ) -> list[Timing]:
     """Time every contender on the same images, round by round; the first one is the bare encoder, the yardstick."""
-    if rounds < 1:
-        raise ReactClipError(f"{rounds} rounds are too few; there must be at least 1")
     race = Race(contenders, images, batch=batch)
-    race.warm_up(singles, progress)
-    for number in range(rounds):
-        run_round([race], number, progress)
+    for _ in run([race], rounds=rounds, singles=singles, progress=progress):
+        pass
     return race.timings()
 
 
@@ -102,6 +99,17 @@ def part_size(images: int, batch: int, device: torch.device) -> int:
     A GPU works off one batch while the host prepares the next, so there a turn is all images.
     """
     return batch if device.type == "cpu" else images
+
+
+def run(races: Sequence[Race], *, rounds: int, singles: int, progress: Progress) -> Iterator[None]:
+    """All races from warm-up to last round; after each round their timings may be asked for."""
+    if rounds < 1:
+        raise ReactClipError(f"{rounds} rounds are too few; there must be at least 1")
+    for race in races:
+        race.warm_up(singles, progress)
+    for number in range(rounds):
+        run_round(races, number, progress)
+        yield
 
 
 def run_round(races: Sequence[Race], number: int, progress: Progress) -> None:
