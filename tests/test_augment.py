@@ -14,7 +14,7 @@ from react_clip.augment import (
     _jittered,
     _jittered_number,
 )
-from toys import toy_images
+from toys import on_a_gpu, toy_images
 
 STILL = WeakAugmentation(rotation=0, translation=0, scale=(1, 1), probability=0)
 
@@ -103,7 +103,7 @@ def test_rows_are_picked_from_images_and_choices_alike() -> None:
     assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), "a CPU records nothing"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.parametrize("large", [False, True], ids=["operation by operation", "one kernel each"])
 def test_recorded_views_have_the_same_bits_on_a_gpu(large: bool) -> None:
     images = torch.rand(64, 3, 224, 224, device="cuda")

@@ -15,7 +15,7 @@ import react_clip as rc
 import tiny_clip
 from react_clip import encoders
 from react_clip.encoders import offline
-from toys import ToyEncoder, toy_images
+from toys import ToyEncoder, on_a_gpu, toy_images
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_the_fastest_precision_is_fp16_only_where_gates_were_measured(tiny_folde
         rc.load(tiny_folder, device="cpu", dtype="automatic")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 def test_graphs_give_the_same_bits_on_a_gpu(tiny_folder: Path) -> None:
     encoder = rc.load(tiny_folder, device="cuda")
     pixels = torch.rand(65, 3, encoder.image_size, encoder.image_size, device="cuda")

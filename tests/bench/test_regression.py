@@ -13,7 +13,7 @@ import react_clip as rc
 from react_clip.bench import gate_scores, host_syncs
 from react_clip.bench.traffic import opening
 from react_clip.defenses.sequential import looks
-from toys import toy_classifier, toy_images
+from toys import on_a_gpu, toy_classifier, toy_images
 
 IMAGES = 8
 # Ceilings. Raise one only with a reason and a measurement; lower it when something became cheaper.
@@ -121,7 +121,7 @@ def test_the_counter_leaves_the_rest_alone() -> None:
     assert host_syncs(lambda: x.sum().item()) == ["_local_scalar_dense"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.parametrize("traffic", SHARES)
 def test_a_real_device_agrees(traffic: str) -> None:
     clf, images = toy_classifier().cuda(), toy_images(IMAGES).cuda()

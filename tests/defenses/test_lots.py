@@ -12,8 +12,8 @@ from react_clip import noise
 from react_clip.augment import WeakAugmentation
 from react_clip.defenses import views
 from react_clip.defenses.lots import Plan
+from toys import on_a_gpu
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 KEYS = torch.arange(5) * 977
 
 
@@ -29,6 +29,7 @@ def test_every_role_has_the_stream_of_its_branch() -> None:
     for number in range(3):
         assert torch.equal(lots.anchors[:, number], noise.fork(noise.fork(KEYS, views.ANCHOR), number))
     expected = WeakAugmentation().choose(noise.fork(KEYS, views.AUGMENT), torch.float32)
+    assert lots.choices is not None
     assert torch.equal(lots.choices.values, expected.values)
     assert torch.equal(lots.choices.grain, expected.grain)
 
@@ -37,6 +38,10 @@ def test_more_of_one_role_changes_no_other() -> None:
     few, many = plan(1, 1).draw(KEYS), plan(3, 9).draw(KEYS, recorded=True)
     assert torch.equal(few.probes, many.probes[:, :1])
     assert torch.equal(few.anchors, many.anchors[:, :1])
+    blind = Plan(1, 1, None, torch.float32).draw(KEYS)
+    assert blind.choices is None
+    assert torch.equal(blind.probes, few.probes)
+    assert torch.equal(blind.anchors, few.anchors)
 
 
 @on_a_gpu
@@ -46,6 +51,8 @@ def test_recorded_lots_have_the_same_bits() -> None:
         drawn, recorded = plan().draw(keys), plan().draw(keys, recorded=True)
         assert torch.equal(drawn.probes, recorded.probes)
         assert torch.equal(drawn.anchors, recorded.anchors)
+        assert drawn.choices is not None
+        assert recorded.choices is not None
         assert torch.equal(drawn.choices.values, recorded.choices.values)
         assert torch.equal(drawn.choices.grain, recorded.choices.grain)
 

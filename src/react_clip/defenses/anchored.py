@@ -148,8 +148,7 @@ class AnchoredDefense(Configuration):
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes that one image can need."""
         probes = 2 * self.probe_samples if self._needs_drift else 0
-        augmented = int(self.instability and (self.tau is not None or not self.lazy))
-        return 1 + probes + augmented + self.views, 0
+        return 1 + probes + int(self._needs_instability) + self.views, 0
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -196,7 +195,8 @@ class AnchoredDefense(Configuration):
 
     def decide(self, encoder: Encoder, pixels: Tensor, keys: Keys, divergence: Divergence) -> Decision:
         """The first half of :meth:`correct`: everything that needs no anchor view."""
-        plan = Plan(self.probe_samples, self.views, self.augmentation, pixels.dtype)
+        augmentation = self.augmentation if self._needs_instability else None
+        plan = Plan(self.probe_samples, self.views, augmentation, pixels.dtype)
         made = cache(lambda: keys if isinstance(keys, Tensor) else keys())
         lots = cache(lambda: plan.draw(made(), recorded=encoder.graphed))
         plain, *probed = self._probe(encoder, pixels, lambda: lots().probes)
@@ -263,6 +263,10 @@ class AnchoredDefense(Configuration):
     def _needs_drift(self) -> bool:
         return not self.lazy or self.tau is not None or not isinstance(self.mapping, Constant)
 
+    @property
+    def _needs_instability(self) -> bool:
+        return self.instability and (self.tau is not None or not self.lazy)
+
     def _threshold(self, keys: Tensor) -> float | Tensor | None:
         """The score from which the gate opens: tau, or tau moved at random for each image."""
         if self.tau is None or not self.jitter:
@@ -283,7 +287,7 @@ class AnchoredDefense(Configuration):
         self,
         encoder: Encoder,
         pixels: Tensor,
-        choices: Choices,
+        choices: Choices | None,
         features: Tensor,
         drift: Tensor,
         threshold: float | Tensor | None,
@@ -291,7 +295,7 @@ class AnchoredDefense(Configuration):
     ) -> Tensor:
         """J(x) where it can still change the gate, NaN elsewhere."""
         result = torch.full_like(drift, torch.nan)
-        if not self.instability or (self.lazy and self.tau is None):
+        if choices is None:
             return result
         undecided = torch.ones_like(drift, dtype=torch.bool)
         if self.lazy and self.tau is not None and threshold is not None:

@@ -25,8 +25,8 @@ class Lots:
     """Keys ``[2, S, B]`` of the views at the weak and at the strong scale."""
     anchors: Tensor
     """Keys ``[B, M]`` of the views behind the anchors."""
-    choices: Choices
-    """Of the augmented view."""
+    choices: Choices | None
+    """Of the augmented view, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Plan:
     """Views of each probe."""
     views: int
     """Behind the anchor."""
-    augmentation: WeakAugmentation
+    augmentation: WeakAugmentation | None
+    """Whose choices are drawn; ``None`` where nobody asks for J."""
     dtype: torch.dtype
 
     def draw(self, keys: Tensor, *, recorded: bool = False) -> Lots:
         """The lots of the images with these keys; ``recorded``: by a CUDA graph."""
-        graphs = _graphs(self)
-        drawn = graphs(keys) if recorded and graphs.suit(keys) else self.tensors(keys)
-        probes, anchors, values, grain = drawn
-        return Lots(probes, anchors, Choices(values, grain))
+        drawn = _graphs(self)(keys) if recorded and _graphs(self).suit(keys) else self.tensors(keys)
+        probes, anchors, *chosen = drawn
+        return Lots(probes, anchors, Choices(*chosen) if chosen else None)
 
     def tensors(self, keys: Tensor) -> tuple[Tensor, ...]:
         """The same, one after the other."""
@@ -60,13 +60,12 @@ class Plan:
 
         # All roles at once: on a GPU the number of operations counts, not their size.
         streams = noise.fork(keys, numbers(ANCHOR + 1)[:, None])
+        probes = noise.fork(streams[LOW : HIGH + 1, None], numbers(self.samples)[:, None])
+        anchors = noise.fork(streams[ANCHOR][:, None], numbers(self.views))
+        if self.augmentation is None:
+            return probes, anchors
         choices = self.augmentation.choose(streams[AUGMENT], self.dtype)
-        return (
-            noise.fork(streams[LOW : HIGH + 1, None], numbers(self.samples)[:, None]),
-            noise.fork(streams[ANCHOR][:, None], numbers(self.views)),
-            choices.values,
-            choices.grain,
-        )
+        return probes, anchors, choices.values, choices.grain
 
 
 @cache
