@@ -9,7 +9,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
-    *("errors", "optional", "storage", "functional", "fusing", "graphs", "mappings", "noise", "augment", "preprocess"),
+    *(
+        "environment",
+        "errors",
+        "optional",
+        "storage",
+        "functional",
+        "fusing",
+        "graphs",
+        "mappings",
+        "noise",
+        "augment",
+        "preprocess",
+    ),
     *("encoders", "bank", "zeroshot", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation"),
     *("finetune", "bench", "report", "integrations", "serve", "scale", "cli", "__main__"),
 ]

@@ -10,11 +10,10 @@ from react_clip.bank import LabelBank
 from react_clip.calibration import Calibration, calibrate
 from react_clip.defenses import Defended, ReACT, Undefended, as_module
 from react_clip.encoders import Encoder, load, pull
+from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import EvaluationResult, evaluate
 from react_clip.zeroshot import ZeroShotClassifier
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Calibration",
@@ -26,6 +25,7 @@ __all__ = [
     "ReactClipError",
     "Undefended",
     "ZeroShotClassifier",
+    "__version__",
     "adaptive",
     "as_module",
     "attacks",

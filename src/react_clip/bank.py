@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from react_clip import functional
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 
 BANK_FILE = Path(__file__).parent / "assets" / "label_bank.safetensors"
 TENSOR = "features"
@@ -150,7 +150,7 @@ def _load(path: Path) -> LabelBank:
             said = {key: json.loads(text) for key, text in (stored.metadata() or {}).items()}
         bank = _from_metadata(said, matrix)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(f"the label bank {path} is damaged ({reason}); install react-clip again") from None
     return bank
 

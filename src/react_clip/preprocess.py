@@ -8,6 +8,7 @@ Files are untrusted: length, format and pixel count are checked before a pixel i
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from collections.abc import Sequence
@@ -19,10 +20,13 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 
 ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
+
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+"""File names that folders are searched for."""
 
 RESIZE_RATIO = 256 / 224
 """Shorter side before the crop, relative to the crop."""
@@ -73,7 +77,7 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
     except ReactClipError:
         raise
     except Exception as error:  # decoders raise almost anything on a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(f"{name} cannot be decoded ({reason}); the file is truncated or damaged") from None
     return _to_rgb(image)
 
@@ -166,3 +170,16 @@ def as_pixels(images: Images, size: int, limits: Limits = DEFAULT_LIMITS) -> Ten
             )
         pixels.append(to_pixels(source, size, limits))
     return torch.stack(pixels)
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """An 8-bit RGB image of float pixels ``[3, H, W]`` in [0, 1]; the opposite of :func:`to_pixels`."""
+    array = pixels.detach().mul(255).round().clamp(0, 255).to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
+    return Image.fromarray(array.numpy())
+
+
+def data_uri(image: Image.Image, kind: str = "png") -> str:
+    """An image as ``data:`` address for pages: PNG, or ``webp`` and ``jpeg`` with quality 80."""
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, quality=80, optimize=True)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

@@ -22,11 +22,10 @@ from react_clip import functional
 from react_clip.bank import LabelBank
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import as_pixels
+from react_clip.preprocess import PHOTO_SUFFIXES, as_pixels
 from react_clip.storage import cache_dir, write_tensors
 
 DEFAULT_TEMPLATES = ("This is a photo of a {}.",)
-PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 _BATCH = 64
 
 

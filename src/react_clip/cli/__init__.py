@@ -18,7 +18,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``react-clip`` with all its commands."""
-    from react_clip import __version__
+    from react_clip.environment import __version__
 
     parser = argparse.ArgumentParser(
         prog="react-clip",

@@ -6,7 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-from PIL import Image
 from torch import Tensor
 
 from react_clip import ReactClipError, attacks
@@ -21,6 +20,7 @@ from react_clip.cli.common import (
     new_command,
     notice,
 )
+from react_clip.preprocess import to_image
 from react_clip.storage import atomic_path
 
 _BATCH = 16
@@ -81,6 +81,5 @@ def _refuse_equal_names(stems: list[str]) -> None:
 
 def save_png(path: Path, pixels: Tensor) -> None:
     """One image as PNG, whole or not at all."""
-    array = pixels.mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
     with atomic_path(path) as temporary:
-        Image.fromarray(array).save(temporary, format="PNG")
+        to_image(pixels).save(temporary, format="PNG")

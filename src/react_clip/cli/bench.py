@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, __version__, attacks, defenses, storage
+from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, attacks, defenses, storage
 from react_clip.bench import (
     BARE,
     OURS,
@@ -49,7 +48,7 @@ from react_clip.cli.common import (
 )
 from react_clip.cli.demo import bundled_photos
 from react_clip.encoders import offline
-from react_clip.evaluation.sets import device_name
+from react_clip.environment import device_name, versions
 
 SCHEMA = 2
 _CLASSES = 1_000
@@ -235,7 +234,7 @@ def _report(args: argparse.Namespace, bench: Bench, limits: Roofline) -> dict[st
         "singles": args.singles,
         "seed": args.seed,
         "notes": notes,
-        "versions": {"react-clip": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "roofline": dataclasses.asdict(limits),
         "contenders": [],
         "sweeps": {},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from react_clip import ReactClipError, __version__, data
+from react_clip import ReactClipError, data
 from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
 from react_clip.cli.common import Subparsers, add_model_options, load_encoder, new_command, notice
+from react_clip.environment import device_name, versions
 from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.images import read_pixels, to_float
-from react_clip.evaluation.sets import device_name
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -84,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
                     "sha256": photos.fingerprint(),
                 },
                 "classes": len(clf.names),
-                "versions": {
-                    "react-clip": __version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
+                "versions": versions(),
             },
         )
     result.save(args.out)

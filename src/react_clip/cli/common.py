@@ -14,8 +14,7 @@ from tqdm import tqdm
 from react_clip import ReACT, ReactClipError, ZeroShotClassifier, load, pull
 from react_clip.bank import LabelBank
 from react_clip.encoders import Encoder, offline
-from react_clip.preprocess import to_pixels
-from react_clip.zeroshot import PHOTO_SUFFIXES
+from react_clip.preprocess import PHOTO_SUFFIXES, to_pixels
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 

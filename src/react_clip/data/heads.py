@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ def load_head(path: str | Path) -> Head:
         names, folders, features = readers[path.suffix](path)
         return Head(tuple(names), tuple(folders or names), torch.as_tensor(features, dtype=torch.float32))
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(
             f"{path} is not a head ({reason}); write names and features with one row per name"
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 from react_clip.data.dataset import ImageDataset
 from react_clip.data.spec import DatasetSpec
 from react_clip.data.tagged import Tagged, build
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
 LABELS = ("label", "labels", "fine_label", "cls", "class")
@@ -36,7 +36,7 @@ def load_tables(tables: list[Path], name: str, split: str, spec: DatasetSpec | N
         else:
             table = datasets.Dataset.from_parquet([str(path) for path in tables])
     except Exception as error:  # pyarrow and datasets each have a family of their own
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(f"{tables[0]} cannot be read ({reason}); get it again") from error
     photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
     label_column = next((column for column in LABELS if column in table.features), None)
@@ -71,5 +71,5 @@ def fetch(spec: DatasetSpec, root: Path, split: str) -> None:
             allow_patterns=[f"{theirs}/*.tar", f"data/{theirs}*.parquet", "classnames.txt"],
         )
     except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(f"cannot download {spec.hub} ({reason}); {spec.how_to_get_under(root)}") from error

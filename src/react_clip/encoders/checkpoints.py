@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.layouts import PROJECTION, State, to_hf, to_openai
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.storage import read_json, sha256_of
 
 TOWER, RECORD, SETTINGS = "tower.safetensors", "finetune.json", "settings.json"
@@ -227,7 +227,7 @@ def read_tensors(path: Path) -> State:
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _read_torch(path)
     except (OSError, SafetensorError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise ReactClipError(f"{path} cannot be read ({_first_line(error)}); get the file again") from None
+        raise ReactClipError(f"{path} cannot be read ({first_line(error)}); get the file again") from None
     while isinstance(content, Mapping):
         inner = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
@@ -250,12 +250,8 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it needs {blocked[1]}" if blocked else _first_line(error)
+        what = f"it needs {blocked[1]}" if blocked else first_line(error)
         raise ReactClipError(
             f"{path} holds more than tensors ({what}), which could run code; save its state_dict as safetensors where "
             "you trust it"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from react_clip import noise
 from react_clip.encoders.base import Encoder, quiet_libraries
 from react_clip.encoders.exported import FORMATS, RECORD, SCHEMA, ExportedEncoder, Graph, open_graph
-from react_clip.errors import ReactClipError
+from react_clip.environment import versions
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.preprocess import RESIZE_RATIO
 from react_clip.storage import sha256_of, write_text
@@ -116,7 +116,7 @@ def _write_graph(encoder: Encoder, kind: str, folder: Path) -> None:
     except (OSError, ReactClipError):
         raise
     except Exception as error:  # exporters raise almost anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(
             f"{encoder.name!r} cannot be exported to {kind} ({reason}); nothing was written"
         ) from error
@@ -157,5 +157,5 @@ def _record(encoder: Encoder, kind: str, folder: Path, parity: Parity) -> dict[s
         "normalisation": "inside the graph",
         "sha256": {file: sha256_of(folder / file) for file in FORMATS[kind]},
         "parity": asdict(parity),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
     }

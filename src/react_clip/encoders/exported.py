@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.storage import read_json, sha256_of
 
@@ -120,7 +120,7 @@ def open_graph(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> G
     try:
         return _onnx_graph(module, path) if kind == "onnx" else _openvino_graph(module, path, dtype)
     except Exception as error:  # each runtime has its own errors
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         way_out = _WAY_OUT.format(kind=kind)
         raise ReactClipError(f"{runtime} {module.__version__} cannot open {path} ({reason}); {way_out}") from error
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, QUICK_GELU, Encoder, check_activation, quiet_libraries
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 
 # OpenAI's ViT-B/16, recognised by its class embedding: it must run with QuickGELU whatever a config.json says.
 _OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
@@ -142,7 +142,7 @@ def _normalisation(source: str, revision: str | None) -> tuple[list[float], list
 
 
 def _loading_error(name: str, folder: Path | None, error: Exception) -> ReactClipError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = first_line(error)
     if folder:
         return ReactClipError(f"{folder} cannot be loaded ({reason}); the folder is incomplete or damaged")
     return ReactClipError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, GELU, QUICK_GELU, Encoder, check_activation, quiet_libraries
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
 PREFIX = "open_clip:"
@@ -87,7 +87,7 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
         with quiet_libraries():
             model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ReactClipError(
             f"{name!r} cannot be loaded ({reason}); with a network run `react-clip pull {name}`, without one use the "
             "offline tower: `react-clip pull clip-vit-b-16`"

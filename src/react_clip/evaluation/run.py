@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
 from react_clip.defenses import Defense
 from react_clip.encoders.base import DTYPES, Encoder
+from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import records, run_dir, sanity, selfcheck, sets, summary
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
@@ -138,7 +137,7 @@ def set_outcome(
     recipe: Recipe, subject: EvaluationSet, store: ShardStore, check: SelfCheck, progress: bool
 ) -> SetOutcome:
     """Compute, or read back, what a recipe asks about one set."""
-    device = sets.device_name(subject.clf.device)
+    device = device_name(subject.clf.device)
     log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
     costs = set_costs(recipe, subject)
     with Progress(subject.name, planned_work(recipe, subject, costs, len(subject)), enabled=progress) as bar:
@@ -246,7 +245,7 @@ def _result(
         paper=recipe.paper,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
-        versions=_versions(),
+        versions=versions(),
         device=device,
         dtype=recipe.dtype,
         attack_dtype=recipe.attack_dtype or recipe.dtype,
@@ -266,19 +265,6 @@ def _result(
         notes=tuple(notes),
         checks=tuple(checks),
     )
-
-
-def _versions() -> dict[str, str]:
-    from react_clip import __version__
-
-    # Ours by import: a checkout that was never installed has a version too.
-    found = {"python": platform.python_version(), "react-clip": __version__}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _dtype_name(clf: ZeroShotClassifier) -> str:

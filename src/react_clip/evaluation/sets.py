@@ -13,6 +13,7 @@ from torch import Tensor
 from react_clip import data as data_room
 from react_clip.data import ImageDataset
 from react_clip.encoders import Encoder
+from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.classes import ClassSource, class_source
 from react_clip.evaluation.images import read_pixels, to_float
@@ -60,11 +61,6 @@ class EvaluationSet:
 def model_fingerprint(clf: ZeroShotClassifier) -> str:
     """The weights, the precision and the class features."""
     return f"{clf.encoder.fingerprint()}-{digest_of(clf.class_features)[:16]}"
-
-
-def device_name(device: torch.device) -> str:
-    """The device as people know it: results may differ in the last bit between devices, so it is part of a result."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Data, progress: bool) -> EvaluationSet:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from react_clip import storage
+from react_clip.errors import first_line
 
 log = logging.getLogger("react_clip.evaluation")
 
@@ -50,7 +51,7 @@ class ShardStore:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             log.warning("%s is damaged (%s); it is computed again", place, reason)
             return None
         if found != _canonical(about):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from react_clip import storage
 from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 
 LOG = "log.csv"
 _CHECKPOINT = "checkpoint.safetensors"
@@ -95,7 +95,7 @@ class RunFolder:
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
             return Place(int(header["step"]), float(header["seconds"]))
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise ReactClipError(f"{path} is damaged ({reason}); remove it to begin again") from None
 
     def _claim(self) -> None:

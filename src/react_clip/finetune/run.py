@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -16,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from react_clip import __version__, functional
+from react_clip import functional
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import TOWER, image_parameters, image_tower, lasting_name, load_tower
+from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.sets import device_name
 from react_clip.evaluation.store import digest_of
 from react_clip.finetune.folder import LOG, RunFolder
 from react_clip.finetune.loss_log import Progress, read_log
@@ -146,12 +144,7 @@ def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]
         "final_loss_is": f"the mean of the last {tail} steps",
         "seconds": round(seconds, 2),
         "device": device_name(task.student.device),
-        "versions": {
-            "react-clip": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": importlib.metadata.version("transformers"),
-        },
+        "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **about,
         "tower": {"file": TOWER, "layout": "openai", "dtype": "fp16" if task.settings.half else "fp32"},

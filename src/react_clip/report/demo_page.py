@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from PIL import Image
 from torch import Tensor
 
+from react_clip.preprocess import data_uri, to_image
 from react_clip.storage import write_text
 
 
@@ -123,8 +121,4 @@ def _answer(who: str, story: PhotoStory, answer: str, probability: float) -> str
 
 
 def _picture(pixels: Tensor, description: str) -> str:
-    array = pixels.mul(255).round().byte().permute(1, 2, 0).numpy()
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="PNG", optimize=True)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{escape(description)}" width="224" height="224" src="data:image/png;base64,{data}">'
+    return f'<img alt="{escape(description)}" width="224" height="224" src="{data_uri(to_image(pixels))}">'

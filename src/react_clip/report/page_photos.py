@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image as PillowImage
 from PIL import features
 from PIL.Image import Resampling
 from torch import Tensor
 
 from react_clip.evaluation.images import to_float
 from react_clip.evaluation.pictures import Pictures
+from react_clip.preprocess import data_uri, to_image
 from react_clip.report.page_data import Rows
 
 SIDE = 160
@@ -57,11 +55,8 @@ def _attacked(photo: Tensor, clean: Tensor, eps: float) -> list[Any]:
 
 
 def _data_uri(pixels: Tensor, resampling: Resampling = Resampling.LANCZOS) -> str:
-    picture = PillowImage.fromarray(pixels.mul(255).round().byte().permute(1, 2, 0).contiguous().numpy())
+    picture = to_image(pixels)
     if max(picture.size) > SIDE:
         scale = SIDE / max(picture.size)
         picture = picture.resize((round(picture.width * scale), round(picture.height * scale)), resampling)
-    kind = "webp" if features.check("webp") else "jpeg"
-    buffer = io.BytesIO()
-    picture.save(buffer, format=kind, quality=80)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_uri(picture, "webp" if features.check("webp") else "jpeg")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation import run_dir, yaml_text
 from react_clip.evaluation.merge import merge
 from react_clip.evaluation.result import EvaluationResult
@@ -122,7 +122,7 @@ def _or_missing(missing: list[str], name: str, read: Any) -> Any:
         missing.append(str(error))
     except Exception as error:
         # Damaged files fail in as many ways as their libraries have exceptions; the page says so and goes on.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         missing.append(f"{name} cannot be read ({reason}); run the evaluation again to write it")
     return None
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from react_clip.errors import ReactClipError
+from react_clip.environment import versions
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.scale.files import first_line
 
 _PATIENCE = 5.0
 """Seconds to wait for the first sign of life of a cluster at an address."""
@@ -55,24 +54,15 @@ def connected(address: str | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def software() -> dict[str, str]:
-    """The versions that decide what a worker computes."""
-    import torch
-
-    from react_clip import __version__
-
-    return {"react-clip": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def check_versions(ray: Any) -> None:
     """Refuse a cluster in which a node has other software than this process."""
-    ours = software()
+    ours = versions()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     nodes = [node for node in nodes if node["NodeID"] not in _checked]
     asked = []
     for node in nodes:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ask = ray.remote(software).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
+        ask = ray.remote(versions).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
         asked.append(ask.remote())
     for node, answer in zip(nodes, asked, strict=True):
         try:

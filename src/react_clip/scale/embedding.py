@@ -176,7 +176,7 @@ def _asked(
     column: str,
 ) -> dict[str, Any]:
     """All that decides what the rows hold, as JSON values."""
-    from react_clip import __version__
+    from react_clip.environment import __version__
 
     classes = hashlib.sha256(json.dumps(clf.names).encode())
     classes.update(clf.class_features.float().cpu().numpy().tobytes())

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from react_clip import data as data_room
 from react_clip.encoders import Encoder
+from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import Recipe, run_dir, selfcheck, sets
 from react_clip.evaluation.progress import Progress, Tally
@@ -124,7 +125,7 @@ class Worker:
 
     def greet(self, _: str) -> tuple[str, int, str]:
         """Load the encoders; tells node, process and device."""
-        return _node(), os.getpid(), sets.device_name(self._encoders[0].device)
+        return _node(), os.getpid(), device_name(self._encoders[0].device)
 
     def check(self, name: str) -> SelfCheck:
         """Whether PGD-10 at 1/255 breaks undefended CLIP, on a few images of a set."""

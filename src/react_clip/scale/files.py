@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.zeroshot import PHOTO_SUFFIXES
+from react_clip.preprocess import PHOTO_SUFFIXES
 
 SHARD_SUFFIXES = (".tar", ".parquet")
 
@@ -101,11 +101,3 @@ def _known(shown: str, root: str, found: dict[str, dict[str, Any]]) -> Iterator[
 
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line: what a foreign library says, without its traceback."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.scale.files import File, first_line, locate
-from react_clip.zeroshot import PHOTO_SUFFIXES
+from react_clip.preprocess import DEFAULT_LIMITS, PHOTO_SUFFIXES
+from react_clip.scale.files import File, locate
 
 Cut = tuple[int, int, int]
 """Where a piece of a shard begins and ends (bytes of a tar, rows of a Parquet file), and how many images it holds."""

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from react_clip import storage
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.scale.files import first_line, local_path, locate
+from react_clip.scale.files import local_path, locate
 from react_clip.scale.plan import Plan
 
 PLAN = "plan.json"

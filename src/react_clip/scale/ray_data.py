@@ -23,12 +23,12 @@ import torch
 
 from react_clip.defenses.base import Defense
 from react_clip.encoders import load
-from react_clip.errors import ReactClipError
+from react_clip.environment import versions
+from react_clip.errors import ReactClipError, first_line
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.scale.cluster import connected, software
+from react_clip.scale.cluster import connected
 from react_clip.scale.embedding import Job, Outcome
-from react_clip.scale.files import first_line
 from react_clip.scale.parcels import Parcel
 from react_clip.scale.parts import Parts, Tally
 from react_clip.scale.work import Decoded, Defender, decode
@@ -200,7 +200,7 @@ class _Worker:
 def _defender(order: _Order) -> Defender:
     """Load the model here, and make sure that this machine is one of those that were meant."""
     here = platform.node()
-    if (ours := software()) != order.software:
+    if (ours := versions()) != order.software:
         raise ReactClipError(f"node {here} has {ours}, the driver {order.software}; install the same versions on both")
     parts = Parts(order.out, order.base)
     if parts.read_plan() is None:
@@ -250,7 +250,7 @@ def _order(job: Job, device: str) -> _Order:
         column=job.column,
         seed=job.seed,
         top=job.top,
-        software=software(),
+        software=versions(),
     )
 
 

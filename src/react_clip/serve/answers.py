@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import math
 from typing import Any, Literal
 
-import torch
-from PIL import Image
 from torch import Tensor
 
 from react_clip.serve.classes import ClassList
@@ -48,11 +45,3 @@ def written(feature: Tensor, encoding: Literal["float", "base64"]) -> list[float
         values: list[float] = feature.tolist()
         return values
     return base64.b64encode(feature.numpy().astype("<f4").tobytes()).decode("ascii")
-
-
-def data_uri(pixels: Tensor) -> str:
-    """Pixels ``[3, H, W]`` in [0, 1] as PNG data URI."""
-    array = (pixels * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
-    stream = io.BytesIO()
-    Image.fromarray(array).save(stream, "PNG")
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")

@@ -56,7 +56,7 @@ def create_app(
         service.decoders.close()
         engine.stop(timeout=settings.grace)
 
-    from react_clip import __version__
+    from react_clip.environment import __version__
 
     app = FastAPI(
         title="react-clip",

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from react_clip import mappings, noise
 from react_clip.errors import ReactClipError
-from react_clip.serve.answers import data_uri, diagnostics, top, written
+from react_clip.preprocess import data_uri, to_image
+from react_clip.serve.answers import diagnostics, top, written
 from react_clip.serve.classes import ClassList
 from react_clip.serve.decode import DecoderPool, shielded
 from react_clip.serve.engine import Answer, Engine, Photo
@@ -98,7 +99,7 @@ class Service:
                 "attacked_label": classes.names[target],
                 "clean": _scene(pixels, clean, asked.top_k),
                 "attacked": _scene(attacked, after, asked.top_k),
-                "perturbation": data_uri((0.5 + scale * (attacked - pixels)).clamp(0, 1)),
+                "perturbation": data_uri(to_image(0.5 + scale * (attacked - pixels))),
                 "amplification": scale,
             }
 
@@ -106,7 +107,7 @@ class Service:
 
     def info(self) -> dict[str, Any]:
         """``GET /v1/info``: what a page needs to know before it asks."""
-        from react_clip import __version__
+        from react_clip.environment import __version__
 
         engine, settings, guard = self.engine, self.settings, self.engine.guard
         span = sorted(guard.mapping(torch.tensor(_TYPICAL_DRIFTS)).tolist())
@@ -184,7 +185,7 @@ class Service:
 
 def _scene(pixels: Tensor, answer: Answer, count: int) -> dict[str, Any]:
     return {
-        "image": data_uri(pixels),
+        "image": data_uri(to_image(pixels)),
         "plain": top(answer.classes, answer.plain_probs, count),
         "defended": top(answer.classes, answer.probs, count),
         "diagnostics": diagnostics(answer),
