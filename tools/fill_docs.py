@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from performance_docs import performance
-from scale_docs import scale
+from scale_docs import overhead
 from threat_docs import threats
 
 from react_clip.evaluation import EvaluationResult
@@ -180,7 +180,7 @@ def filled(text: str) -> str:
             "methods": methods_table,
             "leakage": leakage_table,
             "performance": lambda section: performance(section, RESULTS / "bench"),
-            "scale": lambda section: scale(section, RESULTS),
+            "scale": lambda _: overhead(RESULTS),
             "threats": lambda section: threats(section, RESULTS),
         }
         make = makers[kind]
