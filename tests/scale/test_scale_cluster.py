@@ -12,7 +12,8 @@ import ray
 
 import react_clip as rc
 from react_clip.cli import main
-from react_clip.scale.cluster import connected, software
+from react_clip.environment import versions
+from react_clip.scale.cluster import connected
 
 
 def test_a_cluster_of_ones_own_ends_with_the_work() -> None:
@@ -44,7 +45,7 @@ def test_an_address_without_a_cluster_is_one_line(
 def test_workers_with_other_software_are_refused(cluster_of: Any, tmp_path: Path) -> None:
     copy = tmp_path / "other"
     shutil.copytree(Path(rc.__file__).parent, copy / "react_clip", ignore=shutil.ignore_patterns("__pycache__"))
-    init = copy / "react_clip" / "__init__.py"
+    init = copy / "react_clip" / "environment.py"
     init.write_text(init.read_text().replace(f'__version__ = "{rc.__version__}"', '__version__ = "0.0.1"'))
     with cluster_of(1) as cluster:
         with connected(cluster.address):
@@ -57,4 +58,4 @@ def test_workers_with_other_software_are_refused(cluster_of: Any, tmp_path: Path
 
 
 def test_software_names_what_decides_results() -> None:
-    assert software().keys() == {"react-clip", "torch", "python"}
+    assert versions().keys() == {"react-clip", "torch", "transformers", "python"}
