@@ -31,7 +31,7 @@ from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier
 from react_clip.bench import Contender, compare
-from react_clip.cli import build_parser
+from react_clip.cli import parse_args
 from react_clip.cli.common import build_classifier, build_guard, expand_inputs, load_encoder
 from react_clip.cli.demo import bundled_photos
 from react_clip.preprocess import read_image, to_pixels
@@ -55,7 +55,7 @@ class Library:
     """ReACT as ``react-clip bench`` measures it."""
 
     def __init__(self, flags: list[str], photos: list[bytes], *, batch: int) -> None:
-        args = build_parser().parse_args(["serve", "--quiet", *flags])
+        args = parse_args(["serve", "--quiet", *flags])
         if int(args.threads):
             torch.set_num_threads(int(args.threads))
         encoder = load_encoder(args)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import react_clip
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
@@ -42,15 +46,7 @@ def room_of(path: Path) -> str:
 
 def imported_rooms(tree: ast.AST) -> set[str]:
     """Rooms that a module imports, anywhere in it; ``from react_clip import load`` counts as the room that owns it."""
-    owners = {
-        "Encoder": "encoders",
-        "load": "encoders",
-        "pull": "encoders",
-        "LabelBank": "bank",
-        "ReactClipError": "errors",
-    }
-    owners |= {"ZeroShotClassifier": "zeroshot", "evaluate": "evaluation", "calibrate": "calibration"}
-    owners |= dict.fromkeys(("Defended", "ReACT", "Undefended", "as_module"), "defenses")
+    owners = react_clip.OWNERS | {"ReactClipError": "errors"}
     rooms = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "react_clip":
@@ -89,3 +85,30 @@ def test_the_checks_can_fail() -> None:
         "data",
     }
     assert imported_rooms(ast.parse("from react_clip import load, attacks")) == {"encoders", "attacks"}
+
+
+def test_type_checkers_see_the_names_that_users_get() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [checked] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in ast.walk(checked) if isinstance(node, ast.ImportFrom)]
+    owners = {a.name: str(node.module).removeprefix("react_clip.") for node in imports for a in node.names}
+    modules = {name for name, module in owners.items() if module == "react_clip"}
+    assert {name: module for name, module in owners.items() if name not in modules} == react_clip.OWNERS
+    assert {*owners, "__version__", "ReactClipError"} == set(react_clip.__all__)
+    assert set(react_clip.__all__) <= set(dir(react_clip))
+    for name in react_clip.__all__:
+        assert getattr(react_clip, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import react_clip", {"torch", "transformers", "numpy"}),
+        ("from react_clip.cli import main; main(['--help'])", {"torch", "transformers", "numpy", "tqdm"}),
+        ("from react_clip import ReACT, ZeroShotClassifier, load, attacks", {"transformers", "scipy", "pyarrow"}),
+    ],
+)
+def test_heavy_packages_are_imported_on_first_use(statement: str, absent: set[str]) -> None:
+    program = f"import sys\ntry:\n    {statement}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not absent & set(done.stderr.split())

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from react_clip.cli import serve
+from react_clip.cli import configure
 from react_clip.serve.settings import ENVIRONMENT, variable
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "serve.md"
@@ -23,11 +23,11 @@ def flags() -> list[argparse.Action]:
     """The flags of the command with their own defaults, whatever the environment holds."""
     given = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(ENVIRONMENT)}
     try:
-        subparsers = argparse.ArgumentParser().add_subparsers()
-        serve.add_parser(subparsers)
+        parser = argparse.ArgumentParser()
+        configure(parser, "serve")
     finally:
         os.environ.update(given)
-    return [action for action in subparsers.choices["serve"]._actions if action.dest != "help"]
+    return [action for action in parser._actions if action.dest != "help"]
 
 
 def table() -> str:

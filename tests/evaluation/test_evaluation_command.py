@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from safetensors import safe_open
 
 import react_clip as rc
 from react_clip import data, encoders
-from react_clip.cli import evaluate as command
+from react_clip.cli import parse_args
 from react_clip.encoders.base import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
 from react_clip.evaluation.classes import class_source
@@ -60,9 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    options = parser.parse_args(["evaluate", "toys.yaml", "--data", "data", "--heads", "heads", *args])
+    options = parse_args(["evaluate", "toys.yaml", "--data", "data", "--heads", "heads", *args])
     code = options.run(options)
     printed = capsys.readouterr()
     return code, printed.out, printed.err

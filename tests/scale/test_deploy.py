@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator, validators
 
 from programs import find_tool
 from react_clip import ReactClipError, __version__
-from react_clip.cli import build_parser
+from react_clip.cli import parse_args
 from react_clip.cli.serve import application
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def test_workers_have_gpus_and_the_head_does_no_work() -> None:
 
 def test_the_pulled_model_and_the_extras_exist() -> None:
     [install, pull] = CLUSTER["setup_commands"]
-    build_parser().parse_args(shlex.split(pull)[1:])
+    parse_args(shlex.split(pull)[1:])
     extras = re.search(r"\[([^]]+)\]", install)
     assert extras is not None
     project = (ROOT / "pyproject.toml").read_text()
@@ -136,7 +136,7 @@ def test_the_pods_are_locked_up_and_probed(name: str) -> None:
     assert pod["securityContext"]["runAsNonRoot"] is True
     user = re.findall(r"^USER (\d+):\d+$", (DEPLOY / "ray.Dockerfile").read_text(), re.MULTILINE)[-1]
     assert pod["securityContext"]["runAsUser"] == int(user) > 0
-    assert pod["terminationGracePeriodSeconds"] > build_parser().parse_args(["serve"]).grace + 5
+    assert pod["terminationGracePeriodSeconds"] > parse_args(["serve"]).grace + 5
     [container] = pod["containers"]
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert container["image"] == f"react-clip:{__version__}-ray"
@@ -203,7 +203,7 @@ def test_the_commands_of_the_readme_are_ours() -> None:
     commands = re.findall(r'(?:^|")react-clip ([^"\n]+)', text, re.MULTILINE)
     assert len(commands) >= 2
     for command in commands:
-        args = build_parser().parse_args(shlex.split(command))
+        args = parse_args(shlex.split(command))
         assert args.engine == "ray"
     assert set(re.findall(r"react-clip:([\d.]+)", text)) == {__version__}
     for name in re.findall(r"deploy/([\w.-]+)", text):

@@ -20,7 +20,7 @@ import yaml
 
 from programs import find_tool
 from react_clip import __version__
-from react_clip.cli import build_parser
+from react_clip.cli import parse_args
 from react_clip.cli.serve import _read_switches
 from react_clip.serve.settings import ENVIRONMENT, Settings
 
@@ -148,8 +148,8 @@ def test_the_copied_files_are_enough_for_a_wheel(tmp_path: Path) -> None:
 
 def test_the_pulled_model_is_what_is_served() -> None:
     [pull] = [rest for rest in BUILD.all("RUN") if "react-clip pull" in rest]
-    args = build_parser().parse_args(shlex.split(pull[pull.index("react-clip pull") :])[1:])
-    assert args.model == build_parser().parse_args(["serve"]).model
+    args = parse_args(shlex.split(pull[pull.index("react-clip pull") :])[1:])
+    assert args.model == parse_args(["serve"]).model
     cache = FINAL.variables["REACT_CLIP_CACHE"]
     assert BUILD.variables["REACT_CLIP_CACHE"] == cache
     assert any(rest.endswith(f"{cache} {cache}") for rest in FINAL.all("COPY"))
@@ -174,7 +174,7 @@ def test_the_entrypoint_is_a_command_line_that_the_parser_takes(monkeypatch: pyt
     assert not FINAL.all("CMD")
     for name, value in (FINAL.variables | SERVICE["environment"]).items():
         monkeypatch.setenv(name, value)
-    args = build_parser().parse_args([*words, *SERVICE["command"]])
+    args = parse_args([*words, *SERVICE["command"]])
     _read_switches(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     assert settings.host == "0.0.0.0"

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from react_clip import ReactClipError
-from react_clip.cli import build_parser, main
+from react_clip.cli import main, parse_args
 from react_clip.cli.serve import _read_switches
 from react_clip.serve.credentials import read_keys, read_secret
 from react_clip.serve.settings import Settings, variable
 
 
 def parsed(*flags: str) -> argparse.Namespace:
-    args = build_parser().parse_args(["serve", *flags])
+    args = parse_args(["serve", *flags])
     _read_switches(args)
     return args
 

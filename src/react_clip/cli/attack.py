@@ -11,13 +11,11 @@ from torch import Tensor
 from react_clip import ReactClipError, attacks
 from react_clip.cli.common import (
     PhotoReader,
-    Subparsers,
     add_label_options,
     add_model_options,
     add_photo_argument,
     build_classifier,
     load_encoder,
-    new_command,
     notice,
 )
 from react_clip.preprocess import to_image
@@ -26,15 +24,8 @@ from react_clip.storage import atomic_path
 _BATCH = 16
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "attack",
-        run,
-        summary="Write adversarial versions of photos that fool undefended CLIP.",
-        example="react-clip attack cat.jpg --eps 4/255 --out attacked/",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
     parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(attacks.names())} (%(default)s)")

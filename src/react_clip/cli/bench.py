@@ -36,14 +36,12 @@ from react_clip.bench import (
 )
 from react_clip.cli.common import (
     PhotoReader,
-    Subparsers,
     add_label_options,
     add_model_options,
     add_photo_argument,
     build_classifier,
     build_guard,
     load_encoder,
-    new_command,
     notice,
 )
 from react_clip.cli.demo import bundled_photos
@@ -55,15 +53,8 @@ _CLASSES = 1_000
 """Classes of an encoder with random weights."""
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "bench",
-        run,
-        summary="Time the bare encoder, the 14-pass algorithm, ReACT and published Defend-CLIP on the same images.",
-        example="react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     parser.add_argument("--images", type=int, default=64, help="photos are repeated up to so many (%(default)s)")

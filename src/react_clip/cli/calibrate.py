@@ -13,21 +13,14 @@ from tqdm import tqdm
 
 from react_clip import ReactClipError, data
 from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
-from react_clip.cli.common import Subparsers, add_model_options, load_encoder, new_command, notice
+from react_clip.cli.common import add_model_options, load_encoder, notice
 from react_clip.environment import device_name, versions
 from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.images import read_pixels, to_float
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "calibrate",
-        run,
-        summary="Fit sigma(r) and the threshold tau to an encoder, on labelled photos (Algorithm 1 of the paper).",
-        example="react-clip calibrate folder:photos --model my-clip/ --clean-pass 0.95 --out calibration.json",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
     parser.add_argument(
         "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; plot beside it)"

@@ -11,26 +11,17 @@ from typing import Any
 from react_clip import Defended
 from react_clip.cli.common import (
     PhotoReader,
-    Subparsers,
     add_label_options,
     add_model_options,
     add_photo_argument,
     build_classifier,
     build_guard,
     load_encoder,
-    new_command,
 )
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "classify",
-        run,
-        summary="Name what is on photos, defended against adversarial perturbations.",
-        example="react-clip classify holiday/ --labels 'beach, mountain, city'",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_photo_argument(parser)
     parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
     add_model_options(parser)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,24 +15,6 @@ from react_clip import ReACT, ReactClipError, ZeroShotClassifier, load, pull
 from react_clip.bank import LabelBank
 from react_clip.encoders import Encoder, offline
 from react_clip.preprocess import PHOTO_SUFFIXES, to_pixels
-
-Subparsers = argparse._SubParsersAction  # argparse has no public name for it
-
-
-def new_command(
-    subparsers: Subparsers[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    """A sub-command whose --help ends with an example."""
-    parser = subparsers.add_parser(name, help=summary, description=summary, epilog=f"example: {example}")
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars, no notices")
-    return parser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

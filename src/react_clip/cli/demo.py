@@ -16,7 +16,6 @@ from tqdm import tqdm
 from react_clip import Defended, ReACT, ReactClipError, Undefended, ZeroShotClassifier
 from react_clip.attacks import PGD
 from react_clip.cli.common import (
-    Subparsers,
     add_label_options,
     add_model_options,
     add_photo_argument,
@@ -24,7 +23,6 @@ from react_clip.cli.common import (
     build_guard,
     expand_inputs,
     load_encoder,
-    new_command,
 )
 from react_clip.defenses import Defense
 from react_clip.preprocess import to_pixels
@@ -39,15 +37,8 @@ _BUNDLED = {
 }
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "demo",
-        run,
-        summary="Attack photos at four strengths; show what CLIP and defended CLIP say, in the terminal and on a page.",
-        example="react-clip demo my.jpg --labels 'cat, dog, teapot'",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")

@@ -14,13 +14,11 @@ from torch import Tensor
 from react_clip import ReactClipError
 from react_clip.cli.common import (
     PhotoReader,
-    Subparsers,
     add_label_options,
     add_model_options,
     build_classifier,
     build_guard,
     load_encoder,
-    new_command,
     notice,
 )
 from react_clip.scale import defend_dataset
@@ -31,16 +29,8 @@ _OF_PARTS = ("parcel", "top", "column", "resume")
 _OF_RAY = ("address", "workers")
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "embed",
-        run,
-        summary="Write defended unit features of photos to .npy or .safetensors (labels only serve the gate), or of "
-        "whole collections, with answers and diagnostics, to a folder of Parquet parts.",
-        example="react-clip embed s3://bucket/shards --out s3://bucket/features --engine ray --resume",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument(
         "photos_in",
         nargs="+",

@@ -14,23 +14,15 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from react_clip import ReactClipError
-from react_clip.cli.common import Subparsers, new_command, notice
+from react_clip.cli.common import notice
 
 if TYPE_CHECKING:
     from react_clip.evaluation import Recipe
     from react_clip.evaluation.recipe import LabelledDefense
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "evaluate",
-        run,
-        summary="Measure clean and robust accuracy of defences as a recipe says; continues a run that was interrupted.",
-        example="react-clip evaluate recipes/table1.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
-        "--datasets all --limit 100 --out runs/table1 (add --validate to check it and see its cost first)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("recipe", type=Path, help="a YAML file: model, data sets, attacks, defences")
     parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
     parser.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from react_clip import ReactClipError
-from react_clip.cli.common import PhotoReader, Subparsers, load_encoder, new_command, notice
+from react_clip.cli.common import PhotoReader, load_encoder, notice
 from react_clip.cli.demo import bundled_photos
 from react_clip.encoders.export import TOLERANCE, export
 from react_clip.encoders.exported import FORMATS
@@ -19,15 +19,8 @@ _MOST_PHOTOS = 64
 """Enough to see a difference; all of them go through the tower at once."""
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "export",
-        run,
-        summary="Write the image tower for ONNX Runtime or OpenVINO and check it against the original.",
-        example="react-clip export clip-vit-b-16 --format onnx --out towers/b16  (then --model onnx:towers/b16)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
     parser.add_argument("--format", choices=sorted(FORMATS), required=True, help="which runtime it is for")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")

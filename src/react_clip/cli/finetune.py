@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from react_clip import Encoder, ReactClipError, data, load
-from react_clip.cli.common import Subparsers, add_model_options, new_command, notice
+from react_clip.cli.common import add_model_options, notice
 from react_clip.data import ImageDataset
 from react_clip.evaluation.classes import ClassSource, class_source
 from react_clip.evaluation.images import read_pixels
@@ -29,15 +29,8 @@ from react_clip.finetune.settings import AUGMENTATIONS
 _PLOT = "loss.png"
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "finetune",
-        run,
-        summary="Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",
-        example="react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("method", help=f"one of {', '.join(names())}")
     parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")

@@ -6,18 +6,11 @@ import argparse
 import json
 
 from react_clip import pull
-from react_clip.cli.common import Subparsers, new_command, notice
+from react_clip.cli.common import notice
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "pull",
-        run,
-        summary="Fetch a model, so that everything else works without a network.",
-        example="react-clip pull clip-vit-b-16",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("model", help="clip-vit-b-16 (offline), a hub id, or open_clip:MODEL/PRETRAINED")
     parser.add_argument("--force", action="store_true", help="fetch and convert again, replacing the cached copy")
 

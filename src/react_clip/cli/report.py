@@ -9,19 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from react_clip.cli.common import Subparsers, new_command, notice
+from react_clip.cli.common import notice
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "report",
-        run,
-        summary="Write a self-contained HTML page and the figures (SVG, PNG) of a run, or of several over the same "
-        "photos; of an unfinished run too.",
-        example="react-clip report runs/table1 --out report/",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="--out folder of `react-clip evaluate`")
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
     parser.add_argument(

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from react_clip import Encoder, ReactClipError, ZeroShotClassifier
 from react_clip.attacks import PGD
+from react_clip.cli import configure
 from react_clip.cli.common import (
-    Subparsers,
     add_model_options,
     build_classifier,
     build_guard,
     load_encoder,
-    new_command,
     notice,
 )
 from react_clip.optional import require
@@ -37,15 +36,8 @@ if TYPE_CHECKING:
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
-def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = new_command(
-        subparsers,
-        "serve",
-        run,
-        summary="Answer over HTTP: classify and embed photos, defended, with dynamic batching and metrics.",
-        example="react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_model_options(parser)
     parser.set_defaults(dtype="auto")
     group = parser.add_argument_group("labels and defence")
@@ -119,10 +111,10 @@ def application(flags: dict[str, Any]) -> Any:
     from react_clip.scale.serving import application as deployed
 
     parser: argparse.ArgumentParser = _Parser(prog="react-clip")
-    add_parser(parser.add_subparsers())
+    configure(parser, "serve")
     given = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if value is not False}
     words = [flag if value is True else f"{flag}={value}" for flag, value in given.items()]
-    plan = Plan.of(parser.parse_args(["serve", "--engine=ray", *words]))
+    plan = Plan.of(parser.parse_args(["--engine=ray", *words]))
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     return deployed(plan.build, plan.settings, plan.fleet(has_gpus))
 
