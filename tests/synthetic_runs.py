@@ -193,9 +193,18 @@ def leakage_grid(draws: int = 1) -> Run:
         for sigma in (0.03, 0.06, 0.1, 0.15, 0.2, 0.28):
             for alpha in (0.0, 0.6, 1.2, 1.8, 2.4):
                 mapping = {"kind": "constant", "sigma": sigma}
-                # Labels say nothing on purpose: what is a grid must be read from configurations.
+                # Labels say nothing on purpose: what is a grid must be read from `params`.
                 label = f"{kind} no. {len(defenses)}"
-                defenses.append({"defense": kind, "alpha": alpha, "mapping": mapping, "label": label})
+                defenses.append(
+                    {
+                        "defense": kind,
+                        "alpha": alpha,
+                        "mapping": mapping,
+                        "label": label,
+                        "family": kind,
+                        "params": {"mapping.sigma": sigma, "alpha": alpha},
+                    }
+                )
     return made(defenses, outcome, sizes={"a": 60, "b": 140}, scoring="attack_all", draws=draws)
 
 
@@ -219,6 +228,8 @@ def mapping_run() -> Run:
             "max_batch": 64 + place,
             "mapping": kind,
             "label": f"no. {place}",
+            "family": "ReACT",
+            "params": {"mapping.kind": kind["kind"]},
         }
         for place, kind in enumerate(kinds)
     ]

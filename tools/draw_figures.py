@@ -1,12 +1,14 @@
 """Draw the figures of the documents from the runs in ``benchmarks/results``.
 
-python tools/draw_figures.py    # writes docs/figures/RUN/NAME.svg and .png
+python tools/draw_figures.py    # writes docs/figures/RUN/NAME.svg (or .png)
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from react_clip.calibration import Calibration
 from react_clip.report.figures import all_figures
@@ -17,7 +19,7 @@ from react_clip.report.style import save_figure
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 LARGEST_SVG = 300_000
-"""Pictures of many small panels are kept as PNG only."""
+"""Bytes; figures of many small panels are kept as PNG."""
 
 WANTED: dict[str, tuple[list[str], list[str]]] = {
     "rivals": (
@@ -41,6 +43,14 @@ WANTED: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+def save(figure: Figure, place: Path) -> None:
+    """Write a figure in one format: SVG, or PNG where the SVG would be large."""
+    save_figure(figure, place)
+    svg, png = place.with_suffix(".svg"), place.with_suffix(".png")
+    (svg if svg.stat().st_size > LARGEST_SVG else png).unlink()
+    print(place.relative_to(ROOT))
+
+
 def main() -> int:
     """Draw everything; fails if a run has no data for a figure that a document shows."""
     calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
@@ -52,14 +62,10 @@ def main() -> int:
             return 1
         for figure in wanted:
             place = FIGURES / name / figure
-            save_figure(found[figure].make(), place)
-            if place.with_suffix(".svg").stat().st_size > LARGEST_SVG:
-                place.with_suffix(".svg").unlink()
-            print(place.relative_to(ROOT))
+            save(found[figure].make(), place)
     for figure_name, make in performance_figures(read_reports(RESULTS / "bench")).items():
         place = FIGURES / "performance" / figure_name
-        save_figure(make(), place)
-        print(place.relative_to(ROOT))
+        save(make(), place)
     return 0
 
 

@@ -142,7 +142,7 @@ def leakage_table(run: str) -> str:
     lines = ["| largest reported accuracy | " + " | ".join(format_eps(eps) for eps in budgets) + " |"]
     lines.append("|---|" + "---:|" * len(budgets))
     for method in ("AOM", "Defend-CLIP"):
-        names = [item["label"] for item in result.recipe["defenses"] if item["label"].startswith(f"{method} ")]
+        names = [item["label"] for item in result.recipe["defenses"] if item["family"] == method]
         cells, honest, configs = [], [], []
         for eps in budgets:
             best = max(

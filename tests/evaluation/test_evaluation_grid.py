@@ -31,7 +31,30 @@ def test_a_grid_is_every_combination() -> None:
     ]
     last: Any = recipe.defenses[-1].defense
     assert (last.mapping.sigma, last.alpha, last.tau, last.probe_samples) == (0.1, 2.0, 0.5, 10)
+    assert {item.family for item in recipe.defenses} == {"D"}
+    assert recipe.defenses[-1].params == {"mapping.sigma": 0.1, "alpha": 2.0}
     assert Recipe.from_dict(recipe.to_dict()).defenses == recipe.defenses, "the run's own recipe is written out"
+
+
+def test_labels_show_swept_values_where_they_say_so() -> None:
+    recipe = with_defense(defense="aom", label="{alpha:.2f} of AOM", grid={"alpha": [1.0, 2.0]})
+    assert [item.label for item in recipe.defenses] == ["1.00 of AOM", "2.00 of AOM"]
+    assert {item.family for item in recipe.defenses} == {"aom"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"label": "{tau}", "grid": {"alpha": [1.0]}}, "label '{tau}' shows 'tau', which the grid does not sweep"),
+        ({"label": "{alpha:d}", "grid": {"alpha": [1.0]}}, "label '{alpha:d}' cannot show alpha"),
+        ({"params": {"alpha": 3.0}}, "params of 'aom' says that alpha is 3.0; it is 1.2"),
+        ({"params": [1]}, "write params: {tau: 0.5}"),
+        ({"family": "a\nb"}, "a defence's family is 'a.*one line of text"),
+    ],
+)
+def test_coordinates_that_make_no_sense_are_refused(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=message):
+        with_defense(defense="aom", **entry)
 
 
 @pytest.mark.parametrize(

@@ -117,21 +117,23 @@ def test_cost_counts_a_backward_pass_twice_and_takes_times_instead(many: Run) ->
 
 
 def test_sweeps_are_found_in_configurations() -> None:
-    settings = {
-        f"no. {place}": {"defense": "react", "tau": tau, "alpha": 2.0, "label": "x", "max_batch": place}
+    settings: dict[str, dict[str, Any]] = {
+        f"no. {place}": {"defense": "react", "alpha": 2.0, "family": "ReACT", "params": {"tau": tau}}
         for place, tau in enumerate((0.9, 0.5, 0.7))
     }
-    settings["other"] = {"defense": "react", "tau": 0.7, "alpha": 1.2}
+    settings["other"] = {"defense": "react", "alpha": 1.2}
     (sweep,) = sweeps.sweeps(settings)
+    assert sweep.alpha == 2.0
     assert (sweep.kind, sweep.field) == ("react", "tau")
     assert sweep.points == ((0.5, "no. 1"), (0.7, "no. 2"), (0.9, "no. 0"))
     assert not sweeps.grids(settings)
-    assert not sweeps.sweeps({"a": {"defense": "react", "tau": 0.1}, "b": {"defense": "react", "tau": 0.2}})
-    assert not sweeps.sweeps({name: {"defense": name, "tau": place} for place, name in enumerate("abcd")})
+    del settings["no. 0"]
+    assert not sweeps.sweeps(settings), "two values are no sweep"
+    assert not sweeps.sweeps({name: {"family": name, "params": {"tau": place}} for place, name in enumerate("abcd")})
 
 
-def test_flags_are_no_numbers() -> None:
-    settings = {str(flag): {"defense": "react", "instability": flag, "tau": 0.5 + flag} for flag in (True, False)}
+def test_flags_and_words_are_no_numbers() -> None:
+    settings = {str(value): {"family": "f", "params": {"field": value}} for value in (True, False, "text", 3)}
     assert not sweeps.sweeps(settings)
     assert not sweeps.grids(settings)
 

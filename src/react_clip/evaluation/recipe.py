@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,29 @@ class LabelledAttack:
 
 @dataclass(frozen=True)
 class LabelledDefense:
-    """A defence and what tables call it."""
+    """A defence, its name in tables, and its place in a sweep."""
 
     label: str
     defense: Defense
+    family: str = ""
+    """Name shared by the defences of one sweep; by default the label."""
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Swept fields (dotted where nested) and this defence's values of them; empty outside of sweeps."""
+
+    def __post_init__(self) -> None:
+        _check_text("a defence's label", self.label)
+        object.__setattr__(self, "family", self.family or self.label)
+        _check_text("a defence's family", self.family)
+        if not isinstance(self.params, Mapping):
+            raise ReactClipError(f"params of {self.label!r} is {_short(self.params)}; write params: {{tau: 0.5}}")
+        config = self.defense.to_dict()
+        for name, value in self.params.items():
+            if (actual := grid.value_at(config, name)) != value:
+                raise ReactClipError(f"params of {self.label!r} says that {name} is {value!r}; it is {actual!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry of a recipe that stands for this defence."""
+        return {**self.defense.to_dict(), "label": self.label, "family": self.family, "params": dict(self.params)}
 
 
 CLEAN = LabelledAttack("clean", None)
@@ -172,7 +191,7 @@ class Recipe:
             "datasets": list(self.datasets),
             "limit": self.limit,
             "attacks": [CLEAN.label, *attacks],
-            "defenses": [{**item.defense.to_dict(), "label": item.label} for item in self.defenses],
+            "defenses": [item.to_dict() for item in self.defenses],
             "draws": self.draws,
             "seed": self.seed,
             "scoring": self.scoring,
@@ -266,10 +285,13 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
 def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
     """One entry of the list: a name, or a mapping with its fields.
 
-    ``calibrated`` starts from what suits the model; ``grid`` makes one defence of every combination of its values.
+    ``calibrated`` starts from the constants for the model; ``grid`` expands to one defence per combination of its
+    values. ``family`` and ``params`` say which sweep a hand-written entry belongs to; a grid sets both itself.
     """
     values = {"defense": entry} if isinstance(entry, str) else dict(entry)
     label, sweep = values.pop("label", None), values.pop("grid", None)
+    family: Any = values.pop("family", "")
+    params: Any = values.pop("params", {})
     if values.pop("calibrated", False):
         if values.get("defense") != ReACT.name:
             raise ReactClipError(f"defence {_short(values.get('defense'))} cannot be calibrated; only {ReACT.name} can")
@@ -283,13 +305,17 @@ def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
         raise ReactClipError(f"a defence is {_short(kind)}; choose one of {', '.join(defense_room.names())}")
     if sweep is None:
         defense = defense_room.from_dict(values)
-        return [LabelledDefense(label or defense.name, defense)]
+        return [LabelledDefense(label or defense.name, defense, family, params)]
     # From all fields, so that a dotted one leads into its default.
     complete = defense_room.from_dict(values).to_dict()
-    return [
-        LabelledDefense(name, defense_room.from_dict(config))
-        for name, config in grid.expand(complete, label or kind, sweep)
-    ]
+    family = family or (kind if label is None or "{" in label else label)
+    found = []
+    for point in grid.expand(complete, label or kind, sweep):
+        defense = defense_room.from_dict(point.config)
+        # The defence's own values: it may read numbers from text.
+        config = defense.to_dict()
+        found.append(LabelledDefense(point.label, defense, family, {n: grid.value_at(config, n) for n in point.params}))
+    return found
 
 
 def _expand(word: str, root: Path) -> list[str]:

@@ -33,7 +33,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 def evaluate(
     clf: ZeroShotClassifier,
-    defenses: Sequence[Defense] | Mapping[str, Defense],
+    defenses: Sequence[Defense | LabelledDefense] | Mapping[str, Defense],
     data: Data,
     *,
     run_dir: str | Path,
@@ -286,10 +286,15 @@ def _labelled_attacks(attacks: Sequence[AnyAttack | str] | Mapping[str, AnyAttac
     return tuple(found)
 
 
-def _labelled_defenses(defenses: Sequence[Defense] | Mapping[str, Defense]) -> tuple[LabelledDefense, ...]:
+def _labelled_defenses(
+    defenses: Sequence[Defense | LabelledDefense] | Mapping[str, Defense],
+) -> tuple[LabelledDefense, ...]:
     pairs = defenses.items() if isinstance(defenses, Mapping) else [(None, defense) for defense in defenses]
     found = []
     for label, defense in pairs:
+        if isinstance(defense, LabelledDefense):
+            found.append(defense)
+            continue
         if not isinstance(defense, Defense):
             raise ReactClipError(f"a defence is {defense!r}; give an object such as ReACT() or Undefended()")
         found.append(LabelledDefense(label or defense.name, defense))

@@ -81,8 +81,10 @@ def read_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise ReactClipError(f"{folder} is no folder; give the --out folder of `react-clip evaluate`")
     missing: list[str] = []
-    recipe = _or_missing(missing, run_dir.RECIPE, lambda: yaml_text.read_mapping(folder / run_dir.RECIPE))
     result = _or_missing(missing, run_dir.RESULT, lambda: EvaluationResult.load(folder / run_dir.RESULT))
+    recipe = None
+    if result is None:  # a result holds its recipe
+        recipe = _or_missing(missing, run_dir.RECIPE, lambda: yaml_text.read_mapping(folder / run_dir.RECIPE))
     images = _or_missing(missing, run_dir.PER_IMAGE, lambda: _read_images(folder / run_dir.PER_IMAGE))
     if not (folder / run_dir.RESULT).exists():
         shards = sum(1 for _ in (folder / run_dir.SHARDS).rglob("*.safetensors"))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from react_clip.evaluation.grid import value_at
 from react_clip.evaluation.metrics import Estimate
 from react_clip.evaluation.recipe import CLEAN
 from react_clip.report.figures.base import INTERVAL, FigureOf, MissingDataError, View
@@ -13,7 +14,7 @@ from react_clip.report.figures.labels import End, label_ends
 from react_clip.report.figures.leakage import METHOD_NAMES, NEEDS, WHERE, genuine, grids_of, leaked, reported
 from react_clip.report.figures.parameters import NAMES, SCALE
 from react_clip.report.figures.parts import budget_name, ceiling_line, percent_axis
-from react_clip.report.figures.sweeps import Grid, flat
+from react_clip.report.figures.sweeps import Grid
 from react_clip.report.style import (
     COLOURS,
     DASHED,
@@ -45,7 +46,7 @@ def published(view: View) -> list[FigureOf]:
     view.require()
     if view.result.scoring != "attack_all":
         raise MissingDataError(f"only what undefended CLIP gets right was attacked, so nothing can leak; {NEEDS}")
-    found = [label for label, config in view.settings.items() if _is_published(flat(config))]
+    found = [label for label, config in view.settings.items() if _is_published(config)]
     if not found:
         raise MissingDataError(
             "no aom or defend-clip has the published anchor scale 0.1 and alpha 1.2; add one to the recipe"
@@ -93,8 +94,7 @@ def flipped(view: View, label: str) -> float:
 def _is_published(config: dict[str, object]) -> bool:
     if config.get("defense") not in ("aom", "defend-clip"):
         return False
-    values = {name: config.get(name) for name in PUBLISHED}
-    return all(isinstance(value, float) and math.isclose(value, PUBLISHED[name]) for name, value in values.items())
+    return all(value_at(config, name) == value for name, value in PUBLISHED.items())
 
 
 def _published_figure(view: View, labels: Sequence[str]) -> Figure:

@@ -105,7 +105,7 @@ def _slices(view: View) -> list[Sweep]:
         if set(grid.fields) == {SCALE, "alpha"}:
             strengths = grid.values("alpha")
             alpha = next((value for value in strengths if math.isclose(value, _PUBLISHED_ALPHA)), strengths[-1])
-            found.append(Sweep(grid.kind, SCALE, grid.along(SCALE, alpha), {"alpha": alpha}))
+            found.append(Sweep(grid.kind, SCALE, grid.along(SCALE, alpha), alpha))
     return found
 
 
@@ -119,8 +119,7 @@ def _file(name: str, sweep: Sweep, among: Sequence[Sweep]) -> str:
 
 
 def _described(sweep: Sweep) -> str:
-    alpha = sweep.fixed.get("alpha")
-    return f"{sweep.kind} at α = {alpha:g}" if isinstance(alpha, int | float) else sweep.kind
+    return sweep.kind if sweep.alpha is None else f"{sweep.kind} at α = {sweep.alpha:g}"
 
 
 def _named(field: str) -> str:

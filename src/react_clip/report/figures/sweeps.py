@@ -1,38 +1,40 @@
-"""Which defences of a run differ in one number, in two or in their mapping: read from configurations, never labels."""
+"""Sweeps of a run: defences of one family that differ in one number, in two, or in the kind of their mapping.
+
+``react-clip evaluate`` writes each defence's ``family`` and ``params`` (the swept fields) into ``result.json``.
+"""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from react_clip import defenses
 from react_clip.errors import ReactClipError
+from react_clip.evaluation.grid import value_at
 
 LEAST = 3
 """Values that make a sweep; two are a comparison."""
-_NO_CHOICE = ("label", "max_batch", "lazy")
-"""Fields that change no answer."""
 
 Settings = Mapping[str, Mapping[str, Any]]
+"""Entries of a recipe's ``defenses`` by label."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Defences that differ in one number: labels in the order of their values."""
+    """Defences that differ in one number."""
 
     kind: str
     field: str
     points: tuple[tuple[float, str], ...]
-    fixed: Mapping[str, Any]
-    """The fields that they share, nested ones with dots."""
+    """Values of the field, rising, each with its defence's label."""
+    alpha: float | None = None
+    """Extrapolation strength that all share, where they have one."""
 
     @property
-    def labels(self) -> frozenset[str]:
+    def labels(self) -> set[str]:
         """The defences of the sweep."""
-        return frozenset(label for _, label in self.points)
+        return {label for _, label in self.points}
 
 
 @dataclass(frozen=True)
@@ -44,77 +46,53 @@ class Grid:
     cells: Mapping[tuple[float, float], str]
 
     @property
-    def labels(self) -> frozenset[str]:
+    def labels(self) -> set[str]:
         """The defences of the grid."""
-        return frozenset(self.cells.values())
+        return set(self.cells.values())
 
     def values(self, field: str) -> list[float]:
         """The values of one field, rising."""
-        place = self.fields.index(field)
-        return sorted({cell[place] for cell in self.cells})
+        axis = self.fields.index(field)
+        return sorted({cell[axis] for cell in self.cells})
 
     def along(self, field: str, at: float) -> tuple[tuple[float, str], ...]:
-        """The cells where the other field has a value, as points over this field."""
-        place = self.fields.index(field)
-        return tuple(sorted((cell[place], label) for cell, label in self.cells.items() if cell[1 - place] == at))
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration with dotted names, without what changes no answer.
-
-    >>> flat({"defense": "aom", "mapping": {"sigma": 0.1}, "label": "AOM"})
-    {'defense': 'aom', 'mapping.sigma': 0.1}
-    """
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{name}."))
-        elif prefix or name not in _NO_CHOICE:
-            found[prefix + name] = value
-    return found
+        """Values of one field and labels, in the cells whose other field has the value ``at``."""
+        axis = self.fields.index(field)
+        return tuple(sorted((cell[axis], label) for cell, label in self.cells.items() if cell[1 - axis] == at))
 
 
 def sweeps(settings: Settings) -> list[Sweep]:
-    """Groups that differ in one number alone; the lines of a grid are left to it."""
-    configs = {label: flat(config) for label, config in settings.items()}
-    in_grids = [grid.labels for grid in grids(settings)]
+    """Families with one swept number and at least three values of it."""
     found = []
-    for field in _numbers(configs.values()):
-        for group in _groups(configs, (field,)):
-            points = {configs[label][field]: label for label in group}
-            if len(points) < LEAST or any(set(points.values()) <= labels for labels in in_grids):
-                continue
-            fixed = {name: value for name, value in configs[group[0]].items() if name != field}
-            found.append(Sweep(str(fixed.get("defense", "")), field, tuple(sorted(points.items())), fixed))
+    for (_, *fields), labels in _families(settings).items():
+        points = {settings[label]["params"][fields[0]]: label for label in labels}
+        if len(fields) == 1 and len(points) >= LEAST and all(map(_is_number, points)):
+            config = settings[labels[0]]
+            found.append(
+                Sweep(str(config.get("defense")), fields[0], tuple(sorted(points.items())), config.get("alpha"))
+            )
     return found
 
 
 def grids(settings: Settings) -> list[Grid]:
-    """Groups that differ in exactly two numbers, at least two values of each and three of one."""
-    configs = {label: flat(config) for label, config in settings.items()}
+    """Families with two swept numbers, at least two values of each and three of one."""
     found = []
-    for pair in itertools.combinations(_numbers(configs.values()), 2):
-        for group in _groups(configs, pair):
-            cells = {(configs[label][pair[0]], configs[label][pair[1]]): label for label in group}
-            first, second = (len({cell[place] for cell in cells}) for place in (0, 1))
-            # Two crossing lines are two sweeps; a grid has cells beside them.
-            if min(first, second) >= 2 and max(first, second) >= LEAST and len(cells) > first + second - 1:
-                found.append(Grid(str(configs[group[0]].get("defense", "")), pair, cells))
+    for (_, *fields), labels in _families(settings).items():
+        cells = {tuple(settings[label]["params"].values()): label for label in labels}
+        if len(fields) != 2 or not all(_is_number(value) for cell in cells for value in cell):
+            continue
+        counts = [len({cell[axis] for cell in cells}) for axis in (0, 1)]
+        if min(counts) >= 2 and max(counts) >= LEAST:
+            found.append(Grid(str(settings[labels[0]].get("defense")), (fields[0], fields[1]), cells))
     return found
 
 
 def by_mapping(settings: Settings) -> list[dict[str, str]]:
-    """Groups that differ in nothing but the kind of their mapping: labels by kind, at least two kinds."""
-    configs = {label: flat(config) for label, config in settings.items()}
-    fields = {name for config in configs.values() for name in config if name.startswith("mapping.")}
-    found = []
-    for group in _groups(configs, tuple(sorted(fields)), needed=("mapping.kind",)):
-        kinds: dict[str, str] = {}
-        for label in group:
-            kinds.setdefault(str(configs[label]["mapping.kind"]), label)
-        if len(set(kinds) - {"constant"}) > 1:
-            found.append(kinds)
-    return found
+    """Families that differ in the kind of their mapping alone: labels by kind, at least two kinds."""
+    groups = [labels for (_, *fields), labels in _families(settings).items() if fields == ["mapping.kind"]]
+    return [
+        {settings[label]["params"]["mapping.kind"]: label for label in labels} for labels in groups if len(labels) > 1
+    ]
 
 
 def default_of(kind: str, field: str) -> float | None:
@@ -124,32 +102,19 @@ def default_of(kind: str, field: str) -> float | None:
     (2.0, 0.1, None)
     """
     try:
-        value = flat(defenses.from_dict(kind).to_dict()).get(field)
+        value = value_at(defenses.from_dict(kind).to_dict(), field)
     except (ReactClipError, TypeError):
         return None
-    return float(value) if value is not None and _is_number(value) else None
+    return float(value) if _is_number(value) else None
 
 
-def _groups(
-    configs: Mapping[str, Mapping[str, Any]], free: tuple[str, ...], needed: tuple[str, ...] | None = None
-) -> Iterable[list[str]]:
-    """Labels whose configurations agree in everything but the free fields."""
-    groups: dict[str, list[str]] = {}
-    for label, config in configs.items():
-        if all(name in config if needed else _is_number(config.get(name)) for name in needed or free):
-            rest = {name: value for name, value in config.items() if name not in free}
-            groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(label)
-    return groups.values()
-
-
-def _numbers(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Fields that hold numbers, and not always the same, in the order of their appearance."""
-    values: dict[str, set[float]] = {}
-    for config in configs:
-        for name, value in config.items():
-            if _is_number(value):
-                values.setdefault(name, set()).add(value)
-    return [name for name, found in values.items() if len(found) > 1]
+def _families(settings: Settings) -> dict[tuple[str, ...], list[str]]:
+    """Labels by family and swept fields; defences outside of sweeps are left out."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for label, entry in settings.items():
+        if entry.get("params"):
+            groups.setdefault((str(entry.get("family", label)), *entry["params"]), []).append(label)
+    return groups
 
 
 def _is_number(value: Any) -> bool:
