@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from react_clip import ReACT, augment, fusing, noise
-from react_clip.bench.syncs import host_syncs
+from react_clip.bench import host_syncs
 from toys import toy_classifier, toy_images
 
 

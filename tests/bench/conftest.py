@@ -1,4 +1,4 @@
-"""A single thread for everybody here, and a short look at what the machine can do: no test asks how fast it is."""
+"""One thread per test, and small matrices for the machine's limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from react_clip.bench import machine
+from react_clip.bench import hardware
 from threads import one_thread
 
 
@@ -14,6 +14,6 @@ from threads import one_thread
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(machine._SIDES, "cpu", 256)
-        patch.setitem(machine._COPIED, "cpu", 2**20)
+        patch.setitem(hardware.MATRIX_SIDE, "cpu", 256)
+        patch.setitem(hardware.COPIED_BYTES, "cpu", 2**20)
         yield

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from react_clip import cli
-from react_clip.bench import shapes
+from react_clip.bench import SHAPES
 from react_clip.report.figures.performance import growth, performance_figures, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +33,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the command writes about a small model, under the names of the real measurements."""
     folder = tmp_path_factory.mktemp("bench")
     common = ["--shapes", "small", "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "2", "--quiet"]
-    small = shapes.Shape(
-        patch=8, image_size=32, width=64, layers=2, heads=2, text_width=64, text_layers=1, text_heads=2
-    )
+    small = {"patch_size": 8, "image_size": 32, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(shapes.SHAPES, "small", small)
+        patch.setitem(SHAPES, "small", small)
         assert cli.main(["bench", *common, "--out", str(folder / "cpu-vit-b-32-table-clean.json")]) == 0
         assert cli.main(["bench", *common, "--sweep", "all", "--out", str(folder / "all.json")]) == 0
     whole = json.loads((folder / "all.json").read_text())

@@ -1,4 +1,4 @@
-"""The guard against slower code: encoder passes, encoder calls and host synchronisations are counted, never seconds."""
+"""Cost regressions: encoder passes, encoder calls and host synchronisations are counted, never seconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip.bench import gate_scores, host_syncs
-from react_clip.bench.traffic import opening
+from react_clip.bench import gate_scores, host_syncs, open_gate_for
 from react_clip.defenses.sequential import looks
 from toys import on_a_gpu, toy_classifier, toy_images
 
@@ -29,7 +28,7 @@ SHARES = {"clean": 0.0, "mixed": 0.5, "attacked": 1.0}
 def guard_for(traffic: str, clf: rc.ZeroShotClassifier, images: Tensor) -> rc.ReACT:
     """ReACT whose gate opens for the share of this traffic; all views of a stage fit into one call."""
     guard = rc.ReACT(max_batch=1000)
-    return opening(guard, gate_scores(clf, guard, images, batch=IMAGES), SHARES[traffic])
+    return open_gate_for(guard, gate_scores(clf, guard, images, batch=IMAGES), SHARES[traffic])
 
 
 def split(syncs: list[str]) -> tuple[int, int]:

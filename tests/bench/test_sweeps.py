@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import react_clip as rc
 from react_clip import attacks, cli
-from react_clip.bench import BARE, OURS, PUBLISHED, SWEEPS, Bench, Traffic, gate_scores, random_encoder, roofline
-from react_clip.bench import shapes as shapes_module
-from react_clip.bench.machine import pass_flops
-from react_clip.bench.plan import with_classes
-from react_clip.bench.shapes import Shape
-from react_clip.bench.traffic import attacked_places, opening, synthetic_photos
+from react_clip.bench import (
+    BARE,
+    OURS,
+    PUBLISHED,
+    SHAPES,
+    SWEEPS,
+    Bench,
+    Traffic,
+    gate_scores,
+    open_gate_for,
+    random_encoder,
+    roofline,
+    synthetic_photos,
+    with_classes,
+)
+from react_clip.bench.hardware import pass_flops
+from react_clip.bench.workload import attacked_rows
 from toys import toy_classifier, toy_images
 
-TINY = Shape(patch=8, image_size=32, width=64, layers=2, heads=2, text_width=64, text_layers=2, text_heads=2, dim=32)
+TINY = {
+    "patch_size": 8,
+    "image_size": 32,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+}
 
 
 def toy_bench(**changes: object) -> Bench:
@@ -30,7 +49,7 @@ def toy_bench(**changes: object) -> Bench:
 
 @pytest.fixture
 def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(shapes_module.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
     return "tiny"
 
 
@@ -38,11 +57,12 @@ def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_sweep_measures_the_encoder_and_react_at_every_value(axis: str) -> None:
     bench = toy_bench(rounds=2)
     labels: list[str] = []
-    first, points = list(bench.sweep(axis, labels.append))
+    comparisons = bench.sweep(axis)
+    first, points = list(bench.measure(comparisons, labels.append))
     for rounds, found in enumerate((first, points), start=1):
         assert {len(point.timings[0].round_milliseconds) for point in found} == {rounds}
     assert [point.value for point in points] == bench.values(axis)
-    assert len(labels) == bench.steps(axis)
+    assert len(labels) == sum(one.steps(rounds=2, singles=1) for one in comparisons.values())
     for point in points:
         assert [timing.label for timing in point.timings] == [BARE, OURS]
         assert 3 <= point.timings[1].passes <= 14
@@ -71,7 +91,7 @@ def test_only_the_chosen_images_are_attacked_and_photos_repeat() -> None:
     clean, some, every = (traffic.images(10, share) for share in (0.0, 0.2, 1.0))
     assert torch.equal(clean, photos.repeat(2, 1, 1, 1))
     moved = (some - clean).flatten(1).abs().amax(1)
-    assert (moved > 0).nonzero().flatten().tolist() == attacked_places(10, 0.2).tolist() == [0, 5]
+    assert (moved > 0).nonzero().flatten().tolist() == attacked_rows(10, 0.2).tolist() == [0, 5]
     distances = (every - clean).flatten(1).abs().amax(1)
     assert bool((distances > 0).all() & (distances <= eps + 1e-6).all())
     # An image that was attacked before is the same one now.
@@ -81,7 +101,7 @@ def test_only_the_chosen_images_are_attacked_and_photos_repeat() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_forced_gate_opens_for_the_share_asked_for(share: float) -> None:
     clf, images = toy_classifier(), toy_images(8)
-    guard = opening(rc.ReACT(), gate_scores(clf, rc.ReACT(), images, batch=3), share)
+    guard = open_gate_for(rc.ReACT(), gate_scores(clf, rc.ReACT(), images, batch=3), share)
     assert guard(clf, images, seed=0).gated.float().mean().item() == share
 
 
@@ -95,8 +115,8 @@ def test_random_weights_read_prompts_and_leave_global_randomness_alone(tiny_shap
     before = torch.random.get_rng_state()
     encoder = random_encoder(tiny_shapes)
     assert torch.equal(before, torch.random.get_rng_state())
-    assert encoder.encode_text(["a photo of a cat.", "a dog"]).shape == (2, 32)
-    assert encoder(synthetic_photos(3, 32)).shape == (3, 32)
+    assert encoder.encode_text(["a photo of a cat.", "a dog"]).shape == (2, 512)
+    assert encoder(synthetic_photos(3, 32)).shape == (3, 512)
     limits = roofline(encoder)
     text = sum(weight.numel() for name, weight in encoder.tower.named_parameters() if name.startswith("text_"))
     everything = sum(weight.numel() for weight in encoder.tower.parameters())
@@ -125,21 +145,21 @@ def test_a_sweep_writes_every_round_as_soon_as_it_is_measured(
 ) -> None:
     out = tmp_path / "sweep.json"
     arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "3", "--singles", "1", "--quiet"]
-    whole = Bench.sweep
+    whole = Bench.measure
 
-    def stopped(self: Bench, axis: str, progress: object) -> object:
-        for number, points in enumerate(whole(self, axis)):
+    def stopped(self: Bench, *arguments: Any) -> object:
+        for number, points in enumerate(whole(self, *arguments)):
             if number == 2:
                 raise KeyboardInterrupt
             yield points
 
-    monkeypatch.setattr(Bench, "sweep", stopped)
+    monkeypatch.setattr(Bench, "measure", stopped)
     assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) != 0
     kept = json.loads(out.read_text())["sweeps"]["attacked"]
     assert [point["value"] for point in kept] == [0.0, 0.01, 0.1, 1.0]
     assert all(len(row["round_milliseconds"]) == 2 for point in kept for row in point["contenders"])
     monkeypatch.undo()
-    monkeypatch.setitem(shapes_module.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
     assert cli.main(["bench", *arguments, "--sweep", "attacked", "--out", str(out)]) == 0
     sweep = json.loads(out.read_text())["sweeps"]["attacked"]
     passes = [point["contenders"][1]["passes"] for point in sweep]

@@ -1,15 +1,26 @@
-"""What a contender took, and ratios between contenders."""
+"""Times several contenders on the same images, interleaved, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from react_clip.bench.hardware import host_syncs, peak_memory, seconds_of
+from react_clip.errors import ReactClipError
+
 Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes that each image took."""
+"""Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes ``[B]`` that each image took."""
+
+Progress = Callable[[str], None]
+"""Called with a label after every measurement."""
+
+_SYNC_IMAGES = 2
+"""Images in the batch whose host synchronisations are counted; their number does not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,25 +33,24 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one contender took. Ratios between contenders of one run mean something; seconds belong to the machine."""
+    """Measurements of one contender. Compare ratios between contenders of one run; seconds depend on the machine."""
 
     label: str
     images_per_second: float
     milliseconds: float
-    """Per image, at the run's batch size: the median over rounds."""
+    """Per image at the run's batch size, median over rounds."""
     passes: float
     backward_passes: float
     overhead: float
-    """Time divided by what its passes take at the bare encoder's speed in the same round, a backward pass counted as
-    two: the median over rounds."""
+    """Time divided by what the same passes take at the bare encoder's speed in the same round, a backward pass counted
+    as two; median over rounds."""
     overhead_range: tuple[float, float]
-    """The smallest and the largest overhead of any round."""
+    """Smallest and largest overhead of any round."""
     latency_p50: float
     latency_p99: float
     """Milliseconds for one image alone."""
-    peak_bytes: int | None
-    """Most memory on the way through all images, beyond the weights and the images themselves; ``None`` where it cannot
-    be measured."""
+    peak_bytes: int
+    """Most bytes of tensors during one pass over all images, beyond the weights and the images."""
     host_syncs: int
     """How often the host waits for the device in one batch."""
     round_milliseconds: tuple[float, ...]
@@ -48,7 +58,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio measured round by round: the median, the smallest and the largest."""
+    """A ratio measured round by round: median, smallest and largest."""
 
     middle: float
     low: float
@@ -64,15 +74,134 @@ class Ratio:
 
 
 def speedup(ours: Timing, theirs: Timing) -> Ratio:
-    """How many images we answer while they answer one."""
+    """Our images per second divided by theirs, round by round."""
     return Ratio.of([b / a for a, b in zip(ours.round_milliseconds, theirs.round_milliseconds, strict=True)])
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed.
+@dataclass(frozen=True)
+class _Run:
+    """One contender on some images: seconds, and the sum of forward and backward passes."""
 
-    >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([3.0, 1.0, 2.0], 0.99)
-    (2.0, 3.0)
+    seconds: float
+    images: int
+    forward: float
+    backward: float
+
+    def __add__(self, other: _Run) -> _Run:
+        return _Run(
+            self.seconds + other.seconds,
+            self.images + other.images,
+            self.forward + other.forward,
+            self.backward + other.backward,
+        )
+
+    @property
+    def work(self) -> float:
+        """Forward passes, a backward pass counted as two."""
+        return self.forward + 2 * self.backward
+
+
+class Comparison:
+    """Contenders on the same images. The first one is the bare encoder, to which overheads refer."""
+
+    def __init__(self, contenders: Sequence[Contender], images: Tensor, *, batch: int) -> None:
+        if not contenders or not len(images) or batch < 1:
+            raise ReactClipError(
+                f"{len(contenders)} contenders, {len(images)} images and batch {batch} are too few; each must be at "
+                "least 1"
+            )
+        self.contenders, self.images, self.batch = list(contenders), images, batch
+        # A busy CPU slows contenders alike when they alternate batch by batch. A GPU computes one batch while the host
+        # prepares the next, so there contenders alternate over all images.
+        self.chunks = torch.split(images, batch if images.device.type == "cpu" else len(images))
+        self._rounds: list[list[_Run]] = []
+        self._syncs: list[int] = []
+        self._peaks: list[int] = []
+        self._latencies: list[list[float]] = [[] for _ in contenders]
+
+    def measure_once(self, singles: int, progress: Progress) -> None:
+        """Host synchronisations, memory, and the latency of ``singles`` single images."""
+        for contender in self.contenders:
+            self._syncs.append(len(host_syncs(lambda c=contender: c.answer(self.images[:_SYNC_IMAGES]))))  # type: ignore[misc]
+            # Over all images, so that memory kept from batch to batch is seen.
+            self._peaks.append(peak_memory(lambda c=contender: self._answer(c, self.images), self.images.device))  # type: ignore[misc]
+            progress(f"warm-up: {contender.label}")
+        for number in range(singles):
+            image = self.images[number % len(self.images)][None]
+            for latencies, contender in zip(self._latencies, self.contenders, strict=True):
+                latencies.append(1000 * self._run(contender, image).seconds)
+            progress("one image alone")
+
+    def measure_chunk(self, chunk: Tensor, first: bool, progress: Progress) -> None:
+        """Every contender once on some of the images; ``first`` begins a new round."""
+        runs = []
+        for contender in self.contenders:
+            runs.append(self._run(contender, chunk))
+            progress(f"round {len(self._rounds) + first}: {contender.label}")
+        if first:
+            self._rounds.append(runs)
+        else:
+            self._rounds[-1] = [total + run for total, run in zip(self._rounds[-1], runs, strict=True)]
+
+    def timings(self) -> list[Timing]:
+        """Measurements of every contender in the rounds so far."""
+        bare, *_ = by_contender = list(zip(*self._rounds, strict=True))
+        columns = (self.contenders, by_contender, self._latencies, self._peaks, self._syncs)
+        found = []
+        for contender, runs, latencies, peak, syncs in zip(*columns, strict=True):
+            each = tuple(1000 * run.seconds / run.images for run in runs)
+            pairs = zip(runs, bare, strict=True)
+            overhead = Ratio.of([run.seconds * one.work / (one.seconds * run.work) for run, one in pairs])
+            p50, p99 = np.percentile(latencies, [50, 99], method="inverted_cdf")
+            found.append(
+                Timing(
+                    label=contender.label,
+                    images_per_second=1000 / statistics.median(each),
+                    milliseconds=statistics.median(each),
+                    passes=runs[0].forward / runs[0].images,
+                    backward_passes=runs[0].backward / runs[0].images,
+                    overhead=overhead.middle,
+                    overhead_range=(overhead.low, overhead.high),
+                    latency_p50=float(p50),
+                    latency_p99=float(p99),
+                    peak_bytes=peak,
+                    host_syncs=syncs,
+                    round_milliseconds=each,
+                )
+            )
+        return found
+
+    def steps(self, rounds: int, singles: int) -> int:
+        """How often ``progress`` is called."""
+        return len(self.contenders) * (1 + rounds * len(self.chunks)) + singles
+
+    def _answer(self, contender: Contender, images: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [contender.answer(part) for part in torch.split(images, self.batch)]
+
+    def _run(self, contender: Contender, images: Tensor) -> _Run:
+        passes: list[tuple[Tensor, Tensor]] = []
+        seconds = seconds_of(lambda: passes.extend(self._answer(contender, images)), images.device)
+        forward, backward = (sum(part[kind].double().sum().item() for part in passes) for kind in (0, 1))
+        return _Run(seconds, len(images), forward, backward)
+
+
+def measure(
+    comparisons: Sequence[Comparison], *, rounds: int, singles: int, progress: Progress = lambda label: None
+) -> Iterator[None]:
+    """Measure all comparisons, such as the points of a sweep; yields after every round, when timings may be read.
+
+    The chunks of all comparisons are interleaved: each is spread evenly over the whole round.
     """
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+    if rounds < 1 or singles < 1:
+        raise ReactClipError(f"{rounds} rounds and {singles} single images are too few; each must be at least 1")
+    for comparison in comparisons:
+        comparison.measure_once(singles, progress)
+    schedule = sorted(
+        ((number + 0.5) / len(comparison.chunks), index, number)
+        for index, comparison in enumerate(comparisons)
+        for number in range(len(comparison.chunks))
+    )
+    for _ in range(rounds):
+        for _, index, number in schedule:
+            comparisons[index].measure_chunk(comparisons[index].chunks[number], number == 0, progress)
+        yield

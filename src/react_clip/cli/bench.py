@@ -25,7 +25,6 @@ from react_clip.bench import (
     SWEEPS,
     Bench,
     Point,
-    Roofline,
     Timing,
     Traffic,
     gate_scores,
@@ -58,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     parser.add_argument("--images", type=int, default=64, help="photos are repeated up to so many (%(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="images that arrive together (%(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="images per batch (%(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of every contender; the median counts (%(default)s)"
+        "--rounds", type=int, default=5, help="measurements of every contender; the median counts (%(default)s)"
     )
     parser.add_argument("--singles", type=int, default=20, help="single images, for the latency (%(default)s)")
     parser.add_argument("--attacked", type=float, default=0.0, help="share of attacked images, 0 to 1 (%(default)s)")
@@ -84,34 +83,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, write the JSON: again after every round of a sweep, so that none is lost."""
+    """Measure, print tables, and write the JSON after every round: an interrupted run keeps its rounds."""
     _check(args)
     reader = PhotoReader(_with_photos(args)) if args.photos_in or not args.shapes else None
     bench = _bench(args, reader)
-    axes = SWEEPS if args.sweep == "all" else (args.sweep,) if args.sweep else ()
-    report = _report(args, bench, roofline(bench.clf.encoder))
-    timings: list[Timing] = []
-    sweeps: dict[str, list[Point]] = {}
-    steps = sum(bench.steps(axis) for axis in axes) if axes else bench.steps()
-    with tqdm(total=steps, unit="turn", disable=args.quiet or None) as bar:
+    report = _report(args, bench)
+    axes = SWEEPS if args.sweep == "all" else (args.sweep,) if args.sweep else ("",)
+    comparisons = {axis: bench.sweep(axis) if axis else {0.0: bench.table()} for axis in axes}
+    steps = sum(one.steps(args.rounds, args.singles) for each in comparisons.values() for one in each.values())
+    tables: dict[str, list[Point]] = {}
+    with tqdm(total=steps, unit="step", disable=args.quiet or None) as bar:
 
         def progress(label: str) -> None:
             bar.set_description(label)
             bar.update(1)
 
-        if not axes:
-            timings = bench.table(progress)
-            report["contenders"] = [dataclasses.asdict(timing) for timing in timings]
-            _write(args, report)
-        for axis in axes:
-            for points in bench.sweep(axis, progress):
-                sweeps[axis] = points
-                report["sweeps"][axis] = [_point(point) for point in points]
-                _write(args, report)
+        for axis, each in comparisons.items():
+            for tables[axis] in bench.measure(each, progress):
+                points = [dataclasses.asdict(point) for point in tables[axis]]
+                if axis:
+                    report["sweeps"][axis] = [{"value": p["value"], "contenders": p["timings"]} for p in points]
+                else:
+                    report["contenders"] = points[0]["timings"]
+                if args.out:
+                    storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print(report, timings, sweeps)
+        _print(report, tables)
         if args.out:
             notice(args, f"written to {args.out}")
     return reader.exit_code if reader else 0
@@ -141,7 +140,7 @@ def _with_photos(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> Bench:
-    """Everything that is measured, from the options."""
+    """The measurement that the options describe."""
     others = {name: _defense(name, args.batch) for name in _names(args.defenses)}
     if args.shapes:
         encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
@@ -176,7 +175,7 @@ def _random_classifier(encoder: Encoder) -> ZeroShotClassifier:
 
 
 def _defense(name: str, batch: int) -> defenses.Defense:
-    """A defence with its own values, its encoder calls as large as everybody's."""
+    """A defence with its default values and the run's batch size."""
     plain = defenses.from_dict(name)
     return defenses.from_dict({**plain.to_dict(), "max_batch": batch}) if "max_batch" in plain.to_dict() else plain
 
@@ -186,7 +185,7 @@ def _names(text: str) -> list[str]:
 
 
 def _photos(reader: PhotoReader | None, size: int, count: int, seed: int) -> Tensor:
-    """Photos that can be read, no more than needed, from all over the list; synthetic ones without a reader."""
+    """At most ``count`` readable photos, spread evenly over the list; synthetic ones without a reader."""
     if reader is None:
         return synthetic_photos(count, size, seed=seed)
     files, wanted = reader.files, min(count, len(reader.files))
@@ -197,7 +196,7 @@ def _photos(reader: PhotoReader | None, size: int, count: int, seed: int) -> Ten
     return torch.cat(found)
 
 
-def _report(args: argparse.Namespace, bench: Bench, limits: Roofline) -> dict[str, Any]:
+def _report(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     clf = bench.clf
     notes = []
     if args.shapes:
@@ -226,64 +225,44 @@ def _report(args: argparse.Namespace, bench: Bench, limits: Roofline) -> dict[st
         "seed": args.seed,
         "notes": notes,
         "versions": versions(),
-        "roofline": dataclasses.asdict(limits),
+        "roofline": dataclasses.asdict(roofline(clf.encoder)),
         "contenders": [],
         "sweeps": {},
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
-    return {"value": point.value, "contenders": [dataclasses.asdict(timing) for timing in point.timings]}
-
-
-def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    if args.out:
-        storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
-
-
-def _print(report: dict[str, Any], timings: Sequence[Timing], sweeps: dict[str, list[Point]]) -> None:
-    if timings:
-        _print_rows([(timing.label, timing) for timing in timings], "")
-        _print_ratios(report, {timing.label: timing for timing in timings})
-    for axis, points in sweeps.items():
-        print(f"\nalong {axis}:")
-        rows = [(f"{point.value:>7,g}  {timing.label}", timing) for point in points for timing in point.timings]
-        _print_rows(rows, f"{axis:>7}")
+def _print(report: dict[str, Any], tables: dict[str, list[Point]]) -> None:
+    for axis, points in tables.items():
+        if axis:
+            print(f"\nalong {axis}:")
+            rows = [(f"{point.value:>7,g}  {timing.label}", timing) for point in points for timing in point.timings]
+            _print_rows(rows, f"{axis:>7}")
+        else:
+            _print_rows([(timing.label, timing) for timing in points[0].timings], "")
+            _print_ratios(report, {timing.label: timing for timing in points[0].timings})
     for note in report["notes"]:
         print(f"note: {note}")
 
 
+_COLUMNS = {
+    "images/s": "{.images_per_second:.2f}",
+    "ms/image": "{.milliseconds:.2f}",
+    "passes": "{.passes:.2f}",
+    "backward": "{.backward_passes:.2f}",
+    "overhead": "{.overhead:.2f}",
+    "of rounds": "{0.overhead_range[0]:.2f}-{0.overhead_range[1]:.2f}",
+    "p50 ms": "{.latency_p50:.1f}",
+    "p99 ms": "{.latency_p99:.1f}",
+    "syncs": "{.host_syncs}",
+}
+
+
 def _print_rows(rows: Sequence[tuple[str, Timing]], corner: str) -> None:
     width = max(len(label) for label, _ in rows)
-    head = (
-        "images/s",
-        "ms/image",
-        "passes",
-        "backward",
-        "overhead",
-        "of rounds",
-        "p50 ms",
-        "p99 ms",
-        "peak MiB",
-        "syncs",
-    )
-    print(f"{corner:{width}}" + "".join(f"{title:>11}" for title in head))
+    print(f"{corner:{width}}" + "".join(f"{title:>11}" for title in (*_COLUMNS, "peak MiB")))
     for label, timing in rows:
-        peak = "-" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**20:.0f}"
-        numbers = (
-            timing.images_per_second,
-            timing.milliseconds,
-            timing.passes,
-            timing.backward_passes,
-            timing.overhead,
-        )
-        low, high = timing.overhead_range
-        print(
-            f"{label:{width}}"
-            + "".join(f"{number:>11.2f}" for number in numbers)
-            + f"{f'{low:.2f}-{high:.2f}':>11}{timing.latency_p50:>11.1f}{timing.latency_p99:>11.1f}"
-            + f"{peak:>11}{timing.host_syncs:>11}"
-        )
+        cells = [*(column.format(timing) for column in _COLUMNS.values()), f"{timing.peak_bytes / 2**20:.0f}"]
+        print(f"{label:{width}}" + "".join(f"{cell:>11}" for cell in cells))
 
 
 def _print_ratios(report: dict[str, Any], by_label: dict[str, Timing]) -> None:
