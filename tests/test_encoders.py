@@ -15,6 +15,7 @@ import react_clip as rc
 import tiny_clip
 from react_clip import encoders
 from react_clip.encoders import offline
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 from toys import ToyEncoder, on_a_gpu, toy_images
 
 
@@ -31,6 +32,23 @@ def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path,
     prompts = ["This is a photo of a cat.", "a very long prompt about nothing " * 30]
     assert (one.encode_text(prompts) - other.encode_text(prompts)).abs().max() < 1e-4
     assert (one(pixels)[0] - one(pixels)[1]).norm() > 1e-2, "a tower that maps everything to one point proves nothing"
+
+
+def test_the_plain_torch_tower_agrees_with_transformers(tiny_folder: Path) -> None:
+    reference = rc.load(tiny_folder)
+    weights = {
+        name: value for name, value in reference.tower.state_dict().items() if name.startswith(("vision_", "visual_"))
+    }
+    sizes = {"width": tiny_clip.WIDTH, "hidden": 4 * tiny_clip.WIDTH, "layers": tiny_clip.LAYERS}
+    sizes |= {"heads": tiny_clip.HEADS, "size": tiny_clip.SIZE, "patch": tiny_clip.PATCH, "dim": tiny_clip.DIM}
+    tower = VisionTower(**sizes)
+    tower.load_state_dict(weights)
+    assert list(tower.state_dict()) == list(weights), "fingerprints depend on the order"
+    encoder = VisionEncoder(tower, name="tiny", image_size=tiny_clip.SIZE, dim=tiny_clip.DIM)
+    pixels = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert (encoder(pixels) - reference(pixels)).abs().max() < 1e-5
+    with pytest.raises(rc.ReactClipError, match="no text tower"):
+        encoder.encode_text(["a cat"])
 
 
 def test_features_are_unit_fp32_whatever_the_dtype(tiny_folder: Path) -> None:

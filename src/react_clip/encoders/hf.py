@@ -70,7 +70,7 @@ class HFEncoder(Encoder):
 
 def load_hf(
     source: str, *, name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None
-) -> Encoder:
+) -> HFEncoder:
     """Load from a folder or the hub (its cache first). Safetensors where published, else ``weights_only``."""
     from transformers.utils import logging
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.hf import load_hf
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.storage import cache_dir, sha256_of
 
@@ -98,7 +99,19 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         intact = False
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
-    return load_hf(str(folder), name=NAME, device=device, dtype=dtype)
+    with torch.device("meta"):
+        tower = VisionTower(
+            width=_CONFIG["hidden_size"],
+            hidden=_CONFIG["intermediate_size"],
+            layers=_CONFIG["num_hidden_layers"],
+            heads=_CONFIG["num_attention_heads"],
+            size=_CONFIG["image_size"],
+            patch=_CONFIG["patch_size"],
+            dim=_CONFIG["projection_dim"],
+        )
+    tower.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+    size, dim = _CONFIG["image_size"], _CONFIG["projection_dim"]
+    return VisionEncoder(tower.to(dtype=dtype), name=NAME, image_size=size, dim=dim).to(device)
 
 
 def _download(folder: Path) -> Path:
@@ -174,8 +187,6 @@ def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, weights: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_CONFIG, indent=1), encoding="utf-8")
     manifest = {

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from react_clip import functional
 from react_clip.defenses import Defense, ReACT
-from react_clip.encoders import Encoder
+from react_clip.encoders import Encoder, offline
 from react_clip.encoders.base import quiet_libraries
-from react_clip.encoders.hf import HFEncoder
+from react_clip.encoders.hf import HFEncoder, load_hf
+from react_clip.encoders.vision import VisionEncoder
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import inherit, local_image, resolve_encoder
 from react_clip.noise import Seed
@@ -46,6 +47,8 @@ def zero_shot_pipeline(
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
     encoder = resolve_encoder(model, device)
+    if isinstance(encoder, VisionEncoder):
+        encoder = _with_transformers(encoder)
     if not isinstance(encoder, HFEncoder):
         raise ReactClipError(
             f"{encoder.name!r} is no model of transformers, which a pipeline needs; use integrations.DefendedOpenCLIP"
@@ -152,6 +155,15 @@ class _DefendedPipeline:
             return ZeroShotClassifier(self.encoder, names, templates=templates, unique=False)
         prompts = [(template or _TEMPLATE).format(name) for name in names]
         return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
+
+
+def _with_transformers(encoder: VisionEncoder) -> HFEncoder:
+    """The offline tower as a model of transformers, with the same weights."""
+    folder = str(offline.tower_dir())
+    copy = load_hf(folder, name=encoder.name, device=encoder.device, dtype=encoder.dtype)
+    copy.tower.load_state_dict(encoder.tower.state_dict())
+    copy.base = encoder.base
+    return copy
 
 
 def _wrap(model: nn.Module, tokenizer: Any, processor: Any) -> Encoder:
