@@ -1,4 +1,4 @@
-"""Fixtures for everybody: the tiny CLIP, the real tower, the shared photos, a cache of one's own, and a browser."""
+"""Fixtures of all tests: a tiny CLIP, the real tower, the shared photos, an empty cache, and a browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Two test processes and the servers and workers that they start share a few cores: one thread each, set before torch
+# is imported. Programs that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,9 +23,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
-# Never a timed test: on a busy machine any example may take its time.
-settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any pace")
+# No test is timed: on a busy machine an example may take long.
+settings.register_profile("no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no deadline")
 
 LONGEST = (
     "test_scale_embed_faults.py",
@@ -31,13 +35,13 @@ LONGEST = (
     "test_scale_cluster.py",
     "test_export.py",
 )
-"""Files that take minutes. They begin first: no process shall be left alone with one of them at the end."""
+"""The slowest files, which run first, so that no process is left alone with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the others as they are."""
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    """Sort the slowest files to the front; the others keep their order."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +84,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def command() -> list[str]:
-    """How to start the real command line in a process of its own."""
+    """Arguments that start the command line in a new process."""
     return [sys.executable, "-m", "react_clip"]
 
 
