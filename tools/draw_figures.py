@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from performance_figures import performance_figures, read_reports
 
 from react_clip.calibration import Calibration
 from react_clip.report.figures import all_figures
-from react_clip.report.figures.performance import performance_figures, read_reports
 from react_clip.report.run import read_runs
 from react_clip.report.style import save_figure
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Ratio
-from react_clip.report.figures.performance import (
+from performance_figures import (
     DEVICES,
     MODELS,
     TABLES,
@@ -23,6 +22,8 @@ from react_clip.report.figures.performance import (
     series,
     where,
 )
+
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Ratio
 
 Row = dict[str, Any]
 FULL_BATCH = {"gpu": 256, "cpu": 1}
@@ -275,23 +276,21 @@ def sequential(folder: Path) -> str:
 
 def tried(folder: Path) -> str:
     """Ideas that were measured, kept or not: one row an idea, one column a device."""
-    files = sorted(folder.glob("tried-*.json"))
-    found: dict[str, dict[str, Row]] = {}
-    for path in files:
-        idea = json.loads(path.read_text(encoding="utf-8"))
-        found.setdefault(idea["idea"], {})[f"{idea['device']}, {idea['dtype']}"] = idea
-    if not found:
+    path = folder / "tried.json"
+    if not path.exists():
         return ""
+    found: dict[str, dict[str, Row]] = {}
+    for idea in json.loads(path.read_text(encoding="utf-8")):
+        found.setdefault(idea["idea"], {})[f"{idea['device']}, {idea['dtype']}"] = idea
     devices = sorted({device for measured in found.values() for device in measured})
-    words = "Time after the change divided by time before it, of the part that the idea is about, both taking turns."
+    words = "Each number is time with the change divided by time without it, of the part that the idea changes."
     lines = ["## What was tried", "", words, ""]
     lines += [f"| idea | {' | '.join(devices)} | kept | why |", "|---|" + "---:|" * len(devices) + "---|---|"]
     for name, measured in found.items():
         idea = next(iter(measured.values()))
         cells = " | ".join(_ratio(measured.get(device)) for device in devices)
         lines.append(f"| {name}: {idea['what']} | {cells} | {'yes' if idea['kept'] else 'no'} | {idea['why']} |")
-    names = ", ".join(f"`{path.name}`" for path in files)
-    lines += ["", f"*{names} in `benchmarks/results/bench`, written by the scripts in `benchmarks/tried`.*"]
+    lines += ["", "*`benchmarks/results/bench/tried.json`.*"]
     return "\n".join(lines) + "\n"
 
 

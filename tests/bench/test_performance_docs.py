@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,20 +13,26 @@ import pytest
 
 from react_clip import cli
 from react_clip.bench import SHAPES
-from react_clip.report.figures.performance import growth, performance_figures, read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tools() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        yield
+
+
 @pytest.fixture(scope="module")
-def documents() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("performance_docs", ROOT / "tools" / "performance_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def documents(tools: None) -> ModuleType:
+    return importlib.import_module("performance_docs")
+
+
+@pytest.fixture(scope="module")
+def figures(tools: None) -> ModuleType:
+    return importlib.import_module("performance_figures")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         part = {**whole, "sweeps": {axis: points}}
         (folder / f"cpu-vit-b-32-sweep-{axis}.json").write_text(json.dumps(part))
     idea: dict[str, Any] = {"idea": "a faster way", "what": "half of it", "kept": True, "why": "it is faster"}
-    (folder / "tried-a.json").write_text(json.dumps({**idea, "ratio": 0.5, "device": "cpu", "dtype": "bf16"}))
+    (folder / "tried.json").write_text(json.dumps([{**idea, "ratio": 0.5, "device": "cpu", "dtype": "bf16"}]))
     return folder
 
 
@@ -77,7 +84,7 @@ def test_every_number_of_a_section_is_one_of_its_file(documents: ModuleType, mea
     assert "| a faster way: half of it | 0.50 | yes | it is faster |" in tried
 
 
-def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None:
+def test_points_are_compared_within_rounds_and_beside_the_bare_encoder(figures: ModuleType) -> None:
     def point(value: int, ours: list[float], bare: list[float], passes: float) -> dict[str, Any]:
         rows = [("bare encoder", bare, 1.0), ("ReACT", ours, passes)]
         contenders = [{"label": label, "round_milliseconds": times, "passes": work} for label, times, work in rows]
@@ -87,26 +94,26 @@ def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None
     first = point(1, [4.0, 8.0, 4.0], [1.0, 2.0, 1.0], 4.0)
     second = point(8, [6.6, 13.2, 19.8], [1.5, 3.0, 4.5], 4.0)
     report = {"sweeps": {"images": [first, second]}}
-    assert growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
+    assert figures.growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
 
 
-def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:
+def test_newer_measurements_take_the_place_of_older_ones(figures: ModuleType, tmp_path: Path, measured: Path) -> None:
     table = (measured / "cpu-vit-b-32-table-clean.json").read_text()
     (tmp_path / "rivals-clean.json").write_text(table)
-    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "rivals-clean.json"
+    assert figures.read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "rivals-clean.json"
     (tmp_path / "gpu-vit-b-16-table-clean.json").write_text(table)
-    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "gpu-vit-b-16-table-clean.json"
+    assert figures.read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "gpu-vit-b-16-table-clean.json"
 
 
-def test_figures_show_what_is_there_and_say_whose_it_is(measured: Path) -> None:
-    figures = performance_figures(read_reports(measured))
-    assert list(figures) == ["cost-cpu", "sweeps-cpu", "roofline-cpu"]
-    bars = figures["cost-cpu"]().axes
+def test_figures_show_what_is_there_and_say_whose_it_is(figures: ModuleType, measured: Path) -> None:
+    drawn = figures.performance_figures(figures.read_reports(measured))
+    assert list(drawn) == ["cost-cpu", "sweeps-cpu", "roofline-cpu"]
+    bars = drawn["cost-cpu"]().axes
     assert [label.get_text() for label in bars[0].get_yticklabels()][:2] == ["bare encoder", "ReACT"]
-    panels = figures["sweeps-cpu"]().axes
+    panels = drawn["sweeps-cpu"]().axes
     assert len(panels) == 4
     assert all("ViT-B/32" in {text.get_text() for text in panel.texts} for panel in panels)
-    [roof] = figures["roofline-cpu"]().axes
+    [roof] = drawn["roofline-cpu"]().axes
     words = {" ".join(text.get_text().split()) for text in roof.texts}
     assert {"ViT-B/32, bare encoder", "ViT-B/32, ReACT"} <= words
-    assert performance_figures({}) == {}
+    assert figures.performance_figures({}) == {}

@@ -18,7 +18,7 @@ from react_clip.errors import ReactClipError
 __all__ = ["Encoder", "fastest_dtype", "load", "pull"]
 
 # The same weights under all names: on a GPU gates agree with those of fp32 for 99.85 % of 2,000 attacked photos and for
-# 99.95 % of the same photos clean (benchmarks/results/bench/tried-precision-cuda.json); in bf16 for 99.05 %: too few.
+# 99.95 % of the same photos clean (benchmarks/results/bench/tried.json); in bf16 for 99.05 %: too few.
 _FP16_AGREES = {
     *(offline.NAME, "openai/clip-vit-base-patch16"),
     *(f"{openclip.PREFIX}ViT-B-16/openai", f"{openclip.PREFIX}ViT-B-16-quickgelu/openai"),

@@ -1,1 +1,0 @@
-"""Ideas that might make the defence cheaper, one small script each; ``python -m benchmarks.tried`` runs them all."""
