@@ -3,17 +3,19 @@
 Each class is a random pattern of half a grey level, buried in noise; the encoder is the matched filter. Most photos are
 classified rightly, and 1/255 in the right direction breaks them. With ``amplitude=20`` nothing small can.
 
-As a program it evaluates the toy into a folder, so that tests can kill it, race it and starve it of disk.
+As a program it evaluates the toy into folders by processes that it kills, races and starves of disk.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import react_clip as rc
+from react_clip.adaptive import Both, Evade, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, yaml_text
 
@@ -36,16 +39,14 @@ def patterns() -> Tensor:
 class ToyEncoder(Encoder):
     """The matched filter of the patterns, as a convolution that covers the image."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self) -> None:
         tower = nn.Conv2d(3, CLASSES, SIZE, bias=False)
         tower.weight.data = patterns() / SIZE
         super().__init__(
             tower, name="toy", image_size=SIZE, dim=CLASSES, mean=(0.5,) * 3, std=(1.0,) * 3, has_text=False
         )
-        self.pause = pause
 
     def _image_features(self, normalised: Tensor) -> Tensor:
-        time.sleep(self.pause)
         features: Tensor = self.tower(normalised).flatten(1)
         return features
 
@@ -53,9 +54,9 @@ class ToyEncoder(Encoder):
         raise AssertionError("a toy reads no text")
 
 
-def toy_classifier(pause: float = 0.0) -> rc.ZeroShotClassifier:
+def toy_classifier() -> rc.ZeroShotClassifier:
     names = [f"class {number}" for number in range(CLASSES)]
-    return rc.ZeroShotClassifier.from_features(ToyEncoder(pause), names, torch.eye(CLASSES))
+    return rc.ZeroShotClassifier.from_features(ToyEncoder(), names, torch.eye(CLASSES))
 
 
 def toy_photos(count: int = COUNT, amplitude: float = 0.5, noise: float = 14.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -74,11 +75,29 @@ def toy_attacks() -> list[Any]:
     return [rc.attacks.PGD(eps=1 / 255, steps=10), rc.attacks.PGD(eps=4 / 255, steps=3)]
 
 
-def toy_run(folder: Path, pause: float = 0.0, **options: Any) -> EvaluationResult:
+def toy_run(folder: Path, **options: Any) -> EvaluationResult:
     settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "progress": False, "draws": 2, **options}
     data = settings.pop("data", None) or toy_photos()
     defenses = settings.pop("defenses", None) or toy_defenses()
-    return evaluate(toy_classifier(pause), defenses, data, run_dir=folder, **settings)
+    return evaluate(toy_classifier(), defenses, data, run_dir=folder, **settings)
+
+
+GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
+MEMBERS = (
+    Transfer(steps=4),
+    Both(steps=4, eot=1, checkpoint=False),
+    Evade(steps=3, eot=1, lambdas=(1.0,), checkpoint=False),
+    Queries(queries=6, eot=1),
+)
+
+
+def suites(*budgets: int) -> list[Any]:
+    return [Suite(eps=eps / 255, members=MEMBERS) for eps in budgets]
+
+
+def adaptive_run(folder: Path, **options: Any) -> EvaluationResult:
+    settings: dict[str, Any] = {"attacks": suites(1, 4), "threat": "adaptive", "defenses": GUARDS, "draws": 2}
+    return toy_run(folder, **{**settings, "data": toy_photos(16), **options})
 
 
 class ToyWithText(ToyEncoder):
@@ -129,16 +148,16 @@ def write_head(path: Path, classes: int = CLASSES, dim: int = CLASSES, name: str
 # ---------------------------------------------------------------------- as a program
 
 
-def child(folder: Path, limit: int | None = None, pause: float = 0.01) -> int:
-    """Fork; the child evaluates the toy slowly enough to be interrupted, and exits with 0 or 2."""
+def child(run: Callable[[], object], largest_file: int | None = None) -> int:
+    """Fork a process that calls ``run`` and exits with 0, or with 2 and one line if it is refused; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        toy_run(folder, pause)
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        run()
         code = 0
     except rc.ReactClipError as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
@@ -151,29 +170,60 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def kill_until_done(folder: Path, kills: int) -> int:
-    """Kill that many children at random moments, then let one finish."""
-    moments = random.Random(0)
-    for _ in range(kills):
-        pid = child(folder)
-        time.sleep(moments.uniform(0.02, 0.35))
-        os.kill(pid, signal.SIGKILL)
-        print("ended", exit_code(pid))
-    return exit_code(child(folder))
+def interrupted(run: Callable[[], object], folder: Path, shards: int, stop: signal.Signals) -> int:
+    """Start ``run`` in a child and send it a signal when it has finished so many shards more; returns its pid.
+
+    The moment is counted in shards, not in seconds: a slow machine is interrupted in the middle of its work too.
+    """
+
+    def finished() -> int:
+        return sum(1 for _ in folder.rglob("*.safetensors"))
+
+    enough, pid = finished() + shards, child(run)
+    while finished() < enough and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.002)
+    os.kill(pid, stop)
+    return pid
 
 
-def race(folder: Path) -> int:
-    """Two at once: one must win and one must be refused."""
-    codes = sorted(exit_code(pid) for pid in [child(folder, pause=0.02) for _ in range(2)])
-    print("codes", *codes)
-    return 0 if codes == [0, 2] else 1
+def killed(run: Callable[[], object], folder: Path, kills: int) -> int:
+    """Kill as many processes as asked for, each after a few shards; returns how many really died of it."""
+    chance = random.Random(0)
+    pids = (interrupted(run, folder, chance.randint(1, 6), signal.SIGKILL) for _ in range(kills))
+    return sum(exit_code(pid) == -signal.SIGKILL for pid in pids)
+
+
+def make_runs(folder: Path) -> dict[str, Any]:
+    """Uninterrupted, killed, racing and starved runs, each below ``folder``; returns what became of their processes.
+
+    All of them are made by children of one process: which kernels torch uses depends on a process's history (on aarch64
+    the number of threads is fixed by the first convolution), so runs of different processes agree in all but the last
+    bits.
+    """
+
+    def toy(name: str) -> Callable[[], object]:
+        return lambda: toy_run(folder / name)
+
+    def adaptive(name: str) -> Callable[[], object]:
+        return lambda: adaptive_run(folder / name, data=toy_photos(8), batch=4, attacks=suites(4), draws=1)
+
+    outcome: dict[str, Any] = {
+        "finished": exit_code(child(toy("finished"))),
+        "adaptive": exit_code(child(adaptive("adaptive"))),
+        "kills": killed(toy("killed"), folder / "killed", 6),
+        "adaptive kills": killed(adaptive("adaptive killed"), folder / "adaptive killed", 3),
+        "killed": exit_code(child(toy("killed"))),
+        "adaptive killed": exit_code(child(adaptive("adaptive killed"))),
+    }
+    first = interrupted(toy("race"), folder / "race", 1, signal.SIGSTOP)
+    second = exit_code(child(toy("race")))
+    os.kill(first, signal.SIGCONT)
+    return outcome | {
+        "race": [exit_code(first), second],
+        "starved": exit_code(child(toy("starved"), largest_file=30_000)),
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mode, place = sys.argv[1], Path(sys.argv[2])
-    if mode == "kill":
-        sys.exit(kill_until_done(place, int(sys.argv[3])))
-    if mode == "race":
-        sys.exit(race(place))
-    sys.exit(exit_code(child(place, limit=int(sys.argv[3]))))
+    print(json.dumps(make_runs(Path(sys.argv[1]))))

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from evaluation_toys import CLASSES, ToyEncoder, adaptive_recipe, exit_code, toy_classifier, toy_photos, toy_run
+from evaluation_toys import (
+    CLASSES,
+    GUARDS,
+    MEMBERS,
+    ToyEncoder,
+    adaptive_recipe,
+    adaptive_run,
+    suites,
+    toy_classifier,
+    toy_photos,
+    toy_run,
+)
 
 import react_clip as rc
 from react_clip import adaptive, encoders, noise
-from react_clip.adaptive import BPDA, Both, Evade, Queries, Suite, Transfer
+from react_clip.adaptive import BPDA, Both, Queries
 from react_clip.adaptive.base import Crafted
 from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
@@ -28,23 +33,6 @@ from react_clip.evaluation.pictures import Pictures
 from react_clip.evaluation.result import AttackRow, Row
 from react_clip.evaluation.store import ShardStore
 from react_clip.report.tables import all_tables
-
-GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
-MEMBERS = (
-    Transfer(steps=4),
-    Both(steps=4, eot=1, checkpoint=False),
-    Evade(steps=3, eot=1, lambdas=(1.0,), checkpoint=False),
-    Queries(queries=6, eot=1),
-)
-
-
-def suites(*budgets: int) -> list[Any]:
-    return [Suite(eps=eps / 255, members=MEMBERS) for eps in budgets]
-
-
-def adaptive_run(folder: Path, pause: float = 0.0, **options: Any) -> EvaluationResult:
-    settings: dict[str, Any] = {"attacks": suites(1, 4), "threat": "adaptive", "defenses": GUARDS, "draws": 2}
-    return toy_run(folder, pause, **{**settings, "data": toy_photos(16), **options})
 
 
 @pytest.fixture(scope="module")
@@ -246,30 +234,13 @@ def test_validation_tells_what_each_defence_costs(tmp_path: Path, monkeypatch: p
     assert found.forward_passes == 20 * (forward + 1)
 
 
-# ---------------------------------------------------------------------- kills
+# ---------------------------------------------------------------------- finished runs
 
 
 def numbers(result: EvaluationResult) -> dict[str, Any]:
     values = dataclasses.asdict(result)
     del values["created"]
     return values
-
-
-def test_killed_again_and_again_it_ends_with_the_same_numbers(attacked: Any, rows_of: Any, tmp_path: Path) -> None:
-    paths = os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[1]))
-    ended = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("ended -9") >= 3, "the children were to be killed, not to finish"
-    assert rows_of(tmp_path / "run") == rows_of(attacked[0])
-    again = EvaluationResult.load(tmp_path / "run" / "result.json")
-    assert repr(numbers(again)) == repr(numbers(attacked[1]))
 
 
 def test_a_finished_run_is_read_back_without_the_encoder(attacked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,27 +366,3 @@ def test_any_defence_can_be_attacked(tmp_path: Path) -> None:
             result.select(dataset="mean", attack=a, defense=label) for a in ("clean", "adaptive-bpda-4")
         )
         assert robust.accuracy <= clean.accuracy
-
-
-# ---------------------------------------------------------------------- as a program
-
-
-def _child(folder: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        adaptive_run(folder, pause=0.002)
-    finally:
-        os._exit(0 if (folder / "result.json").exists() else 1)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place, moments = Path(sys.argv[1]), random.Random(0)
-    for _ in range(5):
-        child = _child(place)
-        time.sleep(moments.uniform(0.2, 1.0))
-        os.kill(child, signal.SIGKILL)
-        print("ended", exit_code(child))
-    sys.exit(exit_code(_child(place)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -23,9 +24,14 @@ from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.store import ShardStore
 
 
-def program(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, evaluation_toys.__file__, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """The folder of the program's runs, what became of its processes, and what they said on stderr."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, evaluation_toys.__file__, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return folder, json.loads(ended.stdout), ended.stderr
 
 
 def numbers(result: EvaluationResult) -> dict[str, Any]:
@@ -34,38 +40,44 @@ def numbers(result: EvaluationResult) -> dict[str, Any]:
     return values
 
 
-def assert_same(folder: Path, finished: tuple[Path, EvaluationResult], rows_of: Any) -> None:
-    assert rows_of(folder) == rows_of(finished[0])
-    assert repr(numbers(EvaluationResult.load(folder / "result.json"))) == repr(numbers(finished[1]))
+def assert_same(folder: Path, other: Path, rows_of: Any) -> None:
+    assert rows_of(folder) == rows_of(other)
+    first, second = (EvaluationResult.load(path / "result.json") for path in (folder, other))
+    assert repr(numbers(first)) == repr(numbers(second))
     assert not list(folder.rglob("*.part"))
 
 
-def test_killed_again_and_again_it_ends_with_the_same_numbers(finished: Any, rows_of: Any, tmp_path: Path) -> None:
-    ended = program("kill", tmp_path / "run", 8)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("ended -9") >= 4, "the children were to be killed, not to finish"
-    assert_same(tmp_path / "run", finished, rows_of)
+KILLS = [("killed", "finished", 6), ("adaptive killed", "adaptive", 3)]
 
 
-def test_of_two_runs_on_one_folder_one_is_refused(finished: Any, rows_of: Any, tmp_path: Path) -> None:
-    ended = program("race", tmp_path / "run")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "is in use by process" in ended.stderr
-    assert_same(tmp_path / "run", finished, rows_of)
+@pytest.mark.parametrize(("name", "reference", "kills"), KILLS)
+def test_killed_again_and_again_it_ends_with_the_same_numbers(
+    runs: Any, rows_of: Any, name: str, reference: str, kills: int
+) -> None:
+    folder, codes, _ = runs
+    assert (codes[reference], codes[name]) == (0, 0)
+    assert codes[f"{name.removesuffix('killed')}kills"] == kills, "processes were to be killed, not to finish"
+    assert_same(folder / name, folder / reference, rows_of)
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_is_finished(finished: Any, rows_of: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    ended = program("starve", folder, 30_000)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "cannot write" in ended.stderr
-    assert "free some space or choose another place" in ended.stderr
-    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    assert len(kept) >= 5
-    toy_run(folder)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "finished shards must not be computed again"
-    assert_same(folder, finished, rows_of)
+def test_of_two_runs_on_one_folder_one_is_refused(runs: Any, rows_of: Any) -> None:
+    folder, codes, said = runs
+    assert codes["race"] == [0, 2]
+    assert said.count("is in use by process") == 1
+    assert_same(folder / "race", folder / "finished", rows_of)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_finished(runs: Any, finished: Any, rows_of: Any) -> None:
+    folder, codes, said = runs
+    assert codes["starved"] == 2
+    (line,) = [line for line in said.splitlines() if "cannot write" in line]
+    assert "free some space or choose another place" in line
+    assert len(said.splitlines()) == 2, "the refused race and this line"
+    written = {path: path.stat().st_mtime_ns for path in (folder / "starved").rglob("*.safetensors")}
+    assert len(written) >= 5
+    again = toy_run(folder / "starved")
+    assert {path: path.stat().st_mtime_ns for path in written} == written, "finished shards are not computed again"
+    assert [row.accuracy for row in again.rows] == [row.accuracy for row in finished[1].rows]
 
 
 def test_the_lock_names_its_holder(tmp_path: Path) -> None:
@@ -114,7 +126,7 @@ def test_a_damaged_shard_is_noticed_and_computed_again(
     assert str(path) in warnings[0]
     assert "computed again" in warnings[0]
     assert path.read_bytes() == before
-    assert_same(copy_to_damage, finished, rows_of)
+    assert_same(copy_to_damage, finished[0], rows_of)
     assert "computed again" in (copy_to_damage / "run.log").read_text()
 
 
@@ -126,7 +138,7 @@ def test_a_finished_run_is_read_back_without_the_encoder(
 
     monkeypatch.setattr(evaluation_toys.ToyEncoder, "_image_features", refuse)
     toy_run(copy_to_damage)
-    assert_same(copy_to_damage, finished, rows_of)
+    assert_same(copy_to_damage, finished[0], rows_of)
 
 
 def test_leftovers_of_a_killed_run_are_swept(copy_to_damage: Path) -> None:
@@ -144,7 +156,7 @@ def test_death_between_photos_and_answers_costs_no_photos(copy_to_damage: Path, 
     written = photos.stat().st_mtime_ns
     toy_run(copy_to_damage)
     assert photos.stat().st_mtime_ns == written, "finished shards must not be computed again"
-    assert_same(copy_to_damage, finished, rows_of)
+    assert_same(copy_to_damage, finished[0], rows_of)
 
 
 def test_another_recipe_is_refused_and_both_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.adaptive import AdaptiveAttack
@@ -245,7 +247,8 @@ def _result(
         paper=recipe.paper,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
-        versions=versions(),
+        # On a CPU the last bits of a number may depend on how many threads computed it.
+        versions={**versions(), "threads": str(torch.get_num_threads())},
         device=device,
         dtype=recipe.dtype,
         attack_dtype=recipe.attack_dtype or recipe.dtype,
