@@ -32,8 +32,7 @@ from torch import Tensor
 from react_clip import ReACT, ZeroShotClassifier
 from react_clip.bench import Comparison, Contender, measure
 from react_clip.cli import parse_args
-from react_clip.cli.common import build_classifier, build_guard, expand_inputs, load_encoder
-from react_clip.cli.demo import bundled_photos
+from react_clip.cli.common import build_classifier, build_guard, bundled_photos, expand_inputs, load_encoder
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 

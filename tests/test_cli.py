@@ -15,6 +15,8 @@ from safetensors import safe_open
 
 import react_clip as rc
 from react_clip.cli import COMMANDS, main
+from react_clip.cli.common import bundled_photos
+from react_clip.cli.progress import Progress
 from react_clip.preprocess import to_pixels
 
 
@@ -129,30 +131,44 @@ def test_attack_writes_photos_within_the_budget(
         assert 0 < (attacked - clean).abs().max() <= 8 / 255 + 1e-6
 
 
-def test_the_demo_tells_the_story_and_writes_one_page(
+def test_the_demo_prints_outcomes_and_writes_one_page(
     capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
 ) -> None:
     options = [*tiny, "--steps", 2, "--out", tmp_path / "page"]
     code, out, _ = run(capsys, "demo", photos / "photo0.png", photos / "photo1.png", *options)
     assert code == 0
     assert str(tmp_path / "page" / "index.html") in out
-    assert out.count("16/255") == 2
+    assert out.count(" 8/255") == 2
     for word in ("CLIP says", "defended CLIP says", "r", "J", "score", "sigma", "passes"):
         assert word in out
     page = (tmp_path / "page" / "index.html").read_text()
-    assert page.count("<img") == 2 * (1 + 4 * 2), "each photo clean, and four times attacked with its perturbation"
+    assert page.count("<img") == 2 * (1 + 2 * 2), "each photo clean, and twice attacked with its perturbation"
     assert not re.search(r'(src|href)="(?!data:)', page), "the page stands alone"
-    code, out, _ = run(capsys, "demo", photos / "photo0.png", *options, "--json")
-    scenes = json.loads(out)["photos"][0]["scenes"]
-    assert [scene["eps"] for scene in scenes] == [0, 1, 4, 8, 16]
+    code, out, _ = run(capsys, "demo", photos / "photo0.png", *options, "--json", "--full")
+    outcomes = json.loads(out)["photos"][0]["outcomes"]
+    assert [outcome["eps"] for outcome in outcomes] == [0, 1, 4, 8, 16]
+
+
+def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(quiet=False, unit="step", total=4) as progress:
+        progress.show("loading")
+        progress.show("attacking")
+        progress.show("attacking", done=3)
+        progress.write("a result")
+        progress.show("defending")
+    captured = capsys.readouterr()
+    stages = [line.partition("] ")[2] for line in captured.err.splitlines() if "working" not in line]
+    assert list(dict.fromkeys(stages)) == ["loading", "attacking", "defending, 3 of 4 steps"]
+    assert captured.out == "a result\n"
+    with Progress(quiet=True, unit="step") as progress:
+        progress.show("loading")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_demo_brings_its_own_photos() -> None:
-    from react_clip.cli.demo import bundled_photos
-
-    found = bundled_photos()
-    assert len(found) >= 6
-    assert all(to_pixels(path, 224).shape == (3, 224, 224) for path in found)
+    photos = bundled_photos()
+    assert len(photos) >= 6
+    assert all(to_pixels(path, 224).shape == (3, 224, 224) for path in photos)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Versions and device names, as result files record them."""
+"""Versions, device names and what the CPU can do."""
 
 from __future__ import annotations
 
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,3 +25,16 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
+
+    Read from the flags that Linux lists (x86: AVX512-BF16 or AMX, Arm: BF16); False on other systems.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

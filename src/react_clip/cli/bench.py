@@ -40,10 +40,10 @@ from react_clip.cli.common import (
     add_photo_argument,
     build_classifier,
     build_guard,
+    bundled_photos,
     load_encoder,
     notice,
 )
-from react_clip.cli.demo import bundled_photos
 from react_clip.encoders import offline
 from react_clip.environment import device_name, versions
 

@@ -1,28 +1,35 @@
-"""Options and building blocks that several commands share."""
+"""Options and building blocks that several commands share. Heavy modules are imported where they are used."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
+from react_clip.cli.progress import Progress
+from react_clip.errors import ReactClipError
 
-from react_clip import ReACT, ReactClipError, ZeroShotClassifier, load, pull
-from react_clip.bank import LabelBank
-from react_clip.encoders import Encoder, offline
-from react_clip.preprocess import PHOTO_SUFFIXES, to_pixels
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from react_clip import Defended, Encoder, ReACT, ZeroShotClassifier
+
+DEFAULT_MODEL = "clip-vit-b-16"
+_BUNDLED = {
+    "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
+    "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
+}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which encoder, where, in which precision."""
+    """Add --model, --device and --dtype."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
-        default=offline.NAME,
+        default=DEFAULT_MODEL,
         help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
@@ -32,7 +39,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_label_options(parser: argparse.ArgumentParser) -> None:
-    """Which classes, and what defends them."""
+    """Add the options for classes and for the defence."""
     group = parser.add_argument_group("labels")
     group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
     group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
@@ -45,28 +52,52 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
 
 
+def add_dataset_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
+    from react_clip import data
+
+    parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
+    parser.add_argument("--data", type=Path, help="root folder of the data sets")
+    parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
+    parser.add_argument("--split", default="train", help="which photos (%(default)s)")
+    parser.add_argument("--limit", type=int, help="at most so many photos; all are kept in memory, 150 KB each at 224")
+
+
 def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
-    """The photos a command works on."""
+    """Add the photos a command works on, as ``args.photos_in``."""
     parser.add_argument(
         "photos_in", nargs=nargs, type=Path, metavar="PHOTO", help=f"image files or folders of them{note}"
     )
 
 
+def check_at_least_one(args: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ReactClipError(f"--{name} is {value}; it must be at least 1")
+
+
 def notice(args: argparse.Namespace, line: str) -> None:
-    """Tell people, not machines: to stderr, and not at all with --quiet."""
+    """Print a line for people to stderr, unless --quiet is given."""
     if not args.quiet:
         print(line, file=sys.stderr)
 
 
-def load_encoder(args: argparse.Namespace, *, pull_missing: bool = False) -> Encoder:
-    """The encoder asked for; with ``pull_missing`` the offline tower is fetched when it is not there."""
-    if pull_missing and args.model == offline.NAME and not offline.is_pulled():
-        pull(offline.NAME, say=lambda line: notice(args, line))
-    return load(args.model, device=args.device, dtype=args.dtype)
+def load_encoder(args: argparse.Namespace, *, pull: Callable[[str], None] | None = None) -> Encoder:
+    """Load --model. With ``pull``, which is called with lines of progress, the offline tower is fetched if missing."""
+    from react_clip import encoders
+
+    if pull is not None and args.model == DEFAULT_MODEL:
+        encoders.pull(DEFAULT_MODEL, say=pull)
+    return encoders.load(args.model, device=args.device, dtype=args.dtype)
 
 
 def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
     """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
+    from react_clip.bank import LabelBank
+    from react_clip.zeroshot import ZeroShotClassifier
+
     given = [name for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
     if len(given) > 1:
         options = " and ".join("--" + name.replace("_", "-") for name in given)
@@ -75,7 +106,7 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
         return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
     if args.labels is not None:
         names = args.labels.split(",")
-        # A comma at the end is a habit, not a blank label.
+        # A trailing comma is common and does not mean a blank label.
         names = names[:-1] if len(names) > 1 and not names[-1].strip() else names
         if not any(name.strip() for name in names):
             raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
@@ -90,10 +121,37 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
-    """The defence: --config where given, else what suits the encoder; whoever keeps features wants whole anchors."""
+    """The defence: --config where given, else the constants for the encoder.
+
+    With ``features`` the anchors are made of all views, because features are stored and not only classified.
+    """
+    from react_clip.defenses import ReACT
+
     if args.config is None:
         return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return ReACT() if args.config == "paper" else ReACT.load(args.config)
+
+
+def diagnostics(out: Defended, row: int) -> dict[str, Any]:
+    """Why one image was left alone or corrected, as JSON values; None where a value was not measured."""
+    values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
+    measured = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"gated": bool(out.gated[row]), **measured, "passes": int(out.passes[row])}
+
+
+def bundled_photos() -> list[Path]:
+    """Photos that come with scikit-image and scikit-learn; neither package is imported."""
+    from importlib.util import find_spec
+
+    photos = []
+    for package, names in _BUNDLED.items():
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ReactClipError(
+                f"the demo's own photos come with {package}; run `pip install 'react-clip[demo]'` or give others"
+            )
+        photos += [Path(spec.submodule_search_locations[0]) / name for name in names]
+    return [path for path in photos if path.is_file()]
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -107,15 +165,17 @@ def _read_lines(path: Path) -> list[str]:
 
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
+    from react_clip.preprocess import PHOTO_SUFFIXES
+
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
-            if not found:
+            photos = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
+            if not photos:
                 raise ReactClipError(
                     f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files"
                 )
-            files += found
+            files += photos
         elif path.exists():
             files.append(path)
         else:
@@ -124,7 +184,7 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
 
 
 class PhotoReader:
-    """Photos as pixel batches under a progress bar; one that cannot be read costs one line, not the job."""
+    """Reads photos as pixel batches with progress; one that cannot be read costs one line, not the whole job."""
 
     def __init__(self, args: argparse.Namespace, *, batch: int = 32) -> None:
         self.files = expand_inputs(args.photos_in)
@@ -133,24 +193,28 @@ class PhotoReader:
         self.failed: list[dict[str, str]] = []
 
     def batches(self, size: int) -> Iterator[tuple[list[Path], Tensor]]:
-        """Paths and pixels of the photos that can be read."""
-        with tqdm(total=len(self.files), unit="photo", disable=self._quiet or None) as bar:
+        """Paths and pixels ``[B, 3, size, size]`` of the photos that can be read."""
+        import torch
+
+        with Progress(quiet=self._quiet, unit="photo", total=len(self.files)) as progress:
             for start in range(0, len(self.files), self._batch):
                 chunk = self.files[start : start + self._batch]
-                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size)) is not None]
+                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size, progress)) is not None]
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
-                bar.update(len(chunk))
+                progress.advance(len(chunk))
 
     @property
     def exit_code(self) -> int:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, size: int) -> Tensor | None:
+    def _read(self, path: Path, size: int, progress: Progress) -> Tensor | None:
+        from react_clip.preprocess import to_pixels
+
         try:
             return to_pixels(path, size)
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
-            tqdm.write(f"react-clip: {error}", file=sys.stderr)
+            progress.write(f"react-clip: {error}", error=True)
             return None

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from react_clip import ReactClipError
-from react_clip.cli.common import PhotoReader, load_encoder, notice
-from react_clip.cli.demo import bundled_photos
+from react_clip.cli.common import PhotoReader, bundled_photos, load_encoder, notice
 from react_clip.encoders.export import TOLERANCE, export
 from react_clip.encoders.exported import FORMATS
 

@@ -1,15 +1,14 @@
-"""The demo's page: one self-contained HTML file with photos, magnified perturbations and what CLIP made of them."""
+"""The demo's page: one self-contained HTML file with photos, magnified perturbations and CLIP's answers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import Any
 
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from react_clip.preprocess import data_uri, to_image
@@ -17,108 +16,79 @@ from react_clip.storage import write_text
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """One photo at one attack strength: what plain and defended CLIP say, and why."""
+class Outcome:
+    """What plain and defended CLIP say about one photo at one attack strength."""
 
     eps: int
-    """Attack strength in 255ths; 0 is the clean photo."""
+    """Attack strength in 255ths; 0 for the clean photo."""
     pixels: Tensor
+    """``[3, S, S]`` in [0, 1]."""
+    perturbation: Tensor
+    """``[3, S, S]``: attacked minus clean pixels."""
     plain: str
     plain_probability: float
     defended: str
     defended_probability: float
-    drift: float
-    instability: float
-    score: float
-    sigma: float
-    gated: bool
-    passes: int
+    diagnostics: dict[str, Any]
+    """drift, instability, score, sigma, gated and passes; None where a value was not measured."""
 
     @property
     def title(self) -> str:
-        """``clean`` or the budget."""
+        """``clean``, or the strength such as ``4/255``."""
         return f"{self.eps}/255" if self.eps else "clean"
+
+    @property
+    def picture(self) -> str:
+        """The image as ``data:`` address."""
+        return data_uri(to_image(self.pixels))
+
+    @property
+    def magnified(self) -> str:
+        """The perturbation as ``data:`` address, scaled so that +-eps spans black to white."""
+        return data_uri(to_image((self.perturbation * self.factor + 0.5).clamp(0, 1)))
+
+    @property
+    def factor(self) -> float:
+        """How many times the perturbation is magnified."""
+        return 255 / self.eps / 2
 
 
 @dataclass(frozen=True, eq=False)
-class PhotoStory:
-    """One photo through all strengths, the clean one first."""
+class PhotoResult:
+    """One photo at all attack strengths, the clean one first."""
 
     name: str
-    pixels: Tensor
-    scenes: Sequence[Scene]
+    outcomes: list[Outcome]
 
-    def same(self, answer: str) -> bool:
-        """Whether an answer is CLIP's answer for the clean photo."""
-        return answer == self.scenes[0].plain
+    def unchanged(self, answer: str) -> bool:
+        """Whether an answer is plain CLIP's answer for the clean photo."""
+        return answer == self.outcomes[0].plain
 
     def mark(self, answer: str) -> str:
-        """A tick for the clean answer, a cross for any other."""
-        return "\u2713" if self.same(answer) else "\u2717"
+        """A tick for an unchanged answer, a cross for any other."""
+        return "\u2713" if self.unchanged(answer) else "\u2717"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, without the pixels."""
+        names = ("eps", "plain", "plain_probability", "defended", "defended_probability")
+        rows = [{name: getattr(row, name) for name in names} | row.diagnostics for row in self.outcomes]
+        return {"photo": self.name, "outcomes": rows}
 
 
-def write_page(path: Path, stories: Sequence[PhotoStory], *, model: str, guard: str, steps: int, classes: int) -> None:
-    """Write the page, whole or not at all."""
-    template = Template(files("react_clip.report").joinpath("demo_page.html").read_text(encoding="utf-8"))
-    kept_plain, kept_defended, attacked = _tally(stories)
-    write_text(
-        path,
-        template.substitute(
-            model=escape(model),
-            guard=escape(guard),
-            steps=steps,
-            classes=classes,
-            attacked=attacked,
-            kept_plain=kept_plain,
-            kept_defended=kept_defended,
-            stories="\n".join(_story(story) for story in stories),
-        ),
+def write_page(path: Path, photos: Sequence[PhotoResult], *, model: str, guard: str, steps: int, classes: int) -> None:
+    """Write the page; an old one stays until the new one is complete."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files("react_clip.report").joinpath("demo_page.html").read_text("utf-8"))
+    attacked = [(photo, row) for photo in photos for row in photo.outcomes if row.eps]
+    html = template.render(
+        photos=photos,
+        model=model,
+        guard=guard,
+        steps=steps,
+        classes=classes,
+        attacked=len(attacked),
+        strengths=len({row.eps for _, row in attacked}),
+        kept_plain=sum(photo.unchanged(row.plain) for photo, row in attacked),
+        kept_defended=sum(photo.unchanged(row.defended) for photo, row in attacked),
     )
-
-
-def _tally(stories: Sequence[PhotoStory]) -> tuple[int, int, int]:
-    """How many attacked photos keep the clean answer, without and with the defence, of how many."""
-    pairs = [(story, scene) for story in stories for scene in story.scenes if scene.eps]
-    plain = sum(story.same(scene.plain) for story, scene in pairs)
-    return plain, sum(story.same(scene.defended) for story, scene in pairs), len(pairs)
-
-
-def _story(story: PhotoStory) -> str:
-    cards = "\n".join(_card(story, scene) for scene in story.scenes)
-    return f'<section><h2>{escape(story.name)}</h2><div class="strip">{cards}</div></section>'
-
-
-def _card(story: PhotoStory, scene: Scene) -> str:
-    title = "clean photo" if not scene.eps else f"attacked, eps {scene.title}"
-    pictures = _picture(scene.pixels, f"{story.name}, {title}")
-    if scene.eps:
-        magnified = ((scene.pixels - story.pixels) * 255 / scene.eps / 2 + 0.5).clamp(0, 1)
-        pictures += _picture(magnified, f"the perturbation, magnified {255 / scene.eps / 2:.0f} times")
-    instability = "\u2013" if math.isnan(scene.instability) else f"{scene.instability:.3f}"
-    values = {
-        "r": f"{scene.drift:.3f}",
-        "J": instability,
-        "score": f"{scene.score:.3f}",
-        "\u03c3": f"{scene.sigma:.3f}",
-        "gate": "open" if scene.gated else "closed",
-        "passes": str(scene.passes),
-    }
-    rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in values.items())
-    return (
-        f'<article><h3>{title}</h3><div class="pictures">{pictures}</div>'
-        f"{_answer('CLIP', story, scene.plain, scene.plain_probability)}"
-        f"{_answer('defended', story, scene.defended, scene.defended_probability)}"
-        f"<dl>{rows}</dl></article>"
-    )
-
-
-def _answer(who: str, story: PhotoStory, answer: str, probability: float) -> str:
-    kind = "kept" if story.same(answer) else "changed"
-    return (
-        f'<p class="answer {kind}"><span class="who">{who}</span> <b>{story.mark(answer)} {escape(answer)}</b> '
-        f"<span>{probability:.0%}</span></p>"
-    )
-
-
-def _picture(pixels: Tensor, description: str) -> str:
-    return f'<img alt="{escape(description)}" width="224" height="224" src="{data_uri(to_image(pixels))}">'
+    write_text(path, html)
