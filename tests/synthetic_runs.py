@@ -57,12 +57,10 @@ def made(
             for number, (name, size) in enumerate(sizes.items()):
                 right = np.random.default_rng(number).random(size) < 0.7
                 attacked = (right | (scoring == "attack_all")) & (eps > 0)
-                stream = np.random.default_rng(
-                    [seed, number, round(eps * 255), len(parts) * (config["defense"] != "x")]
-                )
+                stream = np.random.default_rng([seed, number, round(eps * 255), len(parts) * (config["kind"] != "x")])
                 correct = np.stack([outcome(stream, config, eps * 255, right) for _ in range(draws)])
                 drift = stream.normal(0.15 + 0.13 * eps * 255, 0.1 + 0.02 * eps * 255, size)
-                kind = config["defense"]
+                kind = config["kind"]
                 measured = kind in ("react", "defend-clip")
                 for draw in range(draws):
                     parts.append(
@@ -126,7 +124,7 @@ def made(
 def _row(config: dict[str, Any], name: str, eps: float, right: Any, attacked: Any, correct: Any, scoring: str) -> Row:
     share = metrics.wilson(float(correct.mean()), len(right))
     leaked = metrics.leakage(right, attacked, correct)
-    work = 1.0 + 3 * (list(LOOKS).index(config["defense"]) if config["defense"] in LOOKS else 0)
+    work = 1.0 + 3 * (list(LOOKS).index(config["kind"]) if config["kind"] in LOOKS else 0)
     return Row(
         dataset=name,
         attack="pgd-10" if eps else "clean",
@@ -145,7 +143,7 @@ def _row(config: dict[str, Any], name: str, eps: float, right: Any, attacked: An
         leakage_share=leaked / len(right),
         gate_rate=1.0,
         passes=work,
-        backward_passes=work / 2 if config["defense"] in ("ttc", "doc", "r-tpt") else 0.0,
+        backward_passes=work / 2 if config["kind"] in ("ttc", "doc", "r-tpt") else 0.0,
     )
 
 
@@ -173,7 +171,7 @@ def many_methods() -> Run:
         keep = strength[config["label"]] if config["label"] != "CLIP" else 0.0
         return right & (stream.random(len(right)) < (keep * math.exp(-eps / 40) if eps else 0.98))
 
-    defenses = [{"defense": kind, "label": label} for label, kind in METHODS.items()]
+    defenses = [{"kind": kind, "label": label} for label, kind in METHODS.items()]
     return made(defenses, outcome, sizes={"a": 200, "b": 120})
 
 
@@ -181,14 +179,14 @@ def leakage_grid(draws: int = 1) -> Run:
     """AOM and Defend-CLIP over anchor scale and alpha, every image attacked; more alpha leaks more."""
 
     def outcome(stream: Any, config: dict[str, Any], eps: float, right: Any) -> Any:
-        if config["defense"] == "undefended":
+        if config["kind"] == "undefended":
             return right & (eps == 0)
         sigma, alpha = config["mapping"]["sigma"], config["alpha"]
         fit = math.exp(-(((sigma - 0.05 - 0.006 * eps) / 0.07) ** 2)) * min(alpha / 2.0, 1.1)
         chance = np.where(right, 0.9 * fit, 0.65 * fit * alpha / 2.4) if eps else np.where(right, 0.95, 0.02)
         return stream.random(len(right)) < chance
 
-    defenses: list[dict[str, Any]] = [{"defense": "undefended", "label": "CLIP"}]
+    defenses: list[dict[str, Any]] = [{"kind": "undefended", "label": "CLIP"}]
     for kind in ("aom", "defend-clip"):
         for sigma in (0.03, 0.06, 0.1, 0.15, 0.2, 0.28):
             for alpha in (0.0, 0.6, 1.2, 1.8, 2.4):
@@ -197,7 +195,7 @@ def leakage_grid(draws: int = 1) -> Run:
                 label = f"{kind} no. {len(defenses)}"
                 defenses.append(
                     {
-                        "defense": kind,
+                        "kind": kind,
                         "alpha": alpha,
                         "mapping": mapping,
                         "label": label,
@@ -219,10 +217,10 @@ def mapping_run() -> Run:
     def outcome(stream: Any, config: dict[str, Any], eps: float, right: Any) -> Any:
         return right & (stream.random(len(right)) < 0.9 - 0.01 * eps)
 
-    defenses: list[dict[str, Any]] = [{"defense": "undefended", "label": "CLIP"}]
+    defenses: list[dict[str, Any]] = [{"kind": "undefended", "label": "CLIP"}]
     defenses += [
         {
-            "defense": "react",
+            "kind": "react",
             "alpha": 2.0,
             "tau": 0.7,
             "max_batch": 64 + place,

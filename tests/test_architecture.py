@@ -18,6 +18,7 @@ ROOMS = [
         "errors",
         "optional",
         "storage",
+        "config",
         "functional",
         "fusing",
         "graphs",

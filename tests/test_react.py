@@ -281,11 +281,11 @@ def test_impossible_configurations_are_refused(options: dict[str, object], says:
         ("{", "is no valid JSON"),
         ("[1, 2]", "holds a list"),
         ('{"tau": 0.7, "taau": 1}', "react has no field 'taau'; its fields are"),
-        ('{"defense": "aom"}', "for defence 'aom', not 'react'"),
-        ('{"mapping": {"kind": "cubic"}}', "mapping kind 'cubic' is unknown; choose one of linear"),
-        ('{"mapping": {"kind": "linear", "c": 1}}', "mapping 'linear' takes a, b; got c"),
+        ('{"defense": "aom"}', "for 'aom', not 'react'"),
+        ('{"mapping": {"kind": "cubic"}}', "mapping: mapping 'cubic' does not exist; choose one of constant, linear"),
+        ('{"mapping": {"kind": "linear", "c": 1}}', "mapping: linear has no field 'c'; its fields are a, b"),
         ('{"mapping": {"kind": "linear", "a": "x"}}', "must be a finite number"),
-        ('{"augmentation": {"twirl": 1}}', "augmentation is not understood"),
+        ('{"augmentation": {"twirl": 1}}', "augmentation: WeakAugmentation has no field 'twirl'"),
     ],
 )
 def test_damaged_configuration_files_are_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -298,5 +298,5 @@ def test_damaged_configuration_files_are_refused(tmp_path: Path, text: str, says
 def test_a_missing_configuration_and_an_unknown_defence_are_named(tmp_path: Path) -> None:
     with pytest.raises(rc.ReactClipError, match=r"nowhere\.json cannot be read"):
         rc.ReACT.load(tmp_path / "nowhere.json")
-    with pytest.raises(rc.ReactClipError, match="defence 'shield' is unknown; choose one of undefended, react"):
+    with pytest.raises(rc.ReactClipError, match="defence 'shield' does not exist; choose one of anti-adv, aom"):
         from_dict("shield")

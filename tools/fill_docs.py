@@ -24,6 +24,7 @@ from performance_docs import performance
 from scale_docs import overhead
 from threat_docs import threats
 
+from react_clip.config import pop_kind
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.merge import merge
 from react_clip.evaluation.recipe import MEAN, format_eps
@@ -128,7 +129,7 @@ def _milliseconds(file: str) -> dict[str, float]:
 
 def _bench_label(label: str, config: dict[str, object]) -> str:
     """What the benchmark calls a method: ReACT as shipped is its own contender, a finetuned tower costs one pass."""
-    return "ReACT" if "calibrated" in label else str(config["defense"])
+    return "ReACT" if "calibrated" in label else str(pop_kind(dict(config)))
 
 
 def leakage_table(run: str) -> str:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import functional, fusing, noise
+from react_clip.config import Configuration, Count, Range, Share
 from react_clip.errors import ReactClipError
 from react_clip.fusing import fused
 from react_clip.graphs import Graphs
@@ -26,8 +27,7 @@ _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [
 _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
 
 
-@dataclass(frozen=True)
-class WeakAugmentation:
+class WeakAugmentation(Configuration):
     """Ranges of T(x); every value is drawn per image.
 
     >>> keys = torch.tensor([1, 2])
@@ -40,11 +40,11 @@ class WeakAugmentation:
     """Largest angle, in degrees."""
     translation: float = 0.04
     """Largest shift, as a share of the side."""
-    scale: tuple[float, float] = (0.92, 1.08)
-    probability: float = 0.5
+    scale: Range = (0.92, 1.08)
+    probability: Share = 0.5
     """Chance of each of blur, noise and jitter."""
-    blur_kernel: int = 5
-    blur_sigma: tuple[float, float] = (0.5, 1.2)
+    blur_kernel: Count = 5
+    blur_sigma: Range = (0.5, 1.2)
     noise_sigma: float = 0.02
     """Largest scale of the additive noise."""
     jitter: float = 0.08
@@ -53,17 +53,8 @@ class WeakAugmentation:
     """Largest change of hue, as a share of the colour circle."""
 
     def __post_init__(self) -> None:
-        # Lists come from JSON; a frozen value must be hashable.
-        object.__setattr__(self, "scale", tuple(self.scale))
-        object.__setattr__(self, "blur_sigma", tuple(self.blur_sigma))
-        if not 0 <= self.probability <= 1:
-            raise ReactClipError(f"probability is {self.probability}; it must lie in [0, 1]")
-        if self.blur_kernel < 1 or self.blur_kernel % 2 == 0:
-            raise ReactClipError(f"blur_kernel is {self.blur_kernel}; it must be odd and positive, such as 5")
-        for name in ("scale", "blur_sigma"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ReactClipError(f"{name} is ({low}, {high}); it needs 0 < low <= high")
+        if self.blur_kernel % 2 == 0:
+            raise ReactClipError(f"blur_kernel is {self.blur_kernel}; it must be odd, such as 5")
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One augmented view per image ``[B, 3, H, W]`` in [0, 1], drawn from the image's stream."""

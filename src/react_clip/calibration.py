@@ -65,7 +65,7 @@ class Calibration:
             "calibration_version": CALIBRATION_VERSION,
             "config": self.config.to_dict(),
             "points": [asdict(point) for point in self.points],
-            "fits": {name: mappings.to_dict(fit) for name, fit in self.fits.items()},
+            "fits": {name: fit.to_dict() for name, fit in self.fits.items()},
             "clean_pass": self.clean_pass,
             "clean_images": self.clean_images,
             "provenance": self.provenance,
@@ -87,7 +87,7 @@ class Calibration:
         return cls(
             config=config,
             points=tuple(CalibrationPoint(**point) for point in data["points"]),
-            fits={name: mappings.from_dict(fit) for name, fit in data["fits"].items()},
+            fits={name: Mapping.from_dict(fit) for name, fit in data["fits"].items()},
             clean_pass=data["clean_pass"],
             clean_images=data["clean_images"],
             provenance=data["provenance"],

@@ -40,7 +40,7 @@ def test_eps_in_255ths_is_refused(kind: type[Attack]) -> None:
     [
         ("eps is -0.1", lambda: PGD(eps=-0.1)),
         ("eps is nan", lambda: PGD(eps=float("nan"))),
-        ("eps is '4/255'", lambda: PGD(eps="4/255")),  # type: ignore[arg-type]
+        ("eps is 'four'", lambda: PGD(eps="four")),  # type: ignore[arg-type]
         ("write 2/255", lambda: PGD(step_size=2)),
         ("step_size is 0", lambda: PGD(step_size=0)),
         ("step_size is 'eps/3'", lambda: PGD(step_size="eps/3")),  # type: ignore[arg-type]
@@ -164,9 +164,9 @@ def test_lengths_as_fractions() -> None:
     ("text", "config"),
     [
         ("choose one of apgd, autoattack, cw, fab, pgd, square", {"kind": "deepfool"}),
-        ("kind None does not exist", {"eps": 0.1}),
-        ("kind ['pgd'] does not exist", {"kind": ["pgd"]}),
-        ("it has eps, steps, step_size, loss, random_start", {"kind": "pgd", "stepsize": 1}),
+        ("the attack has no kind", {"eps": 0.1}),
+        ("attack ['pgd'] does not exist", {"kind": ["pgd"]}),
+        ("its fields are eps, steps, step_size, loss, random_start", {"kind": "pgd", "stepsize": 1}),
         ("eps is 'four/255'", {"kind": "pgd", "eps": "four/255"}),
         ("eps is '4/0'", {"kind": "pgd", "eps": "4/0"}),
         ("write 8/255", {"kind": "pgd", "eps": "8"}),

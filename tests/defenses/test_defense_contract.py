@@ -11,9 +11,9 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import defenses
+from react_clip.config import Configuration
 from react_clip.defenses import Defended, Defense
 from react_clip.defenses.base import Priced
-from react_clip.defenses.config import Configuration
 from toys import toy_classifier, toy_images
 
 from .watching import F64, watched_classifier
@@ -26,7 +26,7 @@ def run(
     name: str, images: Tensor, clf: rc.ZeroShotClassifier | None = None, seed: int | bytes = 0, **options: Any
 ) -> Defended:
     """The defence on images; skips those that read text, which toys cannot."""
-    guard = defenses.from_dict({"defense": name, **options})
+    guard = defenses.from_dict({"kind": name, **options})
     clf = clf or toy_classifier(images.dtype)
     try:
         return guard(clf, images, seed=seed)
@@ -153,7 +153,7 @@ def test_configurations_survive_json_and_refuse_what_they_do_not_know(name: str)
     assert hash(again) == hash(guard)
     assert repr(again) == repr(guard)
     with pytest.raises(rc.ReactClipError, match=f"{name} has no field 'speed'") as caught:
-        defenses.from_dict({"defense": name, "speed": 1})
+        defenses.from_dict({"kind": name, "speed": 1})
     assert "\n" not in str(caught.value)
 
 
@@ -174,7 +174,10 @@ def fragile(name: str, field: str, value: Any, says: str) -> Any:
         *[fragile(n, "eps", 8, "eps is 8; pixels lie in .0, 1., so write 8/255") for n in ("ttc", "doc", "mac", "hd")],
         *[fragile(n, "eps", -0.1, "eps is -0.1; it must be >= 0") for n in ("ttc", "doc", "mac", "hd")],
         *[fragile(n, "step_size", 2, "so write 2/255") for n in ("ttc", "doc", "mac", "hd", "anti-adv")],
-        *[fragile(n, "step_size", "x", "must be a finite") for n in ("ttc", "doc", "mac", "hd", "anti-adv")],
+        *[
+            fragile(n, "step_size", "x", "must be a number such as 4/255")
+            for n in ("ttc", "doc", "mac", "hd", "anti-adv")
+        ],
         *[fragile(n, "steps", 0, "whole number >= 1") for n in ("ttc", "doc", "mac", "hd", "anti-adv")],
         *[fragile(n, "max_batch", 0, "max_batch is 0") for n in ("ttc", "doc", "mac", "hd", "anti-adv", "tte")],
         *[fragile(n, "tau", float("nan"), "tau is nan") for n in ("ttc", "doc", "mac")],
@@ -185,14 +188,19 @@ def fragile(name: str, field: str, value: Any, says: str) -> Any:
         fragile("doc", "probes", 0, "probes is 0"),
         fragile("mac", "temperature", 0, "temperature is 0; it must be > 0"),
         fragile("mac", "views", 0, "views is 0"),
-        fragile("mac", "augmentation", {"twirl": 1}, "augmentation is not understood"),
+        fragile(
+            "mac",
+            "augmentation",
+            {"twirl": 1},
+            "augmentation: WeakAugmentation has no field 'twirl'; its fields are rotation",
+        ),
         fragile("tte", "crops", -1, "crops is -1; it must be a whole number >= 0"),
         fragile("tte", "crops", True, "crops is True"),
-        fragile("tte", "padding", 4, "padding is 4; it is a share of the side"),
+        fragile("tte", "padding", 4, "padding is 4; it must be <= 0.5"),
         fragile("tte", "padding", -0.1, "padding is -0.1"),
     ],
 )
 def test_impossible_values_are_refused_in_one_line(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(rc.ReactClipError, match=says) as caught:
-        defenses.from_dict({"defense": name, **options})
+        defenses.from_dict({"kind": name, **options})
     assert "\n" not in str(caught.value)

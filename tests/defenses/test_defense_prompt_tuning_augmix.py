@@ -174,7 +174,7 @@ def test_a_view_depends_on_its_image_and_its_stream_alone() -> None:
         ({"area": (0.0, 1.0)}, "area is"),
         ({"area": (0.5, 1.5)}, "area is"),
         ({"aspect": (2.0, 1.0)}, "aspect is"),
-        ({"depth": 0}, "depth 0"),
+        ({"depth": 0}, "depth is 0"),
         ({"severity": 0.0}, "severity is 0.0"),
         ({"severity": 11.0}, "severity is 11.0"),
     ],

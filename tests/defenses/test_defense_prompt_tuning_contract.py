@@ -161,13 +161,13 @@ def test_configurations_survive_json(guard: Any) -> None:
         ("r-tpt", {"steps": -1}, "steps is -1"),
         ("r-tpt", {"max_batch": 0}, "max_batch is 0"),
         ("r-tpt", {"words": " "}, "words is ' '; give the words before the name"),
-        ("r-tpt", {"augmix": {"twirl": 1}}, "augmix is not understood"),
-        ("r-tpt", {"augmix": {"chains": -1}}, "chains is -1 and depth 3"),
+        ("r-tpt", {"augmix": {"twirl": 1}}, "augmix: AugMix has no field 'twirl'"),
+        ("r-tpt", {"augmix": {"chains": -1}}, "augmix: chains is -1; it must be a whole number >= 0"),
         ("ss-tpt", {"selected": 1}, "selected is 1; it must be a whole number >= 2"),
-        ("ss-tpt", {"suitability": 1.5}, "suitability is 1.5; it is a share"),
+        ("ss-tpt", {"suitability": 1.5}, "suitability is 1.5; it must be <= 1"),
         ("ss-tpt", {"consistency": -1.0}, "consistency is -1.0; it must be >= 0"),
         ("ss-tpt", {"weak_views": 1}, "weak_views is 1"),
-        ("ss-tpt", {"augmentation": {"twirl": 1}}, "augmentation is not understood"),
+        ("ss-tpt", {"augmentation": {"twirl": 1}}, "augmentation: WeakAugmentation has no field 'twirl'"),
     ],
 )
 def test_impossible_values_are_refused_in_one_line(name: str, options: dict[str, Any], says: str) -> None:

@@ -233,9 +233,9 @@ def test_the_option_is_written_only_where_it_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"sequential": 1.0}, "sequential is 1.0; it is a confidence and needs 0.5 <= sequential < 1"),
+        ({"sequential": 1.0}, "sequential is 1.0; it must be < 1"),
         ({"sequential": 0.4}, "sequential is 0.4"),
-        ({"sequential": 0}, "sequential is 0; it is"),
+        ({"sequential": 0}, "sequential is 0; it must be >= 0.5"),
         ({"sequential": "often"}, "sequential is 'often'; it must be a finite number"),
         ({"sequential": True}, "sequential is True"),
         ({"sequential": math.nan}, "sequential is nan"),

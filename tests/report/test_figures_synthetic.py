@@ -79,8 +79,8 @@ def test_variants_share_the_colour_and_differ_in_dashes() -> None:
     assert looks["paper"].colour == looks["calibrated"].colour == COLOURS["react"]
     assert looks["paper"].dashes != looks["calibrated"].dashes
     assert looks["mine"].colour not in COLOURS.values()
-    assert kind_of("CLIP", {"defense": "undefended"}) == "undefended"
-    assert kind_of("software", {"defense": "undefended"}) == "undefended"
+    assert kind_of("CLIP", {"kind": "undefended"}) == "undefended"
+    assert kind_of("software", {"kind": "undefended"}) == "undefended"
 
 
 def test_fifteen_methods_are_labelled_without_overlap(many: Run) -> None:
@@ -118,10 +118,10 @@ def test_cost_counts_a_backward_pass_twice_and_takes_times_instead(many: Run) ->
 
 def test_sweeps_are_found_in_configurations() -> None:
     settings: dict[str, dict[str, Any]] = {
-        f"no. {place}": {"defense": "react", "alpha": 2.0, "family": "ReACT", "params": {"tau": tau}}
+        f"no. {place}": {"kind": "react", "alpha": 2.0, "family": "ReACT", "params": {"tau": tau}}
         for place, tau in enumerate((0.9, 0.5, 0.7))
     }
-    settings["other"] = {"defense": "react", "alpha": 1.2}
+    settings["other"] = {"kind": "react", "alpha": 1.2}
     (sweep,) = sweeps.sweeps(settings)
     assert sweep.alpha == 2.0
     assert (sweep.kind, sweep.field) == ("react", "tau")

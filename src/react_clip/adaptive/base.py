@@ -12,9 +12,9 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.adaptive.pipeline import Pipeline, Price, Tally, sketch
-from react_clip.attacks.kinds import Kinds, Written
 from react_clip.attacks.losses import margin
-from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels, check_size
+from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels
+from react_clip.config import PixelLength, Registered, Registry
 from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
@@ -90,19 +90,15 @@ class Target:
         return forward, backward
 
 
-@dataclass(frozen=True, repr=False)
-class AdaptiveAttack(Written, ABC):
+class AdaptiveAttack(Registered, ABC):
     """A configuration; call it on a classifier, its defence, images and labels. Its repr is the log line.
 
     All randomness comes from the seed and the images. Noise is drawn anew for every step, from seeds that no
     evaluation draws from (see :func:`~react_clip.defenses.base.derived_seed`).
     """
 
-    kinds: ClassVar[Kinds[AdaptiveAttack]] = Kinds("adaptive attack")
-    eps: float = 4 / 255
-
-    def __post_init__(self) -> None:
-        check_size("eps", self.eps)
+    registry: ClassVar[Registry[AdaptiveAttack]] = Registry("adaptive attack")
+    eps: PixelLength = 4 / 255
 
     @property
     @abstractmethod
@@ -198,7 +194,7 @@ def names() -> list[str]:
     >>> names()[:3]
     ['adaptive-both', 'adaptive-bpda', 'adaptive-evade']
     """
-    return AdaptiveAttack.kinds.names()
+    return AdaptiveAttack.registry.names()
 
 
 def from_dict(config: Mapping[str, Any]) -> AdaptiveAttack:
@@ -207,4 +203,4 @@ def from_dict(config: Mapping[str, Any]) -> AdaptiveAttack:
     >>> from_dict({"kind": "adaptive-both", "eps": "8/255", "eot": 2})
     Both(eps=8/255, steps=20, step_size=eps/4, loss=ce, eot=2, sigma=differentiated, checkpoint=True, combine=mean)
     """
-    return AdaptiveAttack.kinds.from_dict(config)
+    return AdaptiveAttack.registry.read(config)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from react_clip.adaptive.base import AdaptiveAttack, Crafted, Target
 from react_clip.adaptive.pipeline import Look, Pipeline, Price, Tally, gradient_price, look_price, sketch_passes
-from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
-from react_clip.attacks.problem import Problem, check_size
+from react_clip.attacks.problem import Problem
+from react_clip.config import Count, PositiveLength
 from react_clip.defenses.base import Defense, Gradients
 from react_clip.errors import ReactClipError
 
@@ -30,7 +30,6 @@ class Scene:
     """Plain features of the clean images."""
 
 
-@dataclass(frozen=True, repr=False)
 class GradientAttack(AdaptiveAttack):
     r"""Sign ascent from a uniform start on an objective of the pipeline, averaged over ``eot`` draws a step.
 
@@ -41,31 +40,16 @@ class GradientAttack(AdaptiveAttack):
     stops the attack nor makes its result.
     """
 
-    steps: int = 20
-    step_size: float | Literal["eps/4"] = "eps/4"
+    steps: Count = 20
+    step_size: PositiveLength | Literal["eps/4"] = "eps/4"
     loss: Literal["ce", "margin", "dlr"] = "ce"
-    eot: int = 4
+    eot: Count = 4
     sigma: Literal["differentiated", "detached"] = "differentiated"
     """Whether the gradient sees that the anchor's noise scale depends on the pixels."""
     checkpoint: bool = True
     """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
-    views: int | None = None
+    views: Count | None = None
     """Most anchor views of the copy of the defence that is climbed on; all of them by default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("steps", self.steps)
-        check_count("eot", self.eot)
-        if self.views is not None:
-            check_count("views", self.views)
-        check_choice("loss", self.loss, tuple(LOSSES))
-        check_choice("sigma", self.sigma, ("differentiated", "detached"))
-        if not isinstance(self.checkpoint, bool):
-            raise ReactClipError(f"checkpoint is {self.checkpoint!r}, but it must be true or false")
-        if isinstance(self.step_size, str):
-            check_choice("step_size", self.step_size, (_QUARTER, "a number such as 1/255"))
-        else:
-            check_size("step_size", self.step_size, positive=True)
 
     @property
     def name(self) -> str:

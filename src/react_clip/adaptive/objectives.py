@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from react_clip.adaptive.gradient import LOSSES, GradientAttack, Scene
 from react_clip.adaptive.pipeline import Look
-from react_clip.attacks.kinds import check_choice
+from react_clip.config import NonNegative, Positive
 from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.defenses.base import Defense
-from react_clip.errors import ReactClipError
 
 
-@dataclass(frozen=True, repr=False)
 class Through(GradientAttack):
     r"""The loss of the corrected answer, as if the gate were open: :math:`o = \ell(z_{open}(x), y)`.
 
@@ -25,7 +23,7 @@ class Through(GradientAttack):
     'adaptive-through-10'
     """
 
-    kind: ClassVar[str] = "adaptive-through"
+    kind = "adaptive-through"
 
     def objective(self, look: Look, scene: Scene, weight: float) -> Tensor:
         """The corrected answer's loss."""
@@ -37,7 +35,6 @@ class Through(GradientAttack):
         return "" if isinstance(defense, AnchoredDefense) else f"{defense.name} has no anchor correction to see through"
 
 
-@dataclass(frozen=True, repr=False)
 class Both(GradientAttack):
     r"""Plain and corrected answer at once, so that the gate does not matter.
 
@@ -49,12 +46,8 @@ class Both(GradientAttack):
     'adaptive-both-20-min'
     """
 
-    kind: ClassVar[str] = "adaptive-both"
+    kind = "adaptive-both"
     combine: Literal["mean", "max", "min"] = "mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("combine", self.combine, ("mean", "max", "min"))
 
     def accents(self) -> tuple[str, ...]:
         """How the losses become one."""
@@ -66,7 +59,6 @@ class Both(GradientAttack):
         return both_losses(self, look, scene, self.combine)
 
 
-@dataclass(frozen=True, repr=False)
 class Evade(GradientAttack):
     r"""Fool the plain answer and keep the gate shut.
 
@@ -79,19 +71,11 @@ class Evade(GradientAttack):
     40
     """
 
-    kind: ClassVar[str] = "adaptive-evade"
-    lambdas: tuple[float, ...] = (1.0, 10.0, 100.0)
-    margin: float = 0.05
+    kind = "adaptive-evade"
+    lambdas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0, 10.0, 100.0)
+    margin: NonNegative = 0.05
     on: Literal["plain", "both"] = "plain"
     instability: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("on", self.on, ("plain", "both"))
-        if not isinstance(self.lambdas, tuple) or not self.lambdas or not all(_is_weight(v) for v in self.lambdas):
-            raise ReactClipError(f"lambdas is {self.lambdas!r}, but it must be a list of numbers > 0, such as [1, 10]")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int | float) or self.margin < 0:
-            raise ReactClipError(f"margin is {self.margin!r}, but it must be a number of at least 0")
 
     def accents(self) -> tuple[str, ...]:
         """Which answers are to be wrong."""
@@ -113,7 +97,6 @@ class Evade(GradientAttack):
         return _no_gate(defense, "to keep shut")
 
 
-@dataclass(frozen=True, repr=False)
 class BPDA(GradientAttack):
     r"""The defended answer itself: the hard gate forward, a soft one backward.
 
@@ -127,13 +110,8 @@ class BPDA(GradientAttack):
     BPDA(eps=4/255, steps=20, step_size=eps/4, loss=ce, eot=4, sigma=differentiated, checkpoint=True, temperature=0.05)
     """
 
-    kind: ClassVar[str] = "adaptive-bpda"
-    temperature: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not _is_weight(self.temperature):
-            raise ReactClipError(f"temperature is {self.temperature!r}, but it must be a number > 0, such as 0.1")
+    kind = "adaptive-bpda"
+    temperature: Positive = 0.1
 
     def objective(self, look: Look, scene: Scene, weight: float) -> Tensor:
         """The defended loss through the soft gate."""
@@ -145,7 +123,6 @@ class BPDA(GradientAttack):
         return LOSSES[self.loss](look.closed + gate[:, None] * (look.opened - look.closed), scene.y)
 
 
-@dataclass(frozen=True, repr=False)
 class Feature(GradientAttack):
     r"""Without labels: move the plain and the corrected feature away from where the clean one was.
 
@@ -155,7 +132,7 @@ class Feature(GradientAttack):
     'adaptive-feature-10'
     """
 
-    kind: ClassVar[str] = "adaptive-feature"
+    kind = "adaptive-feature"
 
     def objective(self, look: Look, scene: Scene, weight: float) -> Tensor:
         """The sum of both distances."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from react_clip.adaptive.base import (
@@ -15,7 +17,6 @@ from react_clip.adaptive.base import (
     Crafted,
     Target,
     as_result,
-    from_dict,
 )
 from react_clip.adaptive.objectives import BPDA, Both, Evade, Feature, Through
 from react_clip.adaptive.pipeline import Price, Tally
@@ -24,7 +25,6 @@ from react_clip.defenses.base import Defense
 from react_clip.errors import ReactClipError
 
 
-@dataclass(frozen=True, repr=False)
 class Suite(AdaptiveAttack):
     """The worst case over its members; the budget is the suite's, and a member that makes no sense on a defence rests.
 
@@ -37,8 +37,8 @@ class Suite(AdaptiveAttack):
     'adaptive-suite-2'
     """
 
-    kind: ClassVar[str] = "adaptive-suite"
-    members: tuple[AdaptiveAttack, ...] = (
+    kind = "adaptive-suite"
+    members: Annotated[tuple[AdaptiveAttack, ...], Field(min_length=1)] = (
         Transfer(),
         Both(),
         Through(),
@@ -51,11 +51,6 @@ class Suite(AdaptiveAttack):
     in_turn: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.members, tuple) or not self.members:
-            raise ReactClipError("a suite has no members; give at least one, such as adaptive-both")
-        if not isinstance(self.in_turn, bool):
-            raise ReactClipError(f"in_turn is {self.in_turn!r}, but it must be true or false")
         names = [member.name for member in self.members]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ReactClipError(f"suite member {twice[0]!r} is there {names.count(twice[0])} times; name each once")
@@ -117,19 +112,10 @@ class Suite(AdaptiveAttack):
         return {**super().to_dict(), "members": members}
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The suite from its fields; a member is a kind or a mapping."""
-        entries = values.get("members")
-        if entries is None:
-            return super().read(values)
-        if not isinstance(entries, list):
-            raise ReactClipError(f"members is {entries!r}, but it must be a list such as [adaptive-both]")
-        members = []
-        for entry in entries:
-            if not isinstance(entry, str | dict):
-                raise ReactClipError(f"a suite member is {entry!r}, but it must be a kind or a mapping with one")
-            config = {"kind": entry} if isinstance(entry, str) else entry
-            if "eps" in config or config.get("kind") == cls.kind:
+        entries = data.get("members", ()) if isinstance(data, Mapping) else ()
+        for entry in entries if isinstance(entries, list | tuple) else ():
+            if entry == cls.kind or (isinstance(entry, Mapping) and ("eps" in entry or entry.get("kind") == cls.kind)):
                 raise ReactClipError("a suite member has no eps of its own and is no suite; give eps to the suite")
-            members.append(from_dict(config))
-        return super().read({**values, "members": members})
+        return super().from_dict(data)

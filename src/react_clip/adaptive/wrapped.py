@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,15 +10,14 @@ from torch import Tensor
 from react_clip.adaptive.base import AdaptiveAttack, AdaptiveResult, Crafted, Target
 from react_clip.adaptive.pipeline import Pipeline, Price, Tally, gradient_price, sketch, sketch_passes
 from react_clip.attacks import APGD, PGD, Attack, Square
-from react_clip.attacks.kinds import check_count
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Progress, Steps
+from react_clip.config import Count
 from react_clip.defenses.base import Defense, as_module, derived_seed
 from react_clip.noise import Seed
 from react_clip.zeroshot import ZeroShotClassifier
 
 
-@dataclass(frozen=True, repr=False)
 class Queries(AdaptiveAttack):
     """Square on the defended classifier, without gradients; every query is the mean of ``eot`` fresh answers.
 
@@ -28,14 +25,9 @@ class Queries(AdaptiveAttack):
     'adaptive-square-500'
     """
 
-    kind: ClassVar[str] = "adaptive-square"
-    queries: int = 1000
-    eot: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("queries", self.queries)
-        check_count("eot", self.eot)
+    kind = "adaptive-square"
+    queries: Count = 1000
+    eot: Count = 4
 
     @property
     def name(self) -> str:
@@ -68,7 +60,6 @@ class Queries(AdaptiveAttack):
         return Crafted(found.images, forward, backward)
 
 
-@dataclass(frozen=True, repr=False)
 class Rand(AdaptiveAttack):
     """AutoAttack's ``rand`` on the defended classifier: APGD-CE and APGD-DLR, gradients averaged over ``eot`` draws.
 
@@ -78,19 +69,12 @@ class Rand(AdaptiveAttack):
     'adaptive-rand-100'
     """
 
-    kind: ClassVar[str] = "adaptive-rand"
-    steps: int = 100
-    eot: int = 20
+    kind = "adaptive-rand"
+    steps: Count = 100
+    eot: Count = 20
     checkpoint: bool = True
-    views: int | None = None
+    views: Count | None = None
     """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("steps", self.steps)
-        check_count("eot", self.eot)
-        if self.views is not None:
-            check_count("views", self.views)
 
     @property
     def name(self) -> str:
@@ -149,7 +133,6 @@ class Rand(AdaptiveAttack):
         return lambda pixels: module(pixels) if pixels.requires_grad else answer(pixels)
 
 
-@dataclass(frozen=True, repr=False)
 class Transfer(AdaptiveAttack):
     """Images made for another classifier and replayed: PGD on ``source``, or on undefended CLIP itself.
 
@@ -159,12 +142,8 @@ class Transfer(AdaptiveAttack):
     (11, 10)
     """
 
-    kind: ClassVar[str] = "adaptive-transfer"
-    steps: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("steps", self.steps)
+    kind = "adaptive-transfer"
+    steps: Count = 20
 
     @property
     def name(self) -> str:
@@ -206,7 +185,6 @@ class Transfer(AdaptiveAttack):
         return Crafted(found.images, found.queries, torch.full_like(found.queries, self.steps))
 
 
-@dataclass(frozen=True, repr=False)
 class _Sourced(Transfer):
     """A transfer attack that holds its source, which no recipe can."""
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from react_clip.attacks import losses
 from react_clip.attacks.base import Attack
-from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.config import Count
 
 _MOMENTUM = 0.75
 _RISE_RATE = 0.75
@@ -23,7 +22,6 @@ _LOSSES: dict[str, Loss] = {
 }
 
 
-@dataclass(frozen=True, repr=False)
 class APGD(Attack):
     r"""Sign ascent with momentum, no step size to tune: it starts at 2 eps and halves at checkpoints.
 
@@ -44,18 +42,12 @@ class APGD(Attack):
     tensor([True])
     """
 
-    kind: ClassVar[str] = "apgd"
+    kind = "apgd"
     loss: Literal["ce", "dlr", "dlr-targeted"] = "ce"
-    steps: int = 100
-    restarts: int = 1
-    eot: int = 1
-    targets: int = 9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("loss", self.loss, tuple(_LOSSES))
-        for count in ("steps", "restarts", "eot", "targets"):
-            check_count(count, getattr(self, count))
+    steps: Count = 100
+    restarts: Count = 1
+    eot: Count = 1
+    targets: Count = 9
 
     @property
     def name(self) -> str:

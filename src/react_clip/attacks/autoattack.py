@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import Attack
 from react_clip.attacks.fab import FAB
-from react_clip.attacks.kinds import check_choice
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
 from react_clip.attacks.square import Square
 
@@ -21,7 +19,6 @@ _VERSIONS: dict[str, tuple[Attack, ...]] = {
 }
 
 
-@dataclass(frozen=True, repr=False)
 class AutoAttack(Attack):
     """The worst case over an ensemble, 100 iterations and 1 restart each.
 
@@ -46,12 +43,8 @@ class AutoAttack(Attack):
     tensor([105, 208])
     """
 
-    kind: ClassVar[str] = "autoattack"
+    kind = "autoattack"
     version: Literal["ttc", "standard", "rand"] = "standard"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("version", self.version, tuple(_VERSIONS))
 
     @property
     def name(self) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.attacks.kinds import Kinds, Written
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import (
     Found,
@@ -22,8 +21,8 @@ from react_clip.attacks.problem import (
     budgets,
     check_images,
     check_labels,
-    check_size,
 )
+from react_clip.config import PixelLength, Registered, Registry
 
 __all__ = ["Attack", "AttackResult", "Model", "from_dict", "names"]
 
@@ -46,8 +45,7 @@ class AttackResult:
     """``[B]`` int64: forward passes spent on that image, the last one included. Backward passes are not counted."""
 
 
-@dataclass(frozen=True, repr=False)
-class Attack(Written, ABC):
+class Attack(Registered, ABC):
     """A configuration; call it on a model, images and labels. Its repr is the log line.
 
     The model runs as it is handed over (put it in eval mode); gradients are taken with respect to pixels only, and
@@ -55,11 +53,8 @@ class Attack(Written, ABC):
     seed: no result depends on the batch an image sits in.
     """
 
-    kinds: ClassVar[Kinds[Attack]] = Kinds("attack kind")
-    eps: float = 4 / 255
-
-    def __post_init__(self) -> None:
-        check_size("eps", self.eps)
+    registry: ClassVar[Registry[Attack]] = Registry("attack", "react_clip.attacks")
+    eps: PixelLength = 4 / 255
 
     @property
     @abstractmethod
@@ -120,13 +115,13 @@ def names() -> list[str]:
     >>> names()
     ['apgd', 'autoattack', 'cw', 'fab', 'pgd', 'square']
     """
-    return Attack.kinds.names()
+    return Attack.registry.names()
 
 
-def from_dict(config: Mapping[str, Any]) -> Attack:
+def from_dict(config: Mapping[str, Any] | str) -> Attack:
     """An attack from plain values, as a recipe file holds them; lengths may be written ``"4/255"``.
 
     >>> from_dict({"kind": "pgd", "eps": "8/255", "steps": 20})
     PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True)
     """
-    return Attack.kinds.from_dict(config)
+    return Attack.registry.read(config)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
-from react_clip.attacks.kinds import check_count
 from react_clip.attacks.losses import Loss, ranked_targets
 from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.config import Count
 
 _BIAS = 0.1  # largest pull towards the original image
 _OVERSHOOT = 1.05
 _RETREAT = 0.9  # how much of an adversarial step is kept before looking for a nearer one
 
 
-@dataclass(frozen=True, repr=False)
 class FAB(Attack):
     r"""Walk along the boundary between the label and one target class, and remember the nearest point across it.
 
@@ -39,14 +35,9 @@ class FAB(Attack):
     (True, 0.01)
     """
 
-    kind: ClassVar[str] = "fab"
-    steps: int = 100
-    targets: int = 9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("steps", self.steps)
-        check_count("targets", self.targets)
+    kind = "fab"
+    steps: Count = 100
+    targets: Count = 9
 
     @property
     def name(self) -> str:

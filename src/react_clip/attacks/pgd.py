@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
-from react_clip.attacks.kinds import check_choice, check_count
 from react_clip.attacks.losses import Loss, cross_entropy, margin
-from react_clip.attacks.problem import Problem, check_size
+from react_clip.attacks.problem import Problem
+from react_clip.config import Count, PositiveLength
 
 _LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 _QUARTER = "eps/4"
 
 
-@dataclass(frozen=True, repr=False)
 class PGD(Attack):
     r"""Sign ascent on the summed loss from a uniform start; the last iterate counts, there are no restarts.
 
@@ -35,20 +33,11 @@ class PGD(Attack):
     (tensor([False]), tensor([11]))
     """
 
-    kind: ClassVar[str] = "pgd"
-    steps: int = 10
-    step_size: float | Literal["eps/4"] = 1 / 255
+    kind = "pgd"
+    steps: Count = 10
+    step_size: PositiveLength | Literal["eps/4"] = 1 / 255
     loss: Literal["ce", "margin"] = "ce"
     random_start: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("steps", self.steps)
-        check_choice("loss", self.loss, tuple(_LOSSES))
-        if isinstance(self.step_size, str):
-            check_choice("step_size", self.step_size, (_QUARTER, "a number such as 1/255"))
-        else:
-            check_size("step_size", self.step_size, positive=True)
 
     @property
     def name(self) -> str:
@@ -76,7 +65,6 @@ class PGD(Attack):
         return images
 
 
-@dataclass(frozen=True, repr=False)
 class CW(PGD):
     """ "C&W-10" of this field: :class:`PGD` on the margin :func:`~react_clip.attacks.losses.margin`.
 
@@ -84,5 +72,5 @@ class CW(PGD):
     'cw-10'
     """
 
-    kind: ClassVar[str] = "cw"
+    kind = "cw"
     loss: Literal["ce", "margin"] = "margin"

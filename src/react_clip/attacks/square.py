@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
-from react_clip.attacks.kinds import check_count
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Found, Problem, relay
+from react_clip.config import Count
 
 _FIRST_SHARE = 0.8
 # The share of pixels that a square covers halves after these queries. Like AutoAttack's, the schedule is not stretched
@@ -20,7 +18,6 @@ _FIRST_SHARE = 0.8
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 
 
-@dataclass(frozen=True, repr=False)
 class Square(Attack):
     r"""Repaint one random square at a time and keep what raises the margin; an image rests once it is broken.
 
@@ -35,12 +32,8 @@ class Square(Attack):
     tensor([True])
     """
 
-    kind: ClassVar[str] = "square"
-    queries: int = 5000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("queries", self.queries)
+    kind = "square"
+    queries: Count = 5000
 
     @property
     def name(self) -> str:

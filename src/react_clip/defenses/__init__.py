@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from react_clip.defenses.anti_adv import AntiAdv
 from react_clip.defenses.base import Defended, Defense, as_module
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.defenses.doc import DOC
 from react_clip.defenses.fixed_anchor import AOM, DefendCLIP
 from react_clip.defenses.hd import HD
@@ -17,7 +18,6 @@ from react_clip.defenses.ss_tpt import SSTPT
 from react_clip.defenses.ttc import TTC
 from react_clip.defenses.tte import TTE
 from react_clip.defenses.undefended import Undefended
-from react_clip.errors import ReactClipError
 
 __all__ = [
     "AOM",
@@ -29,6 +29,7 @@ __all__ = [
     "TTC",
     "TTE",
     "AntiAdv",
+    "BaseDefense",
     "DefendCLIP",
     "Defended",
     "Defense",
@@ -39,30 +40,20 @@ __all__ = [
     "names",
 ]
 
-_DEFENSES: dict[str, type[Configuration]] = {
-    cls.name: cls for cls in (Undefended, ReACT, AOM, DefendCLIP, TTC, DOC, MAC, AntiAdv, HD, TTE, RTPT, SSTPT)
-}
-
 
 def names() -> list[str]:
-    """Every defence by the name that recipes and tables use.
+    """The kinds of defence, those of other installed packages included.
 
     >>> names()[:3]
-    ['undefended', 'react', 'aom']
+    ['anti-adv', 'aom', 'defend-clip']
     """
-    return list(_DEFENSES)
+    return BaseDefense.registry.names()
 
 
-def from_dict(data: dict[str, Any] | str) -> Defense:
-    """A defence from its name or from ``{"defense": name, field: value, ...}``.
+def from_dict(data: Mapping[str, Any] | str) -> BaseDefense:
+    """A defence from its kind or from ``{"kind": kind, field: value, ...}``.
 
-    >>> from_dict({"defense": "react", "tau": 0.4}).tau
+    >>> from_dict({"kind": "react", "tau": 0.4}).tau
     0.4
     """
-    values = {"defense": data} if isinstance(data, str) else dict(data)
-    kind = values.get("defense")
-    if kind not in _DEFENSES:
-        raise ReactClipError(f"defence {kind!r} is unknown; choose one of {', '.join(names())}")
-    defense = _DEFENSES[kind].from_dict(values)
-    assert isinstance(defense, Defense)
-    return defense
+    return BaseDefense.registry.read(data)

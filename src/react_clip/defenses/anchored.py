@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from react_clip import functional, fusing, mappings, noise
+from react_clip import functional, fusing, noise
 from react_clip.augment import Choices, WeakAugmentation
+from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, current_gradients, encode_in_batches, look_at
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.defenses.lots import Plan
 from react_clip.defenses.probing import probe
 from react_clip.defenses.sequential import looks, unsettled
@@ -91,20 +93,16 @@ class Correction(Decision):
     """Unit features as a closed gate gives them; the answer's where that was not worked out."""
 
 
-@dataclass(frozen=True)
-class AnchoredDefense(Configuration):
+class AnchoredDefense(BaseDefense):
     """Fields shared by the defences that correct a feature through a noise anchor; see :class:`ReACT`."""
-
-    name: ClassVar[str] = "anchored"
-    _parts: ClassVar[dict[str, type[Any]]] = {"augmentation": WeakAugmentation}
 
     sigma_low: float = 0.02
     sigma_high: float = 0.05
-    probe_samples: int = 1
+    probe_samples: Count = 1
     """Noisy views per probe scale, averaged before the drift is taken. The paper counts one; Defend-CLIP's code ten."""
-    views: int = 10
+    views: Count = 10
     """M, the views behind the anchor."""
-    alpha: float = 2.0
+    alpha: NonNegative = 2.0
     tau: float | None = 0.7
     """Intervention threshold; ``None`` corrects every image."""
     mapping: Mapping = field(default_factory=Linear)
@@ -113,36 +111,21 @@ class AnchoredDefense(Configuration):
     augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
     lazy: bool = True
     """Skip views that cannot change the answer. ``False`` runs every pass and measures every diagnostic."""
-    max_batch: int = 64
+    max_batch: Count = 64
     """Most views in one encoder call."""
-    jitter: float = 0.0
+    jitter: NonNegative = 0.0
     """Half-width of a keyed random shift of tau, image by image: nobody can aim just below the threshold."""
-    alpha_closed: float = 0.0
+    alpha_closed: NonNegative = 0.0
     """Strength of the correction where the gate is closed; 0 leaves the feature alone."""
-    sequential: float | None = None
+    sequential: Annotated[float, Field(ge=0.5, lt=1)] | None = None
     """Draw views only until the best class is final with this confidence (:func:`unsettled`), at most M. ``None`` draws
     all, as suits features for retrieval; so do ``lazy=False`` and callers without classes."""
 
     def __post_init__(self) -> None:
-        self._check_numbers("sigma_low", "sigma_high", "alpha", *(["tau"] if self.tau is not None else []))
-        self._check_numbers("jitter", "alpha_closed", least=0)
         if not 0 < self.sigma_low < self.sigma_high <= 1:
             raise ReactClipError(
                 f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
                 "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
-            )
-        self._check_counts("probe_samples", "views", "max_batch")
-        if self.sequential is not None:
-            self._check_sequential(self.sequential)
-        if self.alpha < 0:
-            raise ReactClipError(f"alpha is {self.alpha}; it must be >= 0 (0 corrects nothing, the paper's is 2.0)")
-
-    def _check_sequential(self, confidence: float) -> None:
-        self._check_numbers("sequential")
-        if not 0.5 <= confidence < 1:
-            raise ReactClipError(
-                f"sequential is {confidence}; it is a confidence and needs 0.5 <= sequential < 1, such as 0.99 "
-                "(None draws all views)"
             )
 
     def cost(self) -> tuple[int, int]:
@@ -321,12 +304,3 @@ class AnchoredDefense(Configuration):
         values = super().to_dict()
         unused = {name for name, default in _BEYOND.items() if values[name] == default}
         return {name: value for name, value in values.items() if name not in unused}
-
-    def _write_field(self, name: str) -> Any:
-        return mappings.to_dict(self.mapping) if name == "mapping" else super()._write_field(name)
-
-    @classmethod
-    def _read_field(cls, name: str, value: Any) -> Any:
-        if name == "mapping" and isinstance(value, dict):
-            return mappings.from_dict(value)
-        return super()._read_field(name, value)

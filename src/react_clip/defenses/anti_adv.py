@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from react_clip import functional
+from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import Ball, Counterattack, ascend
 from react_clip.zeroshot import ZeroShotClassifier
 
 
-@dataclass(frozen=True)
 class AntiAdv(Counterattack):
     r"""Make the image a surer example of the class it is taken for.
 
@@ -28,17 +25,13 @@ class AntiAdv(Counterattack):
     (3, 2)
     """
 
-    name: ClassVar[str] = "anti-adv"
-    steps: int = 2
-    step_size: float = 4 / 255
+    kind = "anti-adv"
+    label = "Anti-Adv"
+    colour = "#8C6D31"
+    steps: Count = 2
+    step_size: PixelLength = 4 / 255
     """a. A guess that no measurement backs yet: no value is published for CLIP, and that for CIFAR (0.15) suits
     classifiers of 32 pixels. Calibrate it before comparing with published rows."""
-    max_batch: int = 64
-    """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_lengths("step_size")
-        self._check_counts("steps", "max_batch")
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

@@ -12,13 +12,15 @@ published code rounds to 8 bits after each, and crops blend with the neighbourin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.config import Configuration, Count, Range, Whole
 from react_clip.errors import ReactClipError
 
 _ATTEMPTS = 10
@@ -31,8 +33,7 @@ _ROTATE, _SHEAR_X, _SHEAR_Y, _TRANSLATE_X, _TRANSLATE_Y, _AUTOCONTRAST, _EQUALIZ
 _OPERATIONS = 9
 
 
-@dataclass(frozen=True)
-class AugMix:
+class AugMix(Configuration):
     """One random view per image and stream; ``chains=0`` leaves the crop and the flip alone.
 
     >>> views = AugMix()(torch.rand(2, 3, 32, 32), torch.tensor([1, 2]))
@@ -40,29 +41,20 @@ class AugMix:
     (torch.Size([2, 3, 32, 32]), True, True)
     """
 
-    area: tuple[float, float] = (0.08, 1.0)
+    area: Range = (0.08, 1.0)
     """Share of the image that a crop covers."""
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    aspect: Range = (3 / 4, 4 / 3)
     """Width over height of a crop, drawn uniformly on the logarithmic scale."""
-    chains: int = 3
+    chains: Whole = 3
     """The published code sets 3 on ordinary data sets and 0 on ImageNet and its variants."""
-    depth: int = 3
+    depth: Count = 3
     """Most operations in a chain."""
-    severity: float = 1.0
+    severity: Annotated[float, Field(ge=0.1, le=10)] = 1.0
     """Largest level of an operation, of 10; each level is drawn from U(0.1, severity)."""
 
     def __post_init__(self) -> None:
-        # Lists come from JSON; a frozen value must be hashable.
-        object.__setattr__(self, "area", tuple(self.area))
-        object.__setattr__(self, "aspect", tuple(self.aspect))
-        if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ReactClipError(f"area is {self.area}; it needs 0 < low <= high <= 1, such as (0.08, 1.0)")
-        if not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ReactClipError(f"aspect is {self.aspect}; it needs 0 < low <= high, such as (0.75, 1.33)")
-        if self.chains < 0 or self.depth < 1:
-            raise ReactClipError(f"chains is {self.chains} and depth {self.depth}; they need chains >= 0, depth >= 1")
-        if not 0.1 <= self.severity <= 10:
-            raise ReactClipError(f"severity is {self.severity}; it must lie in [0.1, 10] (published: 1)")
+        if self.area[1] > 1:
+            raise ReactClipError(f"area is {self.area}; it is a share of the image, so both must be <= 1")
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One view per image ``[N, 3, S, S]``, drawn from its stream."""

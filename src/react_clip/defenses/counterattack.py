@@ -11,14 +11,15 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.config import Count
 from react_clip.defenses.base import Defended, prepare
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -29,14 +30,15 @@ Objective = Callable[[Tensor], Tensor]
 """One value per image, from raw features ``[B, D]``."""
 
 
-class Counterattack(Configuration):
+class Counterattack(BaseDefense):
     """A defence that takes gradients of the pixels; subclasses say what happens to one chunk of images.
 
     It works inside ``no_grad`` and ``inference_mode``, and gradients do not flow through it: the answer is detached
     from the caller's pixels.
     """
 
-    max_batch: int
+    max_batch: Count = field(default=64, kw_only=True)
+    """Most views in one encoder call."""
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
@@ -55,13 +57,6 @@ class Counterattack(Configuration):
     @abstractmethod
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
         """Answers for at most ``max_batch`` images, given their random streams."""
-
-    def _check_lengths(self, *names: str) -> None:
-        """Refuse lengths in pixel values outside [0, 1]: the classic 8 instead of 8/255."""
-        self._check_numbers(*names, least=0)
-        for name in names:
-            if (value := getattr(self, name)) > 1:
-                raise ReactClipError(f"{name} is {value:g}; pixels lie in [0, 1], so write {value:g}/255")
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.config import Count, NonNegative, PixelLength
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import Ball, Counterattack, distance_from, gradient
 from react_clip.zeroshot import ZeroShotClassifier
@@ -18,7 +16,6 @@ from react_clip.zeroshot import ZeroShotClassifier
 _START, _PROBE, _DETOUR = range(3)
 
 
-@dataclass(frozen=True)
 class DOC(Counterattack):
     r"""TTC's counterattack with momentum and orthogonal detours, weighted by how stable the image is.
 
@@ -44,28 +41,21 @@ class DOC(Counterattack):
     (11, 4)
     """
 
-    name: ClassVar[str] = "doc"
-    eps: float = 4 / 255
-    steps: int = 4
-    step_size: float = 3 / 255
-    diversity: float = 0.05
+    kind = "doc"
+    colour = "#CC79A7"
+    eps: PixelLength = 4 / 255
+    steps: Count = 4
+    step_size: PixelLength = 3 / 255
+    diversity: NonNegative = 0.05
     """Lambda, the length of the orthogonal noise beside the unit gradient; a guess."""
-    momentum: float = 0.75
+    momentum: NonNegative = 0.75
     """Mu; a guess."""
-    probes: int = 5
+    probes: Count = 5
     """M, the noisy views behind the stability estimate; a guess."""
     tau: float = 0.155
     """The counterattack has half its weight here; a guess."""
-    gamma: float = 75.0
+    gamma: NonNegative = 75.0
     """Steepness of the weight; a guess."""
-    max_batch: int = 64
-    """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_lengths("eps", "step_size")
-        self._check_counts("steps", "probes", "max_batch")
-        self._check_numbers("diversity", "momentum", "gamma", least=0)
-        self._check_numbers("tau")
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
 
+from react_clip.config import Count, NonNegative
 from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.mappings import Constant, Mapping
 
 
-@dataclass(frozen=True)
 class AOM(AnchoredDefense):
     r"""Correct every image: :math:`f + 1.2\,(f_{anc}(0.1) - f)`, 11 passes.
 
@@ -17,14 +16,14 @@ class AOM(AnchoredDefense):
     (True, Constant(sigma=0.1), 1.2)
     """
 
-    name: ClassVar[str] = "aom"
-    alpha: float = 1.2
+    kind = "aom"
+    colour = "#E69F00"
+    alpha: NonNegative = 1.2
     tau: float | None = None
     mapping: Mapping = field(default_factory=Constant)
     instability: bool = False
 
 
-@dataclass(frozen=True)
 class DefendCLIP(AOM):
     r"""AOM's correction only where :math:`r(x) \ge 0.35`, with r from ten draws per probe scale, as its code does.
 
@@ -34,6 +33,8 @@ class DefendCLIP(AOM):
     (0.35, 10)
     """
 
-    name: ClassVar[str] = "defend-clip"
+    kind = "defend-clip"
+    label = "Defend-CLIP"
+    colour = "#56B4E9"
     tau: float | None = 0.35
-    probe_samples: int = 10
+    probe_samples: Count = 10

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import Ball, Counterattack, ascend
 from react_clip.zeroshot import ZeroShotClassifier
@@ -16,7 +14,6 @@ from react_clip.zeroshot import ZeroShotClassifier
 _START = 0
 
 
-@dataclass(frozen=True)
 class HD(Counterattack):
     r"""Attack all classes at once and answer for the image that results.
 
@@ -33,16 +30,11 @@ class HD(Counterattack):
     (21, 20)
     """
 
-    name: ClassVar[str] = "hd"
-    eps: float = 8 / 255
-    steps: int = 20
-    step_size: float = 4 / 255
-    max_batch: int = 64
-    """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_lengths("eps", "step_size")
-        self._check_counts("steps", "max_batch")
+    kind = "hd"
+    colour = "#B5A900"
+    eps: PixelLength = 8 / 255
+    steps: Count = 20
+    step_size: PixelLength = 4 / 255
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

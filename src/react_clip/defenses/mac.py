@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
 
 import torch
 from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.augment import WeakAugmentation
+from react_clip.config import Count, PixelLength, Positive
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import Ball, Counterattack, ascend, distance_from, relative_distance
 from react_clip.encoders.base import Encoder
-from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream, and of each view's.
 _VIEW, _START, _PROBE = range(3)
 
 
-@dataclass(frozen=True)
 class MAC(Counterattack):
     r"""Counterattack the image and a weakly augmented view of it, each as far as augmentation moves its feature.
 
@@ -38,27 +36,18 @@ class MAC(Counterattack):
     (14, 8)
     """
 
-    name: ClassVar[str] = "mac"
-    _parts: ClassVar[dict[str, type[Any]]] = {"augmentation": WeakAugmentation}
-    eps: float = 8 / 255
-    steps: int = 4
-    step_size: float = 2 / 255
+    kind = "mac"
+    colour = "#009E73"
+    eps: PixelLength = 8 / 255
+    steps: Count = 4
+    step_size: PixelLength = 2 / 255
     tau: float = 0.7
-    temperature: float = 0.01
-    views: int = 2
+    temperature: Positive = 0.01
+    views: Count = 2
     """The image itself and its augmentations."""
     augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
     """That both T and T' are draws of ReACT's weak augmentation, and that the steps start uniformly in the ball (the
     gradient is zero at the view itself), are guesses."""
-    max_batch: int = 64
-    """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_lengths("eps", "step_size")
-        self._check_counts("steps", "views", "max_batch")
-        self._check_numbers("tau", "temperature")
-        if self.temperature <= 0:
-            raise ReactClipError(f"temperature is {self.temperature}; it must be > 0 (the published one is 0.01)")
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

@@ -14,9 +14,9 @@ and a repetition of the former where K prompts do not fit into one call.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional, noise
-from react_clip.augment import WeakAugmentation
+from react_clip.config import Count, Positive, Whole
 from react_clip.defenses.augmix import AugMix
 from react_clip.defenses.base import Defended, answer, prepare
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -83,39 +83,29 @@ class SoftPrompts:
         return self._encoder.encode_embedded(embeddings, self._ends[label])
 
 
-@dataclass(frozen=True)
-class PromptTuning(Configuration, ABC):
+class PromptTuning(BaseDefense):
     """Fields and the course of events; a subclass says what makes a view good and what loss to descend."""
 
-    name: ClassVar[str] = "prompt-tuning"
-    _parts: ClassVar[dict[str, type[Any]]] = {"augmix": AugMix, "augmentation": WeakAugmentation}
-
-    views: int = 64
+    views: Count = 64
     """The image itself and its augmentations."""
-    selected: int = 6
+    selected: Count = 6
     """How many views, those of lowest entropy, the prompt is tuned on."""
-    temperature: float = 0.01
+    temperature: Positive = 0.01
     """Of the softmax that weighs the views."""
-    learning_rate: float = 5e-3
+    learning_rate: Positive = 5e-3
     """Of AdamW; its other constants are torch's defaults, as in the published codes."""
-    steps: int = 1
+    steps: Whole = 1
     """Steps per image; 0 keeps the words as they are."""
     words: str = "a photo of a"
     """What stands before the name, and is tuned. The classifier's own templates are not used."""
     augmix: AugMix = field(default_factory=AugMix)
-    max_batch: int = 64
+    max_batch: Count = 64
     """Most views, and most prompts, in one encoder call."""
 
     def __post_init__(self) -> None:
-        self._check_counts("views", "selected", "max_batch")
-        self._check_counts("steps", least=0)
-        self._check_numbers("temperature", "learning_rate")
-        for name in ("temperature", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise ReactClipError(f"{name} is {getattr(self, name)}; it must be > 0")
         if self.selected > self.views:
             raise ReactClipError(f"selected is {self.selected}; there are only {self.views} views to select from")
-        if not isinstance(self.words, str) or not self.words.strip():
+        if not self.words.strip():
             raise ReactClipError(f"words is {self.words!r}; give the words before the name, such as 'a photo of a'")
 
     def cost(self) -> tuple[int, int]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
+from react_clip.config import Count
 from react_clip.defenses.prompt_tuning import PromptTuning, cosines_to_others, entropy
 from react_clip.errors import ReactClipError
 
 
-@dataclass(frozen=True)
 class RTPT(PromptTuning):
     r"""Tune the prompt on the surest of 64 views, each by itself, and trust the views that lie close to others.
 
@@ -29,15 +26,16 @@ class RTPT(PromptTuning):
     (64, 1)
     """
 
-    name: ClassVar[str] = "r-tpt"
+    kind = "r-tpt"
+    label = "R-TPT"
+    colour = "#AA4499"
 
-    neighbours: int = 20
+    neighbours: Count = 20
     """Views that vouch for a view, itself not among them: the published code leaves out whatever has a cosine of 1 or
     more, which we take to mean that."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_counts("neighbours")
         if self.neighbours >= self.views:
             raise ReactClipError(f"neighbours is {self.neighbours}; a view has only {self.views - 1} others")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.encoders import Encoder
@@ -24,7 +23,6 @@ _CALIBRATIONS = {
 }
 
 
-@dataclass(frozen=True)
 class ReACT(AnchoredDefense):
     r"""The paper's defence; the defaults are its constants (calibrated for ViT-B/32).
 
@@ -42,7 +40,8 @@ class ReACT(AnchoredDefense):
     True
     """
 
-    name: ClassVar[str] = "react"
+    kind = "react"
+    colour = "#0072B2"
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from react_clip import functional
 from react_clip.augment import WeakAugmentation
+from react_clip.config import Count, NonNegative, Positive, Share
 from react_clip.defenses.prompt_tuning import PromptTuning, cosines_to_others, entropy
-from react_clip.errors import ReactClipError
 
 _FLOOR = 1e-8
 """Added to every denominator, as in the published code."""
 
 
-@dataclass(frozen=True)
 class SSTPT(PromptTuning):
     r"""Score each of 16 views by how central and how steady it is; tune the prompt until the surest views agree.
 
@@ -42,30 +42,23 @@ class SSTPT(PromptTuning):
     (32, 1)
     """
 
-    name: ClassVar[str] = "ss-tpt"
+    kind = "ss-tpt"
+    label = "SS-TPT"
+    colour = "#C2452D"
     _variants_per_view: ClassVar[int] = 2
 
-    views: int = 16
-    selected: int = 3
-    temperature: float = 0.25
-    suitability: float = 0.4
+    views: Count = 16
+    selected: Annotated[int, Field(ge=2)] = 3
+    temperature: Positive = 0.25
+    suitability: Share = 0.4
     """Share of suitability in the score; the rest is stability."""
-    consistency: float = 1.0
+    consistency: NonNegative = 1.0
     """Weight of the divergence in the loss."""
     augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
     """What stability is measured against. Its magnitudes are SS-TPT's own; the published code jitters colours before it
     blurs and adds noise, this one after. The published divergence is KL(m || p) in place of J's KL(p || m)."""
     weak_views: bool = False
     """Draw the views from the weak augmentation too; the published code draws them from AugMix."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_counts("selected", least=2)
-        self._check_numbers("suitability", "consistency", least=0.0)
-        if self.suitability > 1:
-            raise ReactClipError(f"suitability is {self.suitability}; it is a share in [0, 1] (published: 0.4)")
-        if not isinstance(self.weak_views, bool):
-            raise ReactClipError(f"weak_views is {self.weak_views!r}; it must be true or false")
 
     def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
         return self.augmentation(images, keys) if self.weak_views else super()._augment(images, keys)

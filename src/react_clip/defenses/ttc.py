@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import (
     Ball,
@@ -24,7 +22,6 @@ from react_clip.zeroshot import ZeroShotClassifier
 _START = 0
 
 
-@dataclass(frozen=True)
 class TTC(Counterattack):
     r"""Push the image away from where it is, if a random nudge hardly moves its feature.
 
@@ -45,22 +42,16 @@ class TTC(Counterattack):
     ((4, 2), (7, 5))
     """
 
-    name: ClassVar[str] = "ttc"
-    eps: float = 4 / 255
-    steps: int = 2
+    kind = "ttc"
+    colour = "#D55E00"
+    eps: PixelLength = 4 / 255
+    steps: Count = 2
     """N; the published value against strong attacks is 5."""
-    step_size: float = 1 / 255
+    step_size: PixelLength = 1 / 255
     tau: float = 0.2
     """The counterattack is used where the relative change of the raw feature stays below this."""
     beta: float = 2.0
     """How much more each later iterate counts."""
-    max_batch: int = 64
-    """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_lengths("eps", "step_size")
-        self._check_counts("steps", "max_batch")
-        self._check_numbers("tau", "beta")
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes an image can need."""

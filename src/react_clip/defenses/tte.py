@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.config import Count, Whole
 from react_clip.defenses.base import Defended, answer, encode_in_batches, prepare
-from react_clip.defenses.config import Configuration
-from react_clip.errors import ReactClipError
+from react_clip.defenses.config import BaseDefense
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
@@ -21,8 +21,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 _CROPS = 0
 
 
-@dataclass(frozen=True)
-class TTE(Configuration):
+class TTE(BaseDefense):
     r"""Average the logits of the image, its mirror image, padded crops, and the crops' mirror images.
 
     .. math:: z(x) = \frac{1}{2 + 2C} \Big[ z(x) + z(\bar x) + \sum_{i=1}^C z(x_i) + z(\bar x_i) \Big]
@@ -35,19 +34,13 @@ class TTE(Configuration):
     (10, 0)
     """
 
-    name: ClassVar[str] = "tte"
-    crops: int = 4
-    padding: float = 1 / 8
+    kind = "tte"
+    colour = "#44AA99"
+    crops: Whole = 4
+    padding: Annotated[float, Field(ge=0, le=0.5)] = 1 / 8
     """Zeros on each side, as a share of the side. A guess: the 4 of 32 pixels that are usual on CIFAR."""
-    max_batch: int = 64
+    max_batch: Count = 64
     """Most views in one encoder call."""
-
-    def __post_init__(self) -> None:
-        self._check_counts("crops", least=0)
-        self._check_counts("max_batch")
-        self._check_numbers("padding", least=0)
-        if self.padding > 0.5:
-            raise ReactClipError(f"padding is {self.padding}; it is a share of the side and must be <= 0.5")
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from react_clip.defenses.base import Defended, answer, prepare
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 
-@dataclass(frozen=True)
-class Undefended(Configuration):
+class Undefended(BaseDefense):
     """One forward pass, no defence.
 
     >>> Undefended()
     Undefended()
     """
 
-    name: ClassVar[str] = "undefended"
+    kind = "undefended"
+    label = "CLIP"
+    colour = "#767676"
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""

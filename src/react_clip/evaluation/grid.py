@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from react_clip.config import read_length
 from react_clip.errors import ReactClipError
 
 LARGEST = 400
@@ -29,7 +30,7 @@ def expand(config: dict[str, Any], label: str, grid: Any) -> list[Point]:
 
     A label may show swept values as ``{field}`` or ``{field:.2f}``; otherwise they are appended to it.
 
-    >>> entry = {"defense": "aom", "mapping": {"kind": "constant", "sigma": 0.1}}
+    >>> entry = {"kind": "aom", "mapping": {"kind": "constant", "sigma": 0.1}}
     >>> for point in expand(entry, "AOM", {"mapping.sigma": [0.05, 0.1], "alpha": [2.0]}):
     ...     print(point.label, point.params)
     AOM sigma=0.05 alpha=2 {'mapping.sigma': 0.05, 'alpha': 2.0}
@@ -57,14 +58,14 @@ def expand(config: dict[str, Any], label: str, grid: Any) -> list[Point]:
 
 
 def value_at(config: Any, name: str) -> Any:
-    """The value of a dotted field, or ``None`` where the configuration has no such field.
+    """The value of a dotted field, or ``None`` where the configuration has no such field; ``"4/255"`` is a number.
 
     >>> value_at({"mapping": {"sigma": 0.1}}, "mapping.sigma")
     0.1
     """
     for part in name.split("."):
         config = config.get(part) if isinstance(config, dict) else None
-    return config
+    return read_length(config) if isinstance(config, str) and config.endswith("/255") else config
 
 
 def _label(label: str, params: dict[str, Any]) -> str:

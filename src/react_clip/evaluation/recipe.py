@@ -18,6 +18,7 @@ from react_clip import data as data_room
 from react_clip import defenses as defense_room
 from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import PGD
+from react_clip.config import pop_kind
 from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
@@ -288,21 +289,20 @@ def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
     ``calibrated`` starts from the constants for the model; ``grid`` expands to one defence per combination of its
     values. ``family`` and ``params`` say which sweep a hand-written entry belongs to; a grid sets both itself.
     """
-    values = {"defense": entry} if isinstance(entry, str) else dict(entry)
+    values = {"kind": entry} if isinstance(entry, str) else dict(entry)
+    kind = pop_kind(values)
     label, sweep = values.pop("label", None), values.pop("grid", None)
     family: Any = values.pop("family", "")
     params: Any = values.pop("params", {})
     if values.pop("calibrated", False):
-        if values.get("defense") != ReACT.name:
-            raise ReactClipError(f"defence {_short(values.get('defense'))} cannot be calibrated; only {ReACT.name} can")
+        if kind != ReACT.kind:
+            raise ReactClipError(f"defence {_short(kind)} cannot be calibrated; only {ReACT.kind} can")
         values = {**ReACT.constants_for(str(model)).to_dict(), **values}
     if label is not None:
         _check_text("a defence's label", label)
         # One recipe serves several towers whose results are put side by side, so each needs a name of its own.
         label = label.replace("{model}", str(model).rstrip("/").rpartition("/")[2])
-    kind = values.get("defense")
-    if not isinstance(kind, str):
-        raise ReactClipError(f"a defence is {_short(kind)}; choose one of {', '.join(defense_room.names())}")
+    values = {**values, "kind": kind}
     if sweep is None:
         defense = defense_room.from_dict(values)
         return [LabelledDefense(label or defense.name, defense, family, params)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from react_clip import data as data_room
 from react_clip import encoders
-from react_clip.defenses.config import Configuration
+from react_clip.defenses.config import BaseDefense
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.classes import class_source
@@ -182,7 +182,7 @@ def _defense_reports(recipe: Recipe, images: int, costs: list[Passes] | None) ->
 def _defense_costs(recipe: Recipe, encoder: Encoder, photo: Tensor) -> list[Passes]:
     """Passes do not depend on the classes, so two made-up ones will do."""
     for item in recipe.defenses:
-        if isinstance(item.defense, Configuration):
+        if isinstance(item.defense, BaseDefense):
             item.defense.check(encoder)
     clf = ZeroShotClassifier.from_features(encoder, ["cat", "dog"], torch.eye(2, encoder.dim))
     return [defense_cost(item.defense, clf, photo) for item in recipe.defenses]

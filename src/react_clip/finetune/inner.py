@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.attacks.kinds import check_count
-from react_clip.attacks.problem import check_size
+from react_clip.config import Configuration, Count, PositiveLength
 from react_clip.finetune.methods import Batch, Method
 
 
-@dataclass(frozen=True)
-class InnerAttack:
+class InnerAttack(Configuration):
     r"""Sign ascent on a method's own objective within ``eps`` of the image, from a uniform start.
 
     .. math:: x_{k+1} = \Pi\big(x_k + s \,\mathrm{sign}\, \nabla_x \textstyle\sum_b \ell_b(F(x_k))\big)
@@ -24,14 +21,9 @@ class InnerAttack:
     shrink the gradient of an image with the number of its neighbours, down to zero in half precision.
     """
 
-    eps: float = 1 / 255
-    step: float = 1 / 255
-    steps: int = 2
-
-    def __post_init__(self) -> None:
-        check_size("eps", self.eps, positive=True)
-        check_size("step", self.step, positive=True)
-        check_count("steps", self.steps)
+    eps: PositiveLength = 1 / 255
+    step: PositiveLength = 1 / 255
+    steps: Count = 2
 
     def __call__(self, method: Method, batch: Batch, keys: Tensor) -> Tensor:
         """Attacked pixels, one random stream per image in ``keys``."""

@@ -7,16 +7,17 @@ image.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip.attacks.losses import cross_entropy
-from react_clip.errors import ReactClipError
+from react_clip.config import NonNegative, Registered, Registry
 from react_clip.finetune import losses
 
 Tower = Callable[[Tensor], Tensor]
@@ -46,41 +47,40 @@ class Batch:
             return self.original(self.clean)
 
 
-class Method(Protocol):
+class Method(Registered, ABC):
     """How an image tower is finetuned."""
 
-    name: ClassVar[str]
-    needs_labels: ClassVar[bool]
+    registry: ClassVar[Registry[Method]] = Registry("method")
+    needs_labels: ClassVar[bool] = True
 
+    @abstractmethod
     def objective(self, batch: Batch) -> Tower:
         """What the inner attack climbs, one value per image, from the raw features of the attacked images."""
 
+    @abstractmethod
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """What training descends, one value per image, from the attacked pixels."""
 
 
-class _LabelAttacked:
+class _LabelAttacked(Method):
     """Methods whose inner attack climbs the cross-entropy of the true class."""
-
-    needs_labels: ClassVar[bool] = True
 
     def objective(self, batch: Batch) -> Tower:
         """Cross-entropy of the true class."""
         return lambda features: cross_entropy(batch.logits(features), batch.labels)
 
 
-@dataclass(frozen=True)
 class TeCoA(_LabelAttacked):
     r"""Text-guided contrastive adversarial training (Mao et al., 2023): :math:`\mathrm{CE}(z(x_{adv}), y)`."""
 
-    name: ClassVar[str] = "tecoa"
+    kind = "tecoa"
+    colour = "#7F7FD5"
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """Cross-entropy under attack."""
         return cross_entropy(batch.logits(batch.student(adversarial)), batch.labels)
 
 
-@dataclass(frozen=True)
 class PMGAFT(_LabelAttacked):
     r"""Pre-trained model guided adversarial finetuning (Wang et al., 2024).
 
@@ -91,14 +91,11 @@ class PMGAFT(_LabelAttacked):
     tower.
     """
 
-    name: ClassVar[str] = "pmg-aft"
-    clean_weight: float = 1.0
-    original_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, weight in asdict(self).items():
-            if not 0 <= weight < float("inf"):
-                raise ReactClipError(f"{name} is {weight}; a weight of {self.name} is a number from 0 on")
+    kind = "pmg-aft"
+    label = "PMG-AFT"
+    colour = "#5E8C31"
+    clean_weight: NonNegative = 1.0
+    original_weight: NonNegative = 1.0
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """Cross-entropy under attack, held near the clean answers and near the original tower's."""
@@ -113,15 +110,15 @@ class PMGAFT(_LabelAttacked):
         )
 
 
-@dataclass(frozen=True)
-class FARE:
+class FARE(Method):
     r"""Unsupervised robust embeddings (Schlarmann et al., 2024): :math:`\lVert F(x_{adv}) - F_{orig}(x) \rVert_2^2`.
 
     Raw features, no labels and no class names; the attack climbs the same distance.
     """
 
-    name: ClassVar[str] = "fare"
-    needs_labels: ClassVar[bool] = False
+    kind = "fare"
+    colour = "#6F4FA8"
+    needs_labels = False
 
     def objective(self, batch: Batch) -> Tower:
         """The distance from the original clean feature."""
@@ -132,7 +129,6 @@ class FARE:
         return losses.squared_distance(batch.student(adversarial), batch.original_clean)
 
 
-@dataclass(frozen=True)
 class CLIPFT(_LabelAttacked):
     """CLIP's own contrastive loss on attacked images and the texts of their classes, within the batch.
 
@@ -142,42 +138,24 @@ class CLIPFT(_LabelAttacked):
     contrast within each part only.
     """
 
-    name: ClassVar[str] = "clip-ft"
+    kind = "clip-ft"
+    label = "CLIP-FT"
+    colour = "#A6604A"
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """The symmetric contrastive loss under attack."""
         return losses.contrastive(batch.student(adversarial), batch.class_features, batch.labels)
 
 
-_METHODS: dict[str, type[TeCoA | PMGAFT | FARE | CLIPFT]] = {
-    method.name: method for method in (TeCoA, PMGAFT, FARE, CLIPFT)
-}
-
-
 def names() -> list[str]:
-    """The methods that :func:`get` knows."""
-    return sorted(_METHODS)
+    """The kinds of finetuning."""
+    return Method.registry.names()
 
 
-def get(name: str, **values: Any) -> Method:
-    """A method by name, with its values.
+def get(kind: str, **values: Any) -> Method:
+    """A method by its kind, with its values.
 
     >>> get("pmg-aft", clean_weight=0.5)
     PMGAFT(clean_weight=0.5, original_weight=1.0)
     """
-    if name not in _METHODS:
-        raise ReactClipError(f"method {name!r} does not exist; choose one of {', '.join(names())}")
-    try:
-        return _METHODS[name](**values)
-    except TypeError:
-        raise ReactClipError(f"method {name!r} has no values {', '.join(values)}; see react_clip.finetune") from None
-
-
-def to_dict(method: Method) -> dict[str, Any]:
-    """Plain values for JSON.
-
-    >>> to_dict(TeCoA())
-    {'name': 'tecoa'}
-    """
-    values: dict[str, Any] = asdict(method)  # type: ignore[call-overload]
-    return {"name": method.name, **values}
+    return Method.registry.read({"kind": kind, **values})

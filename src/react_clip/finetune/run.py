@@ -22,7 +22,7 @@ from react_clip.errors import ReactClipError
 from react_clip.evaluation.store import digest_of
 from react_clip.finetune.folder import LOG, RunFolder
 from react_clip.finetune.loss_log import Progress, read_log
-from react_clip.finetune.methods import Method, get, to_dict
+from react_clip.finetune.methods import Method, get
 from react_clip.finetune.photos import Photos, checked_photos
 from react_clip.finetune.settings import Settings
 from react_clip.finetune.training import Task, train
@@ -98,7 +98,7 @@ def _checked_classes(encoder: Encoder, method: Method, labels: Tensor | None, cl
         return torch.zeros(1, encoder.dim, device=encoder.device)
     if labels is None or class_features is None:
         missing = "labels" if labels is None else "class_features"
-        raise ReactClipError(f"{method.name} needs {missing}; give them, or use fare, which needs none")
+        raise ReactClipError(f"{method.kind} needs {missing}; give them, or use fare, which needs none")
     if class_features.ndim != 2 or class_features.shape[1] != encoder.dim or not len(class_features):
         raise ReactClipError(
             f"class features have shape {list(class_features.shape)}; {encoder.name!r} needs [classes, {encoder.dim}]"
@@ -115,7 +115,7 @@ def _identity(
     """All that decides the outcome, as plain values."""
     image_parameters(encoder)  # refuses an encoder without a tower to train
     return {
-        "method": to_dict(method),
+        "method": method.to_dict(),
         "settings": settings.to_dict(),
         "weights": encoder.fingerprint(),
         "data": {"photos": digest_of(photos.pixels), "labels": digest_of(photos.labels)},
@@ -132,7 +132,7 @@ def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]
     losses = [row.loss for row in read_log(run.path / LOG)]
     tail = math.ceil(len(losses) / 10)
     return {
-        "method": to_dict(task.method),
+        "method": task.method.to_dict(),
         "model": lasting_name(task.original.name),
         "weights": task.original.fingerprint(),
         "photos": len(task.photos),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from react_clip.attacks.kinds import check_choice, check_count
+from pydantic import Field
+
+from react_clip.config import Configuration, Count, Whole
 from react_clip.errors import ReactClipError
 from react_clip.finetune.inner import InnerAttack
 
@@ -14,43 +16,32 @@ AUGMENTATIONS = ("none", "flip", "crop")
 PRECISIONS = ("fp32", "bf16")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Configuration):
     """Everything but the method and the data. One step sees ``batch * accumulate`` photos."""
 
-    steps: int = 300
-    batch: int = 64
-    accumulate: int = 1
+    steps: Count = 300
+    batch: Count = 64
+    accumulate: Count = 1
     """Batches whose gradients are added before the weights move."""
-    lr: float = 1e-5
-    weight_decay: float = 1e-4
-    warmup: int | None = None
+    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    weight_decay: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    warmup: Whole | None = None
     """Steps until the full learning rate; a tenth of all by default."""
-    dtype: str = "fp32"
+    dtype: Literal["fp32", "bf16"] = "fp32"
     """What the towers compute in; the weights are fp32 in either case."""
-    augment: str = "flip"
+    augment: Literal["none", "flip", "crop"] = "flip"
     """``none``, ``flip`` (mirrored half of the time) or ``crop`` (a random crop as well)."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     attack: InnerAttack = field(default_factory=InnerAttack)
     half: bool = False
     """Write the finished tower in fp16."""
-    save_every: int = 50
+    save_every: Count = 50
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "save_every"):
-            check_count(name, getattr(self, name))
-        check_choice("dtype", self.dtype, PRECISIONS)
-        check_choice("augment", self.augment, AUGMENTATIONS)
-        if not 0 < self.lr < 1:
-            raise ReactClipError(f"lr is {self.lr}; the learning rate lies between 0 and 1, such as 1e-5")
-        if not 0 <= self.weight_decay < 1:
-            raise ReactClipError(f"weight_decay is {self.weight_decay}; it lies in [0, 1), such as 1e-4")
-        if self.warmup is not None and not 0 <= self.warmup < self.steps:
+        if self.warmup is not None and self.warmup >= self.steps:
             raise ReactClipError(
                 f"warmup is {self.warmup}; it lies in 0 to {self.steps - 1}, below the {self.steps} steps"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ReactClipError(f"seed is {self.seed}; it lies in 0 to 2**63 - 1")
 
     @property
     def photos_per_step(self) -> int:
@@ -71,6 +62,6 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """What decides the outcome, as plain values; how often it is saved does not."""
-        values = asdict(self)
+        values = super().to_dict()
         del values["save_every"]
         return values

@@ -78,7 +78,7 @@ class Rows:
 
     def instructive(self) -> list[Image]:
         """Every image, those worth looking at first, evenly over the sets."""
-        undefended = [self._settings.get(label, {}).get("defense") == "undefended" for label in self.defenses]
+        undefended = [self._settings.get(label, {}).get("kind") == "undefended" for label in self.defenses]
         defended = ~np.array(undefended)[self.codes["defense"]]
         queues = []
         for number in range(len(self.sets)):

@@ -83,7 +83,7 @@ def _ranking(rows: Sequence[Row], clean: Mapping[str, Row], plain: str) -> list[
 def _undefended(run: Run) -> str:
     """What undefended CLIP is called; empty where the run has no row of it."""
     settings = defense_settings(run)
-    return next((label for label, item in settings.items() if item.get("defense") == "undefended"), "")
+    return next((label for label, item in settings.items() if item.get("kind") == "undefended"), "")
 
 
 def _share(row: Row) -> str:

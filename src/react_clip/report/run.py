@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from react_clip.config import pop_kind
 from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation import run_dir, yaml_text
 from react_clip.evaluation.merge import merge
@@ -151,4 +152,5 @@ def defense_settings(run: Run) -> dict[str, dict[str, Any]]:
     """Each defence's configuration by its label, from the recipe of the result."""
     source = run.result.recipe if run.result is not None else run.recipe or {}
     found = source.get("defenses", [])
-    return {str(item.get("label", item.get("defense"))): item for item in found if isinstance(item, dict)}
+    configs = [{"kind": pop_kind(values := dict(item)), **values} for item in found if isinstance(item, dict)]
+    return {str(config.get("label", config["kind"])): config for config in configs}

@@ -113,10 +113,10 @@ _OTHER = ("#7A5195", "#BC5090", "#2F7F6F", "#A05D20", "#4F6D9A")
 def kind_of(label: str, config: Mapping[str, Any]) -> str:
     """The method behind a label, from its configuration.
 
-    >>> kind_of("our best", {"defense": "react"}), kind_of("TeCoA, eps 4", {"defense": "undefended"})
+    >>> kind_of("our best", {"kind": "react"}), kind_of("TeCoA, eps 4", {"kind": "undefended"})
     ('react', 'tecoa')
     """
-    kind = str(config.get("defense", "")) or slug(label)
+    kind = str(config.get("kind", "")) or slug(label)
     if kind != "undefended":
         return kind
     return next((tower for tower in TOWERS if f"-{tower}-" in f"-{slug(label)}-"), kind)

@@ -11,7 +11,7 @@ import torch
 from starlette.requests import Request
 from torch import Tensor
 
-from react_clip import mappings, noise
+from react_clip import noise
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import data_uri, to_image
 from react_clip.serve.answers import diagnostics, top, written
@@ -141,7 +141,7 @@ class Service:
                 "alpha": guard.alpha,
                 "views": guard.views,
                 "probe_sigma": [guard.sigma_low, guard.sigma_high],
-                "sigma": {"least": span[0], "most": span[1], "mapping": mappings.to_dict(guard.mapping)},
+                "sigma": {"least": span[0], "most": span[1], "mapping": guard.mapping.to_dict()},
                 "passes": {"least": 1 + 2 * guard.probe_samples if guard.lazy else most, "most": most},
                 "constant_work": not guard.lazy,
             },

@@ -125,7 +125,7 @@ def _scales(view: View) -> dict[str, Scale]:
 
 def _mapping(config: dict[str, Any]) -> mappings.Mapping | None:
     try:
-        return mappings.from_dict(config["mapping"])
+        return mappings.Mapping.from_dict(config["mapping"])
     except (KeyError, TypeError, ValueError, ReactClipError):
         return None
 

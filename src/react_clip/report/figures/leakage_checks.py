@@ -92,7 +92,7 @@ def flipped(view: View, label: str) -> float:
 
 
 def _is_published(config: dict[str, object]) -> bool:
-    if config.get("defense") not in ("aom", "defend-clip"):
+    if config.get("kind") not in ("aom", "defend-clip"):
         return False
     return all(value_at(config, name) == value for name, value in PUBLISHED.items())
 

@@ -68,9 +68,7 @@ def sweeps(settings: Settings) -> list[Sweep]:
         points = {settings[label]["params"][fields[0]]: label for label in labels}
         if len(fields) == 1 and len(points) >= LEAST and all(map(_is_number, points)):
             config = settings[labels[0]]
-            found.append(
-                Sweep(str(config.get("defense")), fields[0], tuple(sorted(points.items())), config.get("alpha"))
-            )
+            found.append(Sweep(str(config.get("kind")), fields[0], tuple(sorted(points.items())), config.get("alpha")))
     return found
 
 
@@ -83,7 +81,7 @@ def grids(settings: Settings) -> list[Grid]:
             continue
         counts = [len({cell[axis] for cell in cells}) for axis in (0, 1)]
         if min(counts) >= 2 and max(counts) >= LEAST:
-            found.append(Grid(str(settings[labels[0]].get("defense")), (fields[0], fields[1]), cells))
+            found.append(Grid(str(settings[labels[0]].get("kind")), (fields[0], fields[1]), cells))
     return found
 
 
