@@ -66,7 +66,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
         *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
     }
     record = json.loads((tuned / "finetune.json").read_text())
-    assert record["method"] == {"name": "tecoa"}
+    assert record["method"] == {"kind": "tecoa"}
     assert record["model"] == str(tiny_folder)
     assert record["weights"] == rc.load(tiny_folder, device="cpu").fingerprint()
     assert record["sha256"] == sha256_of(tuned / "tower.safetensors")
@@ -153,7 +153,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
         code, out, err = called(capsys, *arguments, "--device", "cpu")
         assert code == 0, err
         record = json.loads(out)
-        assert record["method"] == {"name": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
+        assert record["method"] == {"kind": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
         assert record["class_source"] == "head stripes.npz"
         losses.append(record["first_loss"])
     assert losses[0] == losses[1]

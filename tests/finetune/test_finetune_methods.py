@@ -329,7 +329,7 @@ def test_what_cannot_be_trained_is_refused(
     assert not (tmp_path / "out").exists()
     with pytest.raises(rc.ReactClipError, match=r"1,281,167 photos at 224 pixels take 179\.6 GiB"):
         check_memory(1_281_167, 224, available=64 * 2**30)
-    with pytest.raises(rc.ReactClipError, match="'tecoa' has no values clean_weight"):
+    with pytest.raises(rc.ReactClipError, match="tecoa has no field 'clean_weight'"):
         get("tecoa", clean_weight=1.0)
     with pytest.raises(rc.ReactClipError, match="clean_weight is -1"):
         PMGAFT(clean_weight=-1)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from react_clip import Encoder, ReactClipError, data, load
 from react_clip.cli.common import add_model_options, notice
+from react_clip.config import pop_kind
 from react_clip.data import ImageDataset
 from react_clip.evaluation.classes import ClassSource, class_source
 from react_clip.evaluation.images import read_pixels
@@ -175,7 +176,7 @@ def _tell(args: argparse.Namespace, result: Finetuned) -> None:
     if args.json:
         print(json.dumps({"folder": str(result.folder), "was_finished": result.was_finished, **record}, indent=2))
         return
-    steps, photos, name = record["settings"]["steps"], record["photos"], record["method"]["name"]
+    steps, photos, name = record["settings"]["steps"], record["photos"], pop_kind(dict(record["method"]))
     if result.was_finished:
         print(f"{result.folder} is finished already: {name}, {steps} steps; nothing was done")
     else:
