@@ -28,14 +28,14 @@ bench() { # MODEL PART OPTION...
 }
 
 if [[ $device == gpu ]]; then
-  # With graphs, as the service runs.
+  # Compiled, as the service runs.
   for model in vit-b-16 vit-b-32; do
-    bench $model table-clean --graphs --images 512 --batch 256 --rounds 7 --singles 100
-    bench $model table-attacked --graphs --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
-    bench $model sweep-batch --graphs --sweep batch --images 1024 --rounds 5 --singles 1
-    bench $model sweep-images --graphs --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
-    bench $model sweep-classes --graphs --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
-    bench $model sweep-attacked --graphs --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
+    bench $model table-clean --compile --images 512 --batch 256 --rounds 7 --singles 100
+    bench $model table-attacked --compile --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
+    bench $model sweep-batch --compile --sweep batch --images 1024 --rounds 5 --singles 1
+    bench $model sweep-images --compile --sweep images --images 4096 --batch 256 --rounds 5 --singles 1
+    bench $model sweep-classes --compile --sweep classes --images 512 --batch 256 --rounds 7 --singles 1
+    bench $model sweep-attacked --compile --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
   bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10

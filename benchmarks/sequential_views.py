@@ -29,9 +29,7 @@ from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise, storage
 from react_clip.attacks import PGD
-from react_clip.defenses.anchored import divergence_of
-from react_clip.defenses.sequential import looks, settled
-from react_clip.defenses.views import anchor_views
+from react_clip.defenses.react import FIRST_VIEWS, anchor_views, divergence_of
 from react_clip.evaluation.classes import class_source
 from react_clip.preprocess import to_pixels
 
@@ -148,7 +146,7 @@ def two_best(seen: Tensor) -> Tensor:
 
 def own_variance(total: int, confidence: float) -> Stop:
     """The same test without pooling: the variance of the margin between the two best classes alone."""
-    return lambda seen: settled(two_best(seen), total, confidence)
+    return lambda seen: functional.settled(two_best(seen), total, confidence)
 
 
 def bernstein(confidence: float) -> Stop:
@@ -169,15 +167,18 @@ def rules(total: int) -> dict[str, tuple[Stop, Sequence[int]]]:
     def always(seen: Tensor) -> Tensor:
         return torch.ones(len(seen), dtype=torch.bool)
 
-    shipped, by_two = looks(total)[:-1], range(2, total, 2)
+    shipped, by_two = [FIRST_VIEWS], range(2, total, 2)
     found: dict[str, tuple[Stop, Sequence[int]]] = {f"all {total} views": (always, range(0))}
     found |= {f"{k} views": (always, range(k, k + 1)) for k in (1, 2, 3, 5, 7) if k < total}
     found |= {f"{k} prefixes agree": (agreement(k), range(k, total)) for k in (2, 3)}
     for confidence in (0.9, 0.95, 0.99):
         found[f"empirical Bernstein {confidence}"] = (bernstein(confidence), by_two)
         found[f"own variance {confidence}"] = (own_variance(total, confidence), by_two)
-        found[f"sequential {confidence}, two by two"] = (partial(settled, total=total, confidence=confidence), by_two)
-        found[f"sequential {confidence}"] = (partial(settled, total=total, confidence=confidence), shipped)
+        found[f"sequential {confidence}, two by two"] = (
+            partial(functional.settled, total=total, confidence=confidence),
+            by_two,
+        )
+        found[f"sequential {confidence}"] = (partial(functional.settled, total=total, confidence=confidence), shipped)
     return found
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from react_clip import ReactClipError, fusing
-from react_clip.augment import (
-    WeakAugmentation,
-    _blurred,
-    _blurred_number,
-    _hue_matrices,
-    _jittered,
-    _jittered_number,
-)
-from toys import on_a_gpu, toy_images
+from react_clip import ReactClipError
+from react_clip.augment import WeakAugmentation, _hue_matrices
+from toys import toy_images
 
 STILL = WeakAugmentation(rotation=0, translation=0, scale=(1, 1), probability=0)
 
@@ -79,42 +72,6 @@ def test_blur_keeps_the_mean_and_hue_keeps_the_brightness() -> None:
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (pixels * luma).sum(1), atol=1e-4)
     assert (turned - pixels).abs().max() > 1e-3
-
-
-def test_number_by_number_is_the_same_and_changes_the_chosen_images_alone() -> None:
-    images = toy_images(6, dtype=torch.float64)
-    choices = WeakAugmentation().choose(torch.arange(6), images.dtype)
-    chosen = torch.arange(6) % 2 == 0
-    for whole, by_number, options in (
-        (_blurred, _blurred_number, (choices.kernels,)),
-        (_jittered, _jittered_number, (choices.factors, choices.turns)),
-    ):
-        changed = whole(images, *options, chosen)
-        assert torch.allclose(by_number(images, *options, chosen), changed, atol=1e-12)
-        assert torch.equal(changed[~chosen], images[~chosen])
-        assert float((changed[chosen] - images[chosen]).abs().amax((1, 2, 3)).min()) > 1e-3
-
-
-def test_rows_are_picked_from_images_and_choices_alike() -> None:
-    images, rows = toy_images(9), torch.tensor([7, 2, 2])
-    choices = WeakAugmentation().choose(torch.arange(9), images.dtype)
-    expected = choices(images)[rows]
-    assert torch.allclose(choices(images, rows), expected, atol=1e-6)
-    assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), "a CPU records nothing"
-
-
-@on_a_gpu
-@pytest.mark.parametrize("large", [False, True], ids=["operation by operation", "one kernel each"])
-def test_recorded_views_have_the_same_bits_on_a_gpu(large: bool) -> None:
-    images = torch.rand(64, 3, 224, 224, device="cuda")
-    choices = WeakAugmentation().choose(torch.arange(64, device="cuda"), images.dtype)
-    with torch.no_grad(), fusing.part_of(images if large else images[:1]):
-        for count in (1, 2, 9, 59, 2):
-            for first in (0, 5):
-                rows = torch.arange(first, first + count, device="cuda")
-                assert torch.equal(choices(images, rows, recorded=True), choices(images, rows)), (count, first)
-        few = choices.rows(rows)
-        assert torch.equal(few(images[rows], recorded=True), choices(images, rows))
 
 
 @pytest.mark.parametrize(

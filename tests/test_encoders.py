@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import react_clip as rc
 import tiny_clip
-from react_clip import encoders
+from react_clip import accelerate, encoders, noise
 from react_clip.encoders import offline
-from react_clip.encoders.vision import VisionEncoder, VisionTower
+from react_clip.encoders.vision import VisionTower
 from toys import ToyEncoder, on_a_gpu, toy_images
 
 
@@ -44,7 +43,7 @@ def test_the_plain_torch_tower_agrees_with_transformers(tiny_folder: Path) -> No
     tower = VisionTower(**sizes)
     tower.load_state_dict(weights)
     assert list(tower.state_dict()) == list(weights), "fingerprints depend on the order"
-    encoder = VisionEncoder(tower, name="tiny", image_size=tiny_clip.SIZE, dim=tiny_clip.DIM)
+    encoder = rc.Encoder(tower, name="tiny", image_size=tiny_clip.SIZE, dim=tiny_clip.DIM)
     pixels = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert (encoder(pixels) - reference(pixels)).abs().max() < 1e-5
     with pytest.raises(rc.ReactClipError, match="no text tower"):
@@ -260,32 +259,57 @@ def test_the_fastest_precision_is_fp16_only_where_gates_were_measured(tiny_folde
         rc.load(tiny_folder, device="cpu", dtype="automatic")
 
 
+# ---------------------------------------------------------------------- acceleration
+
+
 @on_a_gpu
 def test_graphs_give_the_same_bits_on_a_gpu(tiny_folder: Path) -> None:
-    encoder = rc.load(tiny_folder, device="cuda")
+    encoder, plain = rc.load(tiny_folder, device="cuda", compile=True), rc.load(tiny_folder, device="cuda")
     pixels = torch.rand(65, 3, encoder.image_size, encoder.image_size, device="cuda")
-    plain = {n: encoder(pixels[:n]) for n in (1, 2, 3, 10, 64, 65)}
-    encoder.use_graphs()
     for _ in range(2):
-        for n, expected in plain.items():
-            assert torch.equal(encoder(pixels[:n]), expected), n
-    assert torch.equal(encoder(pixels[4:7]), plain_features(encoder, pixels[4:7])), "other pixels, same graph"
-    asked = pixels[:2].clone().requires_grad_()
-    assert torch.autograd.grad(encoder(asked).sum(), asked)[0].abs().sum() > 0, "gradients go the long way"
-    halved = encoder.to(torch.bfloat16)
-    assert torch.equal(halved(pixels[:2]), plain_features(halved, pixels[:2])), "graphs of moved weights are dropped"
+        for part in (pixels[:1], pixels[:3], pixels[4:7], pixels[:64], pixels):
+            assert torch.equal(encoder(part), plain(part)), len(part)
+    leaf = pixels[:2].clone().requires_grad_()
+    assert torch.autograd.grad(encoder(leaf).sum(), leaf)[0].abs().sum() > 0, "gradients need no graph"
+    encoder.to(torch.bfloat16)
+    plain.to(torch.bfloat16)
+    assert torch.equal(encoder(pixels[:2]), plain(pixels[:2])), "graphs of converted weights are dropped"
 
 
-def plain_features(encoder: rc.Encoder, pixels: Tensor) -> Tensor:
-    graphs, encoder._graphs = encoder._graphs, None
-    try:
-        return encoder(pixels)
-    finally:
-        encoder._graphs = graphs
+@on_a_gpu
+@pytest.mark.parametrize("tau", [-1e9, 0.3, 1e9])
+def test_an_accelerated_defence_gives_the_same_answers(tiny_folder: Path, tau: float) -> None:
+    answers = []
+    for compile_ in (False, True):
+        encoder = rc.load(tiny_folder, device="cuda", compile=compile_)
+        clf = rc.ZeroShotClassifier.from_features(encoder, list("abc"), torch.eye(3, encoder.dim))
+        generator = torch.Generator().manual_seed(0)
+        images = torch.rand(40, 3, encoder.image_size, encoder.image_size, generator=generator).cuda()
+        guard = rc.ReACT(tau=tau, sequential=0.99)
+        answers.append([guard(clf, images[:count]) for count in (1, 3, 40, 3)])
+    for plain, accelerated in zip(*answers, strict=True):
+        assert torch.equal(plain.gated, accelerated.gated)
+        assert torch.allclose(plain.features, accelerated.features, atol=1e-4)
 
 
-def test_graphs_change_nothing_on_a_cpu(tiny_folder: Path) -> None:
-    encoder = rc.load(tiny_folder, device="cpu")
-    pixels = torch.rand(3, 3, encoder.image_size, encoder.image_size)
-    assert torch.equal(encoder.use_graphs()(pixels), rc.load(tiny_folder, device="cpu")(pixels))
-    assert torch.equal(encoder.to(torch.float32).use_graphs(False)(pixels), encoder(pixels))
+@on_a_gpu
+@pytest.mark.parametrize("size", [5, 32, 224])
+def test_the_noise_kernel_agrees_with_the_plain_function(size: int) -> None:
+    for count in (0, 1, 2, 7, 64, 100):
+        pixels, keys = torch.rand(count, 3, size, size, device="cuda"), torch.arange(count, device="cuda") * -977
+        sigma = torch.linspace(0.0, 0.5, count, device="cuda")
+        assert accelerate.noise_kernel_works(pixels.device)
+        views = accelerate.kernel_noisy_view(pixels, keys, sigma)
+        assert torch.allclose(views, noise.noisy_view(pixels, keys, sigma), rtol=0, atol=1e-6)
+
+
+def test_compiling_changes_nothing_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", None)
+    encoder = rc.load(tiny_folder, device="cpu", compile=True)
+    plain = rc.load(tiny_folder, device="cpu")
+    answers = []
+    for each in (encoder, plain):
+        clf = rc.ZeroShotClassifier.from_features(each, list("abc"), torch.eye(3, each.dim))
+        pixels = torch.rand(3, 3, each.image_size, each.image_size, generator=torch.Generator().manual_seed(0))
+        answers.append(rc.ReACT(tau=-1e9)(clf, pixels).features)
+    assert torch.equal(*answers)

@@ -16,7 +16,7 @@ import react_clip as rc
 import tiny_clip
 from react_clip import attacks, defenses
 from react_clip.cli import main
-from react_clip.encoders import export as exporting
+from react_clip.encoders import exported as exporting
 from react_clip.encoders.exported import FORMATS
 from threads import one_thread
 
@@ -121,7 +121,7 @@ def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folde
         assert record["fingerprint"] == rc.load(tiny_folder, device="cpu").fingerprint()
         assert record["normalisation"] == "inside the graph"
         assert record["parity"]["images"] == 6
-        assert 0 < record["parity"]["max_difference"] < 1e-5
+        assert 0 <= record["parity"]["max_difference"] < 1e-5
         assert sorted(path.name for path in folder.iterdir()) == sorted([*FORMATS[kind], "encoder.json"])
 
 

@@ -59,13 +59,6 @@ def test_relative_drift_never_divides_by_zero(low: float, high: float) -> None:
         assert math.isclose(value.item(), (high - low) / low, rel_tol=1e-3, abs_tol=1e-4)
 
 
-@given(st.floats(-2, 5), st.floats(-1, 3), st.floats(-1, 3))
-def test_the_gate_is_monotone_in_tau(score: float, tau: float, other: float) -> None:
-    low, high = sorted((tau, other))
-    scores = torch.tensor([score], dtype=torch.float64)
-    assert functional.gate(scores, low).item() or not functional.gate(scores, high).item()
-
-
 def test_alpha_zero_returns_the_feature_bit_for_bit_and_one_the_anchor_direction() -> None:
     generator = torch.Generator().manual_seed(0)
     features = functional.normalize(torch.randn(4, 8, generator=generator))

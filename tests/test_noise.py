@@ -125,17 +125,3 @@ def test_a_noisy_view_is_the_image_plus_its_stream() -> None:
     assert torch.equal(noise.noisy_view(pixels[1:2], keys[1:2], sigma[1:2]), expected[1:2])
     assert noise.noisy_view(pixels[:0], keys[:0], sigma[:0]).shape == (0, 3, 16, 16)
     assert noise.noisy_view(pixels.double(), keys, sigma.double()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("size", [4, 5])
-def test_numbers_on_their_own_are_those_of_the_whole(size: int) -> None:
-    pixels, keys, sigma = torch.rand(3, 3, size, size), torch.tensor([1, -2, 3]), torch.tensor([0.0, 0.02, 0.5])
-    steps = noise._steps((3 * size * size + 1) // 2, pixels.device)
-    assert torch.equal(noise._noisy_pairs(pixels, keys, sigma, steps), noise.noisy_view(pixels, keys, sigma))
-
-
-def test_the_kernel_of_the_hash_keeps_its_bits() -> None:
-    pixels = torch.rand(3, 50)
-    pixels[0, :2], pixels[1, :2], pixels[2, 7] = 0.0, -0.0, -0.0
-    weights = noise._weights(50, pixels.device)
-    assert torch.equal(noise._multilinear_number(pixels, weights), noise._multilinear(pixels, weights))

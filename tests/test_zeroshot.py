@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import react_clip as rc
+from react_clip.encoders.text import TextTower
 from react_clip.preprocess import as_pixels
 from toys import ToyEncoder, toy_images
 
@@ -27,8 +28,8 @@ def photos(tmp_path: Path) -> Path:
 def test_prompts_become_features_once(tiny_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = rc.load(tiny_folder)
     encoded: list[str] = []
-    original = type(encoder)._text_features
-    monkeypatch.setattr(type(encoder), "_text_features", lambda self, p: encoded.extend(p) or original(self, p))
+    encode = TextTower.encode
+    monkeypatch.setattr(TextTower, "encode", lambda self, prompts: encoded.extend(prompts) or encode(self, prompts))
     first = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a photo of a {}."])
     assert encoded == ["a photo of a cat.", "a photo of a dog."]
     again = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a photo of a {}."])

@@ -19,7 +19,7 @@ class ToyEncoder(Encoder):
         net = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.GELU(), nn.Flatten(), nn.Linear(128, 12))
         for parameter in net.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim > 1 else 0.1)
-        super().__init__(net.to(dtype), name="toy", image_size=16, dim=12, has_text=False)
+        super().__init__(net.to(dtype), name="toy", image_size=16, dim=12)
         self.encoded = 0
         self.calls = 0
         self.register_buffer("mean", self.mean.to(dtype), persistent=False)
@@ -29,9 +29,6 @@ class ToyEncoder(Encoder):
         self.encoded += len(normalised)
         self.calls += 1
         return self.tower(normalised)
-
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        raise AssertionError("a toy reads no text")
 
 
 def toy_classifier(dtype: torch.dtype = torch.float32, classes: int = 5) -> ZeroShotClassifier:

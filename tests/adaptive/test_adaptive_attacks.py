@@ -14,7 +14,7 @@ from react_clip.adaptive import BPDA, Both, Evade, Feature, Queries, Rand, Suite
 from react_clip.adaptive import base as adaptive_base
 from react_clip.adaptive.gradient import GradientAttack, Scene
 from react_clip.adaptive.pipeline import Pipeline
-from react_clip.defenses.anchored import Correction, Decision
+from react_clip.defenses.react import Correction, Decision
 from toys import toy_classifier, toy_images
 
 EPS = 8 / 255
@@ -121,16 +121,11 @@ class Brightness(rc.Encoder):
     """Two classes: darker or brighter than 0.512 on average."""
 
     def __init__(self) -> None:
-        super().__init__(
-            nn.Linear(1, 1), name="bright", image_size=8, dim=2, mean=(0.0,) * 3, std=(1.0,) * 3, has_text=False
-        )
+        super().__init__(nn.Linear(1, 1), name="bright", image_size=8, dim=2, mean=(0.0,) * 3, std=(1.0,) * 3)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         above = 20 * (normalised.mean((1, 2, 3)) - 0.512)
         return torch.stack([1 - above, 1 + above], 1)
-
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        raise AssertionError("a toy reads no text")
 
 
 class RightHalf(rc.ReACT):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import functional, mappings, noise
-from react_clip.defenses.base import Gradients, derived_seed, gradients
+from react_clip.defenses.base import derived_seed, gradients
+from react_clip.encoders.base import Gradients
 from toys import ToyEncoder, toy_classifier, toy_images
 
 F64 = torch.float64
@@ -33,7 +34,7 @@ def test_gradients_agree_with_finite_differences(tau: float | None, detach_sigma
     keys = noise.stream_keys(images, 3)
     weights = torch.randn(2, 5, dtype=F64, generator=torch.Generator().manual_seed(2))
     pixels = images.clone().requires_grad_()
-    with gradients(Gradients(checkpoint, detach_sigma)):
+    with gradients(clf.encoder, Gradients(checkpoint, detach_sigma)):
         found = corrected(clf, guard, pixels, keys)
     (slope,) = torch.autograd.grad((weights * clf.logits(found.features)).sum(), pixels)
     # A detached scale is a constant: the difference quotient must hold it fixed too.
@@ -156,7 +157,7 @@ def test_the_way_gradients_run_does_not_change_answers() -> None:
     clf, images = toy_classifier(), toy_images(4)
     guard = rc.ReACT(tau=0.1, views=3)
     expected = guard(clf, images, seed=9)
-    with gradients(Gradients(True, True)):
+    with gradients(clf.encoder, Gradients(True, True)):
         found = guard(clf, images, seed=9)
     assert torch.equal(found.logits, expected.logits)
     assert isinstance(clf.encoder, ToyEncoder)

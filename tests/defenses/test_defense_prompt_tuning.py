@@ -41,7 +41,7 @@ def words_replaced(tower: Any, context: Tensor) -> Iterator[None]:
 
 def hooked_features(encoder: Encoder, context: Tensor) -> Tensor:
     with words_replaced(encoder.tower, context):
-        features = encoder._text_features([f"{WORDS} {name}." for name in NAMES])
+        features = encoder.text._features([f"{WORDS} {name}." for name in NAMES])
     return features / features.norm(dim=1, keepdim=True)
 
 
@@ -66,7 +66,7 @@ def test_the_words_as_they_are_give_the_features_of_the_sentence(encoder: Encode
 def test_embedded_prompts_are_the_prompts_however_long(places: dict[str, str], library: str) -> None:
     encoder = rc.load(places[library], device="cpu")
     sentences = ["x", "a very long sentence about nothing " * 30, "two words", "a photo of a cat."]
-    embedded = encoder.encode_embedded(*encoder.embed_prompts(sentences))
+    embedded = encoder.text.encode_embedded(*encoder.text.embed(sentences))
     assert (embedded - encoder.encode_text(sentences)).abs().max() < 1e-5
     assert torch.pdist(embedded).min() > 1e-2
 
@@ -150,7 +150,7 @@ def surest(logits: list[Tensor], count: int) -> list[int]:
 
 def literal_rtpt(guard: RTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor, list[int]]:
     f = [clf.encoder.encode_views(view)[0] for view, _ in literal_views(guard, image, seed)]
-    context = clf.encoder.embed_prompts([WORDS])[0][0, 1:5].clone().requires_grad_()
+    context = clf.encoder.text.embed([WORDS])[0][0, 1:5].clone().requires_grad_()
     text = hooked_features(clf.encoder, context)
     logits = [100 * text @ feature for feature in f]
     chosen = surest(logits, guard.selected)
@@ -177,7 +177,7 @@ def literal_sstpt(
         clf.encoder.encode_views(guard.augmentation(view, stream))[0]
         for (view, _), stream in zip(views, streams, strict=True)
     ]
-    context = clf.encoder.embed_prompts([WORDS])[0][0, 1:5].clone().requires_grad_()
+    context = clf.encoder.text.embed([WORDS])[0][0, 1:5].clone().requires_grad_()
     text = hooked_features(clf.encoder, context)
     logits = [100 * text @ feature for feature in f]
     suit, stab = [], []

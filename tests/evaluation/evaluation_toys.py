@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,11 @@ class ToyEncoder(Encoder):
     def __init__(self) -> None:
         tower = nn.Conv2d(3, CLASSES, SIZE, bias=False)
         tower.weight.data = patterns() / SIZE
-        super().__init__(
-            tower, name="toy", image_size=SIZE, dim=CLASSES, mean=(0.5,) * 3, std=(1.0,) * 3, has_text=False
-        )
+        super().__init__(tower, name="toy", image_size=SIZE, dim=CLASSES, mean=(0.5,) * 3, std=(1.0,) * 3)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         features: Tensor = self.tower(normalised).flatten(1)
         return features
-
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        raise AssertionError("a toy reads no text")
 
 
 def toy_classifier() -> rc.ZeroShotClassifier:
@@ -105,9 +100,11 @@ class ToyWithText(ToyEncoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_text = True
+        self._text = ToyText()
 
-    def _text_features(self, prompts: list[str]) -> Tensor:
+
+class ToyText:
+    def encode(self, prompts: Sequence[str]) -> Tensor:
         numbers = [int("".join(letter for letter in prompt if letter.isdigit())) for prompt in prompts]
         return torch.eye(CLASSES)[numbers]
 

@@ -10,7 +10,7 @@ import torch
 from evaluation_toys import SIZE, toy_classifier, toy_photos, toy_run
 
 import react_clip as rc
-from react_clip.encoders.memory import ViewMemory
+from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.evaluation import EvaluationResult, Recipe
 from react_clip.evaluation.merge import merge
 from react_clip.evaluation.pictures import Pictures
@@ -96,29 +96,29 @@ def test_views_that_were_encoded_before_are_not_encoded_again(tmp_path: Path) ->
     assert passes == {4.0}, "what a defence costs is what it would cost alone"
 
 
-def test_the_memory_is_bounded_and_exact() -> None:
-    memory, calls = ViewMemory(limit_bytes=3 * 4 * 10), []
+def test_the_view_cache_is_bounded_and_exact() -> None:
+    cache, calls = ViewCache(limit_bytes=3 * 4 * 10), []
 
     def ask(views: torch.Tensor) -> torch.Tensor:
-        return memory.recall(views, lambda: (calls.append(1), torch.full((1, 10), float(len(calls))))[1])
+        return cache.get(views, lambda views: (calls.append(1), torch.full((1, 10), float(len(calls))))[1])
 
     batches = [torch.full((1, 3, 2, 2), value) for value in (0.1, 0.2, 0.3, 0.4)]
     first = [ask(batch) for batch in batches]
     assert torch.equal(ask(batches[3]), first[3])
     assert len(calls) == 4
     ask(batches[0])
-    assert len(calls) == 5, "the oldest was forgotten to make room"
+    assert len(calls) == 5, "the oldest was dropped to make room"
     ask(batches[3] + 1e-7)
     assert len(calls) == 6, "another last bit is another view"
-    memory.forget()
+    cache.clear()
     ask(batches[3])
     assert len(calls) == 7
 
 
-def test_gradients_are_never_remembered() -> None:
+def test_gradients_are_never_cached() -> None:
     clf = toy_classifier()
     images = torch.rand(2, 3, SIZE, SIZE)
-    with clf.encoder.remembering(ViewMemory()):
+    with cached_views(clf.encoder, ViewCache()):
         with torch.no_grad():
             clf.encoder.encode_views(images)
         pixels = images.clone().requires_grad_()

@@ -18,7 +18,7 @@ import react_clip as rc
 import tiny_clip
 from react_clip import storage
 from react_clip.encoders import checkpoints
-from react_clip.encoders.layouts import to_hf, to_openai
+from react_clip.encoders.checkpoints import to_hf, to_openai
 
 State = dict[str, Tensor]
 PIXELS = torch.rand(3, 3, tiny_clip.SIZE, tiny_clip.SIZE, generator=torch.Generator().manual_seed(5))

@@ -132,7 +132,7 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     encoder = rc.load(tiny_copy)
     # A stand-in with the bank's name, without a text tower, and with the bank's dimension.
     encoder.name = encoder.base = bank.encoder
-    encoder.has_text, encoder.dim = False, 512
+    encoder._text, encoder.dim = None, 512
     plain = type(encoder).raw_features
     monkeypatch.setattr(
         type(encoder), "raw_features", lambda self, x: torch.nn.functional.pad(plain(self, x), (0, 480))

@@ -15,7 +15,8 @@ from react_clip.adaptive.pipeline import Pipeline, Price, Tally, sketch
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Problem, Progress, Steps, budgets, check_images, check_labels
 from react_clip.config import PixelLength, Registered, Registry
-from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed
+from react_clip.defenses.base import Defense, Priced, derived_seed
+from react_clip.encoders.base import Gradients
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 

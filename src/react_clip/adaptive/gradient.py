@@ -14,7 +14,8 @@ from react_clip.adaptive.pipeline import Look, Pipeline, Price, Tally, gradient_
 from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
 from react_clip.attacks.problem import Problem
 from react_clip.config import Count, PositiveLength
-from react_clip.defenses.base import Defense, Gradients
+from react_clip.defenses.base import Defense
+from react_clip.encoders.base import Gradients
 from react_clip.errors import ReactClipError
 
 LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin, "dlr": dlr}

@@ -12,8 +12,8 @@ from torch import Tensor
 from react_clip.adaptive.gradient import LOSSES, GradientAttack, Scene
 from react_clip.adaptive.pipeline import Look
 from react_clip.config import NonNegative, Positive
-from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.defenses.base import Defense
+from react_clip.defenses.react import ReACT
 
 
 class Through(GradientAttack):
@@ -32,7 +32,7 @@ class Through(GradientAttack):
 
     def obstacle(self, defense: Defense) -> str:
         """Only a correction can be seen through."""
-        return "" if isinstance(defense, AnchoredDefense) else f"{defense.name} has no anchor correction to see through"
+        return "" if isinstance(defense, ReACT) else f"{defense.name} has no anchor correction to see through"
 
 
 class Both(GradientAttack):
@@ -160,7 +160,7 @@ def _distance(features: Tensor, clean: Tensor) -> Tensor:
 
 
 def _no_gate(defense: Defense, purpose: str) -> str:
-    gated = isinstance(defense, AnchoredDefense) and defense.tau is not None
+    gated = isinstance(defense, ReACT) and defense.tau is not None
     return "" if gated else f"{defense.name} has no gate {purpose}"
 
 

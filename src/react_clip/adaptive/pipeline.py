@@ -16,8 +16,9 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.attacks.losses import Loss
-from react_clip.defenses.anchored import AnchoredDefense, divergence_of
-from react_clip.defenses.base import Defense, Gradients, Priced, derived_seed, gradients, prepare, straight_through
+from react_clip.defenses.base import Defense, Priced, derived_seed, gradients, straight_through
+from react_clip.defenses.react import ReACT, divergence_of
+from react_clip.encoders.base import Gradients
 from react_clip.zeroshot import ZeroShotClassifier
 
 Price = tuple[int, int]
@@ -103,13 +104,13 @@ class Pipeline:
     def look(self, pixels: Tensor) -> Look:
         """Everything about a fresh draw."""
         seed = self.next_seed()
-        with gradients(self.how):
-            if isinstance(self.defense, AnchoredDefense):
+        with gradients(self.clf.encoder, self.how):
+            if isinstance(self.defense, ReACT):
                 return self._look_inside(self.defense, pixels, seed)
             return self._look_from_outside(pixels, seed)
 
-    def _look_inside(self, guard: AnchoredDefense, pixels: Tensor, seed: noise.Seed) -> Look:
-        clf, pixels = self.clf, prepare(self.clf, pixels)
+    def _look_inside(self, guard: ReACT, pixels: Tensor, seed: noise.Seed) -> Look:
+        clf, pixels = self.clf, self.clf.encoder.prepare(pixels)
         # Both branches and the whole score of every image; a defence without a gate has nothing to add.
         complete = guard if guard.tau is None else replace(guard, lazy=False)
         found = complete.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf))
@@ -155,7 +156,7 @@ def sketch(defense: Defense, views: int | None) -> Defense:
     >>> sketch(ReACT(), 4).views, sketch(ReACT(), None).views, sketch(TTC(), 4) == TTC()
     (4, 10, True)
     """
-    if views is None or not isinstance(defense, AnchoredDefense) or defense.views <= views:
+    if views is None or not isinstance(defense, ReACT) or defense.views <= views:
         return defense
     return replace(defense, views=views)
 
@@ -173,7 +174,7 @@ def look_price(defense: Defense, passes: Price) -> Price:
     >>> look_price(ReACT(), (14, 0)), look_price(TTC(), (4, 2))  # the plain answer of TTC is extra
     ((14, 0), (5, 2))
     """
-    return passes if isinstance(defense, AnchoredDefense) else (passes[0] + 1, passes[1])
+    return passes if isinstance(defense, ReACT) else (passes[0] + 1, passes[1])
 
 
 def gradient_price(defense: Defense, passes: Price, checkpoint: bool) -> Price:
@@ -184,7 +185,7 @@ def gradient_price(defense: Defense, passes: Price, checkpoint: bool) -> Price:
     (28, 14)
     """
     forward, backward = look_price(defense, passes)
-    if isinstance(defense, AnchoredDefense):
+    if isinstance(defense, ReACT):
         return forward * (2 if checkpoint else 1), forward
     # A defence that optimises is detached and lends the gradient of one plain pass.
     return (forward, backward + 1) if backward else (forward * (2 if checkpoint else 1), forward)

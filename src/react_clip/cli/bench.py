@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of the table: ReACT and the bare encoder along an axis (classes: 10 to 20,000; attacked: 0 to 1)",
     )
     parser.add_argument(
-        "--graphs", action="store_true", help="on a GPU: small batches by CUDA graphs, as the service does"
+        "--compile",
+        action="store_true",
+        help="on a GPU: CUDA graphs for small batches and a compiled noise kernel, as the service has",
     )
     parser.add_argument(
         "--defenses", default="", help=f"measure these as well, comma-separated: {', '.join(defenses.names())}"
@@ -148,7 +150,8 @@ def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> Bench:
     else:
         encoder = load_encoder(args)
         clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
-    encoder.use_graphs(args.graphs)
+    if args.compile:
+        encoder.accelerate()
     attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
     photos = _photos(reader, encoder.image_size, args.images, args.seed)
     traffic = Traffic(clf, photos, attack, batch=args.batch, seed=args.seed)
@@ -213,7 +216,7 @@ def _report(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "model": clf.encoder.name,
         "classes": len(clf.names),
         "dtype": args.dtype,
-        "graphs": args.graphs,
+        "compile": args.compile,
         "device": device_name(clf.device),
         "threads": torch.get_num_threads(),
         "images": args.images,

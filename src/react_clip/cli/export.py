@@ -11,8 +11,7 @@ import torch
 
 from react_clip import ReactClipError
 from react_clip.cli.common import PhotoReader, bundled_photos, load_encoder, notice
-from react_clip.encoders.export import TOLERANCE, export
-from react_clip.encoders.exported import FORMATS
+from react_clip.encoders.exported import FORMATS, TOLERANCE, export
 
 _MOST_PHOTOS = 64
 """Enough to see a difference; all of them go through the tower at once."""

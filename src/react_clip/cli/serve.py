@@ -160,7 +160,7 @@ class Plan:
         _log_to_stderr("warning" if args.quiet else settings.log_level)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        encoder = load_encoder(args).use_graphs()
+        encoder = load_encoder(args).accelerate()
         engine = Engine(
             encoder,
             build_guard(args, encoder),

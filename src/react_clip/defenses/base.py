@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
-from react_clip.encoders.base import Encoder
+from react_clip.encoders.base import Encoder, Gradients
 from react_clip.noise import Seed
-from react_clip.preprocess import Images, as_pixels
+from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 
@@ -90,21 +88,6 @@ class Priced(Protocol):
         """Most forward and backward encoder passes that one image can need."""
 
 
-def prepare(clf: ZeroShotClassifier, images: Images) -> Tensor:
-    """Images as checked pixels on the classifier's device."""
-    pixels, refuse = look_at(clf, images)
-    refuse()
-    return pixels
-
-
-def look_at(clf: ZeroShotClassifier, images: Images) -> tuple[Tensor, Callable[[], None]]:
-    """Images as pixels on the classifier's device, and what refuses them; see :meth:`Encoder.look_at`."""
-    pixels = as_pixels(images, clf.encoder.image_size)
-    refuse = clf.encoder.look_at(pixels)
-    pixels = pixels.to(clf.device)
-    return pixels if pixels.dtype == torch.float64 else pixels.float(), refuse
-
-
 def answer(
     clf: ZeroShotClassifier,
     *,
@@ -143,47 +126,14 @@ def _per_image(passes: Tensor | int, count: int, device: torch.device) -> Tensor
     return torch.full((count,), passes, dtype=torch.long, device=device)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """How gradients run through a defence, for an attacker who differentiates it; answers do not depend on it."""
-
-    checkpoint: bool = False
-    """Keep no activations: every encoder call is made again in the backward pass, so one call bounds the memory."""
-    detach_sigma: bool = False
-    """Treat the anchor's noise scale as a constant instead of a function of the pixels."""
-
-
-_gradients: ContextVar[Gradients] = ContextVar("gradients", default=Gradients())  # noqa: B039 (it is frozen)
-
-
-def current_gradients() -> Gradients:
-    """What holds here."""
-    return _gradients.get()
-
-
 @contextmanager
-def gradients(how: Gradients) -> Iterator[None]:
-    """Within this block, defences are differentiated that way."""
-    token = _gradients.set(how)
+def gradients(encoder: Encoder, how: Gradients) -> Iterator[None]:
+    """Within this block, defences of this encoder are differentiated that way."""
+    before, encoder.gradients = encoder.gradients, how
     try:
         yield
     finally:
-        _gradients.reset(token)
-
-
-def encode_in_batches(encoder: Encoder, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
-    """Unit features of ``count`` views, in as few, as large calls as allowed; ``views(start, stop)`` builds a range."""
-
-    def encode(start: int) -> Tensor:
-        return encoder.encode_views(views(start, min(start + max_batch, count)))
-
-    starts = range(0, count, max_batch)
-    if current_gradients().checkpoint and torch.is_grad_enabled():
-        # The noise of a view follows from its key, so what is made again is what was made, bit for bit.
-        parts = [recomputed(encode, i, use_reentrant=False, preserve_rng_state=False) for i in starts]
-    else:
-        parts = [encode(start) for start in starts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        encoder.gradients = before
 
 
 def derived_seed(seed: Seed, label: str) -> Seed:
@@ -226,7 +176,7 @@ class DefendedModule(nn.Module):
         """Defended logits; gradients flow through the correction where the pixels ask for them."""
         seed = derived_seed(self.seed, f"call {self.calls}") if self.fresh else self.seed
         self.calls += 1
-        with gradients(self.how):
+        with gradients(self.clf.encoder, self.how):
             logits = self.defense(self.clf, pixels, seed=seed).logits
         wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
         return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.config import Count
-from react_clip.defenses.base import Defended, prepare
+from react_clip.defenses.base import Defended
 from react_clip.defenses.config import BaseDefense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -49,7 +49,7 @@ class Counterattack(BaseDefense):
             )
         with torch.inference_mode(False), torch.no_grad():
             # The clone turns a tensor made in inference mode, which autograd refuses, into a plain one.
-            pixels = prepare(clf, images).detach().clone()
+            pixels = clf.encoder.prepare(images).detach().clone()
             keys = noise.stream_keys(pixels, seed)
             chunks = [slice(start, start + self.max_batch) for start in range(0, len(pixels), self.max_batch)]
             return _join([self._defend(clf, pixels[rows], keys[rows]) for rows in chunks])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import field
 
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.defenses.react import ReACT
 from react_clip.mappings import Constant, Mapping
 
 
-class AOM(AnchoredDefense):
+class AOM(ReACT):
     r"""Correct every image: :math:`f + 1.2\,(f_{anc}(0.1) - f)`, 11 passes.
 
     >>> AOM().tau is None, AOM().mapping, AOM().alpha

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from react_clip import functional, noise
 from react_clip.config import Count, Positive, Whole
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, answer, prepare
+from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.config import BaseDefense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -45,12 +45,12 @@ class SoftPrompts:
     """
 
     def __init__(self, encoder: Encoder, words: str, names: Sequence[str]) -> None:
-        self._encoder = encoder
-        embedded, ends = encoder.embed_prompts([words])
+        self._text = encoder.text
+        embedded, ends = self._text.embed([words])
         # Between the start token and the end token stand the words.
         start = embedded[0, 1 : int(ends[0])]
         self.start = start if start.dtype == torch.float64 else start.float()
-        self._embeddings, self._ends = encoder.embed_prompts([f"{words} {name}." for name in names])
+        self._embeddings, self._ends = self._text.embed([f"{words} {name}." for name in names])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -80,7 +80,7 @@ class SoftPrompts:
         fixed = self._embeddings[label]
         soft = context[image].to(fixed.dtype)
         embeddings = torch.cat([fixed[:, :1], soft, fixed[:, 1 + soft.shape[1] :]], 1)
-        return self._encoder.encode_embedded(embeddings, self._ends[label])
+        return self._text.encode_embedded(embeddings, self._ends[label])
 
 
 class PromptTuning(BaseDefense):
@@ -153,7 +153,7 @@ class PromptTuning(BaseDefense):
         constant.
         """
         self.check(clf.encoder)
-        pixels = prepare(clf, images)
+        pixels = clf.encoder.prepare(images)
         differentiable = torch.is_grad_enabled() and pixels.requires_grad
         # Tuning needs gradients of its own, which inference mode would forbid.
         with torch.inference_mode(False), torch.set_grad_enabled(differentiable):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.config import Count, Whole
-from react_clip.defenses.base import Defended, answer, encode_in_batches, prepare
+from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.config import BaseDefense
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -48,7 +48,7 @@ class TTE(BaseDefense):
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        pixels = prepare(clf, images)
+        pixels = clf.encoder.prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             count, (views, backward) = len(pixels), self.cost()
             margin = round(self.padding * pixels.shape[-1])
@@ -63,7 +63,7 @@ class TTE(BaseDefense):
                 mirrored = view // count >= views // 2
                 return torch.where(mirrored[:, None, None, None], upright.flip(-1), upright)
 
-            unit = encode_in_batches(clf.encoder, views * count, self.max_batch, build).reshape(views, count, -1)
+            unit = clf.encoder.encode_in_batches(views * count, self.max_batch, build).reshape(views, count, -1)
             return answer(
                 clf,
                 features=functional.normalize(unit.mean(0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from react_clip.defenses.base import Defended, answer, prepare
+from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.config import BaseDefense
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -28,7 +28,7 @@ class Undefended(BaseDefense):
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Plain answers."""
-        pixels = prepare(clf, images)
+        pixels = clf.encoder.prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             features = clf.encoder.encode_views(pixels)
             never = torch.zeros(len(pixels), dtype=torch.bool, device=pixels.device)

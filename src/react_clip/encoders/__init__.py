@@ -32,7 +32,13 @@ _WHAT_EXISTS = (
 )
 
 
-def load(name: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype = "fp32") -> Encoder:
+def load(
+    name: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "fp32",
+    compile: bool = False,
+) -> Encoder:
     """Load a CLIP encoder by name.
 
     Args:
@@ -43,7 +49,14 @@ def load(name: str | Path, *, device: str | torch.device | None = None, dtype: s
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
+        compile: on a GPU, compile the noise kernel now and record CUDA graphs for small batches as they come
+            (:meth:`Encoder.accelerate`); elsewhere it changes nothing.
     """
+    encoder = _load(name, device, dtype)
+    return encoder.accelerate() if compile else encoder
+
+
+def _load(name: str | Path, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
     text = str(name)
     if exported.split_name(text) is not None:
         return exported.load_exported(text, device=device, dtype="fp32" if dtype == "auto" else dtype)

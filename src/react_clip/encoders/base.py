@@ -1,21 +1,23 @@
-"""What every encoder is: float pixels in [0, 1] in, unit fp32 features out, normalisation inside."""
+"""The image encoder: float pixels in [0, 1] in, unit fp32 features out, with the normalisation inside."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
-from react_clip.encoders.memory import ViewMemory
+from react_clip.accelerate import AcceleratedBackend, Backend, noise_kernel_works
+from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
-from react_clip.graphs import Graphs
+from react_clip.preprocess import Images, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -23,11 +25,30 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Encoder(nn.Module, ABC):
+@dataclass(frozen=True)
+class Gradients:
+    """How gradients run through a defence, for an attacker who differentiates it; answers do not depend on it."""
+
+    checkpoint: bool = False
+    """Recompute encoder activations in the backward pass instead of keeping them: one call bounds the memory."""
+    detach_sigma: bool = False
+    """Treat the anchor's noise scale as a constant instead of a function of the pixels."""
+
+
+class Encoder(nn.Module):
     """A frozen CLIP: ``encoder(pixels)`` gives unit features ``[B, dim]`` in fp32.
 
-    Subclasses say how to run the two towers on what they are given; everything else (checks, normalisation, dtype, unit
-    length) happens here once, so that no caller can get the pixel space wrong.
+    Checks, normalisation, precision and unit length are handled here once, so that no caller can get the pixel space
+    wrong. ``tower`` maps normalised pixels to projected features; subclasses whose tower is called in another way
+    override :meth:`_image_features`.
+
+    Args:
+        tower: the model; it is put into evaluation mode and frozen.
+        name: by which :func:`react_clip.load` finds it.
+        image_size: side of the pixels in, S.
+        dim: length of a feature.
+        mean, std: normalisation of the three channels.
+        text: the text tower of the same model; ``None`` where there is none.
     """
 
     mean: Tensor
@@ -42,33 +63,20 @@ class Encoder(nn.Module, ABC):
         dim: int,
         mean: Sequence[float] = CLIP_MEAN,
         std: Sequence[float] = CLIP_STD,
-        has_text: bool,
+        text: TextTower | None = None,
     ) -> None:
         super().__init__()
         self.tower = tower.eval().requires_grad_(False)
         self.name = name
         self.base = name
-        """Whose feature space this is: a finetuned image tower keeps that of the model it started from."""
+        """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
         self.image_size = image_size
         self.dim = dim
-        self.has_text = has_text
-        self._memory: ViewMemory | None = None
-        self._graphs: Graphs | None = None
+        self._text = text
+        self.backend = Backend()
+        self.gradients = Gradients()
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
-
-    @abstractmethod
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        """Projected image features of normalised pixels, as the tower gives them."""
-
-    @abstractmethod
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        """Projected text features, as the tower gives them."""
-
-    @property
-    def original(self) -> str:
-        """Whose weights these are, hence whose calibration holds: an exported tower is still the one it came from."""
-        return self.name
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +85,30 @@ class Encoder(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tower computes in; features are fp32 all the same."""
+        """Precision of the tower; features are fp32 in every case (fp64 in a double-precision tower)."""
         return next(self.tower.parameters()).dtype
+
+    @property
+    def original(self) -> str:
+        """The model whose weights these are, hence whose calibration holds; an exported tower names its source."""
+        return self.name
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a text tower."""
+        return self._text is not None
+
+    @property
+    def text(self) -> TextTower:
+        """The text tower; raises where there is none."""
+        if self._text is None:
+            raise ReactClipError(
+                f"{self.name!r} has no text tower; use ready class features (ZeroShotClassifier.from_features), a "
+                "folder of photos (from_folder) or names of the label bank"
+            )
+        return self._text
+
+    # ------------------------------------------------------------------ pixels to features
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Unit features of float pixels ``[B, 3, S, S]`` in [0, 1]."""
@@ -86,125 +116,60 @@ class Encoder(nn.Module, ABC):
         return self.encode_views(pixels)
 
     def encode_views(self, pixels: Tensor) -> Tensor:
-        """Unit features of noisy views: the internal door that skips the range check, and only that."""
-        if self._memory is None or pixels.requires_grad or pixels.dtype == torch.float64:
-            return functional.normalize(self.raw_features(pixels))
-        return self._memory.recall(pixels, lambda: functional.normalize(self.raw_features(pixels)))
+        """Unit features of noisy views, whose pixels may leave [0, 1]."""
+        return functional.normalize(self.raw_features(pixels))
 
-    @contextmanager
-    def remembering(self, memory: ViewMemory) -> Iterator[None]:
-        """Within this block, a batch of views that the memory knows is not encoded again."""
-        before, self._memory = self._memory, memory
-        try:
-            yield
-        finally:
-            self._memory = before
+    def encode_in_batches(self, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
+        """Unit features ``[count, dim]`` of the views that ``views(start, stop)`` makes, ``max_batch`` at a time."""
+
+        def encode(start: int) -> Tensor:
+            return self.encode_views(views(start, min(start + max_batch, count)))
+
+        starts = range(0, count, max_batch)
+        if self.gradients.checkpoint and torch.is_grad_enabled():
+            # Noise follows from keys, so views that are made again have the same bits.
+            parts = [checkpoint(encode, i, use_reentrant=False, preserve_rng_state=False) for i in starts]
+        else:
+            parts = [encode(start) for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
         self._check_shape(pixels)
-        if self._graphs is not None and self._graphs.suit(pixels):
-            return self._graphs(pixels)[0]
-        return self._run(pixels)
+        return self.backend(self._compute, pixels)
 
-    @property
-    def graphed(self) -> bool:
-        """Whether small batches are answered by CUDA graphs."""
-        return self._graphs is not None
-
-    def use_graphs(self, enabled: bool = True) -> Self:
-        """Answer small batches on a GPU by CUDA graphs from now on: the same features, several times sooner.
-
-        For encoders that stay as they are: moving or converting one drops its graphs, but weights that somebody
-        replaces (rather than changes in place) are not noticed. Elsewhere than on a GPU it changes nothing.
-        """
-        self._graphs = Graphs(lambda pixels: (self._run(pixels),)) if enabled else None
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What `to`, `cuda`, `float` and their like end in: tensors get new addresses.
-        if self._graphs is not None:
-            self._graphs.forget()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _run(self, pixels: Tensor) -> Tensor:
+    def _compute(self, pixels: Tensor) -> Tensor:
         normalised = (pixels.to(self.mean.device) - self.mean) / self.std
-        features = self._image_features(normalised.to(self.dtype))
-        return features if features.dtype == torch.float64 else features.float()
+        return at_least_fp32(self._image_features(normalised.to(self.dtype)))
 
-    @torch.no_grad()
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        features: Tensor = self.tower(normalised)
+        return features
+
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
         """Unit features of prompts, ``[N, dim]``."""
-        if not self.has_text:
-            raise ReactClipError(
-                f"{self.name!r} has no text tower; use ready class features (ZeroShotClassifier.from_features), a "
-                "folder of photos (from_folder) or names of the label bank"
-            )
-        features = self._text_features(list(prompts))
-        return functional.normalize(features if features.dtype == torch.float64 else features.float())
+        return self.text.encode(prompts)
 
-    @torch.no_grad()
-    def embed_prompts(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Token embeddings ``[N, T, width]`` of prompts and the position of each end token ``[N]``.
+    # ------------------------------------------------------------------ checks
 
-        What :meth:`encode_embedded` reads: whoever tunes prompts replaces some of the embeddings in between. Position 0
-        holds the start token, and T ends with the longest prompt.
-        """
-        if not self.has_text:
-            raise ReactClipError(
-                f"{self.name!r} has no text tower, so there are no prompts to embed; use a complete CLIP such as "
-                "openai/clip-vit-base-patch32"
-            )
-        return self._embed_prompts(list(prompts))
+    def prepare(self, images: Images) -> Tensor:
+        """Images (pixels in [0, 1], PIL images, paths or bytes) as checked fp32 or fp64 pixels on this device."""
+        pixels, check = self.start_prepare(images)
+        check.wait()
+        return pixels
 
-    def encode_embedded(self, embeddings: Tensor, ends: Tensor) -> Tensor:
-        """Unit features ``[N, dim]`` of embedded prompts; gradients flow to the embeddings, which may be of any dtype.
-
-        Equals :meth:`encode_text` when the embeddings are those of :meth:`embed_prompts`.
-        """
-        features = self._embedded_features(embeddings.to(self.dtype), ends)
-        return functional.normalize(features if features.dtype == torch.float64 else features.float())
-
-    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """Embeddings and ends, as the tower's tokenizer and table give them."""
-        raise self._fixed_prompts()
-
-    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
-        """Projected text features of embeddings without positions, as the tower gives them."""
-        raise self._fixed_prompts()
-
-    def _fixed_prompts(self) -> ReactClipError:
-        return ReactClipError(
-            f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use a "
-            "complete CLIP such as openai/clip-vit-base-patch32"
-        )
+    def start_prepare(self, images: Images) -> tuple[Tensor, RangeCheck]:
+        """:meth:`prepare` without waiting for the device: the caller waits for the check later."""
+        pixels = as_pixels(images, self.image_size)
+        self._check_shape(pixels)
+        check = RangeCheck(pixels)
+        pixels = pixels.to(self.device)
+        return pixels if pixels.dtype == torch.float64 else pixels.float(), check
 
     def check(self, pixels: Tensor) -> None:
-        """Refuse what is not float pixels in [0, 1] of this encoder's size."""
-        self.look_at(pixels)()
-
-    def look_at(self, pixels: Tensor) -> Callable[[], None]:
-        """:meth:`check` in two steps: this one looks, the call of what it returns refuses.
-
-        Whoever gives a GPU something to do in between need not let it wait.
-        """
+        """Raise unless these are float pixels in [0, 1] of this encoder's size."""
         self._check_shape(pixels)
-        span = torch.stack(torch.aminmax(pixels.detach())).to("cpu", non_blocking=True)
-        sent = torch.cuda.current_stream(pixels.device).record_event() if pixels.is_cuda else None
-
-        def refuse() -> None:
-            if sent is not None:
-                sent.synchronize()
-            low, high = span.tolist()
-            # Written so that NaN fails too.
-            if not (low >= 0 and high <= 1):
-                raise ReactClipError(
-                    f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
-                    "255, and leave CLIP's mean/std normalisation to the encoder)"
-                )
-
-        return refuse
+        RangeCheck(pixels).wait()
 
     def _check_shape(self, pixels: Tensor) -> None:
         size = self.image_size
@@ -218,6 +183,24 @@ class Encoder(nn.Module, ABC):
             raise ReactClipError(
                 f"pixels have dtype {pixels.dtype}; give floats in [0, 1] (uint8 images: x.float() / 255)"
             )
+
+    # ------------------------------------------------------------------ the rest
+
+    def accelerate(self) -> Self:
+        """From now on use CUDA graphs for small batches and one compiled kernel for noise; only a GPU has them.
+
+        Compiles the kernel at once, in a few seconds. For encoders whose weights stay: moving or converting an encoder
+        drops its graphs, but weights that are replaced (rather than changed in place) are not noticed.
+        """
+        self.backend = AcceleratedBackend()
+        noise_kernel_works(self.device)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `to`, `cuda`, `float` and the like end here; weights get new addresses.
+        self.backend.reset()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def fingerprint(self) -> str:
         """Short identity of the weights, for cache keys: a hash over samples of every parameter."""
@@ -233,6 +216,31 @@ class Encoder(nn.Module, ABC):
         """One line: name, size, dtype, device."""
         sizes = f"image_size={self.image_size}, dim={self.dim}"
         return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
+
+
+class RangeCheck:
+    """Start a range check of pixels; on a GPU without waiting for it, on a CPU it raises at once."""
+
+    def __init__(self, pixels: Tensor) -> None:
+        self._span = torch.stack(torch.aminmax(pixels.detach())).to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(pixels.device).record_event() if pixels.is_cuda else None
+        if self._copied is None:
+            self._raise_unless_in_range()
+
+    def wait(self) -> None:
+        """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._raise_unless_in_range()
+
+    def _raise_unless_in_range(self) -> None:
+        low, high = self._span.tolist()
+        # Written so that NaN fails too.
+        if not (low >= 0 and high <= 1):
+            raise ReactClipError(
+                f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
+                "255, and leave CLIP's mean/std normalisation to the encoder)"
+            )
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

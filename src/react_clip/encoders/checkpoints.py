@@ -1,8 +1,8 @@
 """Image towers from checkpoint files, such as the adversarially finetuned ones that papers publish.
 
 ``BASE+FILE`` is an encoder whose image tower comes from a file; a folder written by ``react-clip finetune`` names its
-base itself. The file may be in any of the usual layouts, containers and prefixes; what is loaded must be exactly the
-image tower, no tensor more or less, because a tower that is half another one gives features and no error.
+base itself. The file may have any of the usual layouts, containers and prefixes. Its tensors must be exactly those of
+the image tower: a tower that is half loaded gives features and no error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.layouts import PROJECTION, State, to_hf, to_openai
 from react_clip.errors import ReactClipError, first_line
 from react_clip.storage import read_json, sha256_of
 
+State = dict[str, Tensor]
+
 TOWER, RECORD, SETTINGS = "tower.safetensors", "finetune.json", "settings.json"
-"""What a folder of ``react-clip finetune`` holds: the weights, what made them (written last), and what was asked."""
+"""Files of ``react-clip finetune``: the weights, the record of how they were made (written last), the settings."""
+
+PROJECTION = "visual_projection.weight"
+"""Hugging Face's name of OpenAI's ``proj``."""
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _CONTAINERS = ("vision_encoder_state_dict", "model_state_dict", "state_dict", "model")
@@ -255,3 +259,85 @@ def _read_torch(path: Path) -> Any:
             f"{path} holds more than tensors ({what}), which could run code; save its state_dict as safetensors where "
             "you trust it"
         ) from None
+
+
+# ---------------------------------------------------------------------- key layouts
+#
+# OpenAI's layout (open_clip's too) and Hugging Face's differ in names, in the query, key and value matrices (one block
+# in OpenAI's, three in Hugging Face's) and in the projection, which is stored transposed. Keys of OpenAI's layout are
+# written without the ``visual.`` prefix here.
+
+_STARTS = (
+    ("class_embedding", "vision_model.embeddings.class_embedding"),
+    ("positional_embedding", "vision_model.embeddings.position_embedding.weight"),
+    ("conv1.", "vision_model.embeddings.patch_embedding."),
+    ("ln_pre.", "vision_model.pre_layrnorm."),
+    ("ln_post.", "vision_model.post_layernorm."),
+    ("transformer.resblocks.", "vision_model.encoder.layers."),
+)
+_BLOCK_PARTS = (
+    (".attn.out_proj.", ".self_attn.out_proj."),
+    (".ln_1.", ".layer_norm1."),
+    (".ln_2.", ".layer_norm2."),
+    (".mlp.c_fc.", ".mlp.fc1."),
+    (".mlp.c_proj.", ".mlp.fc2."),
+)
+_MERGED = re.compile(r"(.+)\.attn\.in_proj_(weight|bias)")
+_SPLIT = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
+
+
+def to_hf(state: Mapping[str, Tensor]) -> State:
+    """From OpenAI's keys to Hugging Face's; a key that no CLIP vision transformer has stays as it is.
+
+    >>> sorted(to_hf({"proj": torch.zeros(4, 2), "transformer.resblocks.0.attn.in_proj_bias": torch.zeros(6)}))[:2]
+    ['vision_model.encoder.layers.0.self_attn.k_proj.bias', 'vision_model.encoder.layers.0.self_attn.q_proj.bias']
+    """
+    renamed: State = {}
+    for key, tensor in state.items():
+        if key == "proj":
+            renamed[PROJECTION] = tensor.T
+        elif merged := _MERGED.fullmatch(key):
+            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[_hf_name(f"{merged[1]}.self_attn.{letter}_proj.{merged[2]}")] = part
+        else:
+            renamed[_hf_name(key)] = tensor
+    return renamed
+
+
+def to_openai(state: Mapping[str, Tensor]) -> State:
+    """From Hugging Face's keys to OpenAI's; the inverse of :func:`to_hf`.
+
+    >>> state = {"conv1.weight": torch.rand(1, 3, 2, 2), "proj": torch.rand(4, 2)}
+    >>> to_openai(to_hf(state)).keys() == state.keys()
+    True
+    """
+    renamed: State = {}
+    for key, tensor in state.items():
+        if key == PROJECTION:
+            renamed["proj"] = tensor.T
+        elif split := _SPLIT.fullmatch(key):
+            block, letter, kind = split.groups()
+            if letter == "q":
+                parts = [state[f"{block}.self_attn.{each}_proj.{kind}"] for each in "qkv"]
+                renamed[_openai_name(f"{block}.attn.in_proj_{kind}")] = torch.cat(parts)
+        else:
+            renamed[_openai_name(key)] = tensor
+    return renamed
+
+
+def _hf_name(key: str) -> str:
+    return _renamed(key, _STARTS, _BLOCK_PARTS)
+
+
+def _openai_name(key: str) -> str:
+    return _renamed(key, [(hf, openai) for openai, hf in _STARTS], [(hf, openai) for openai, hf in _BLOCK_PARTS])
+
+
+def _renamed(key: str, starts: Iterable[tuple[str, str]], parts: Iterable[tuple[str, str]]) -> str:
+    for old, new in starts:
+        if key.startswith(old):
+            key = new + key.removeprefix(old)
+            break
+    for old, new in parts:
+        key = key.replace(old, new)
+    return key

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError, first_line
 
 # OpenAI's ViT-B/16, recognised by its class embedding: it must run with QuickGELU whatever a config.json says.
@@ -25,46 +26,47 @@ class HFEncoder(Encoder):
     """
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        super().__init__(model, name=name, has_text=tokenizer is not None, **kwargs)
-        self._tokenizer = tokenizer
+        text = None if tokenizer is None else HFText(model, tokenizer, name)
+        super().__init__(model, name=name, text=text, **kwargs)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         model: Any = self.tower
         features: Tensor = model.visual_projection(model.vision_model(pixel_values=normalised).pooler_output)
         return features
 
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        model: Any = self.tower
+
+class HFText(TextTower):
+    """The text tower of a ``CLIPModel``."""
+
+    def _features(self, prompts: list[str]) -> Tensor:
         tokens = self._tokenize(prompts)
-        hidden = model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-        features: Tensor = model.text_projection(hidden.pooler_output)
+        hidden = self.model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        features: Tensor = self.model.text_projection(hidden.pooler_output)
         return features
 
     def _tokenize(self, prompts: list[str]) -> Any:
-        model: Any = self.tower
-        length = model.config.text_config.max_position_embeddings
-        tokens = self._tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         return tokens.to(self.device)
 
-    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        model: Any = self.tower
+    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         tokens = self._tokenize(prompts)
+        embedded = self.model.text_model.embeddings.token_embedding(tokens["input_ids"])
         # The end token is the last one that is no padding, whatever its id.
-        return model.text_model.embeddings.token_embedding(tokens["input_ids"]), tokens["attention_mask"].sum(1) - 1
+        return embedded, tokens["attention_mask"].sum(1) - 1
 
     def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
         # The text model takes ids only; its parts have kept their names since transformers 4. Their causal mask comes
         # as `attention_mask`, the one argument that every version adds to the attention weights. Padding needs no mask:
-        # it stands behind the end token, which cannot look there.
-        model: Any = self.tower
-        text = model.text_model
+        # it stands behind the end token, which does not attend to it.
+        text = self.model.text_model
         count, length, _ = embeddings.shape
         mask = torch.full((length, length), -torch.inf, device=embeddings.device, dtype=embeddings.dtype).triu(1)
         hidden = embeddings + text.embeddings.position_embedding.weight[:length]
         hidden = text.encoder(inputs_embeds=hidden, attention_mask=mask.expand(count, 1, -1, -1)).last_hidden_state
         # Only the end token is read, so only it is normalised.
         pooled = text.final_layer_norm(hidden[torch.arange(count, device=hidden.device), ends])
-        features: Tensor = model.text_projection(pooled)
+        features: Tensor = self.model.text_projection(pooled)
         return features
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, GELU, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
@@ -16,25 +17,27 @@ PREFIX = "open_clip:"
 
 
 class OpenCLIPEncoder(Encoder):
-    """An open_clip model and its tokenizer."""
+    """An open_clip model with both towers."""
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        super().__init__(model, name=name, has_text=True, **kwargs)
-        self._tokenizer = tokenizer
+        super().__init__(model, name=name, text=OpenCLIPText(model, tokenizer, name), **kwargs)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         model: Any = self.tower
         features: Tensor = model.encode_image(normalised)
         return features
 
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        model: Any = self.tower
-        features: Tensor = model.encode_text(self._tokenizer(prompts).to(self.device))
+
+class OpenCLIPText(TextTower):
+    """The text tower of an open_clip model."""
+
+    def _features(self, prompts: list[str]) -> Tensor:
+        features: Tensor = self.model.encode_text(self.tokenizer(prompts).to(self.device))
         return features
 
-    def _embed_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         text = self._causal_tower()
-        tokens = self._tokenizer(prompts).to(self.device)
+        tokens = self.tokenizer(prompts).to(self.device)
         # CLIP's end token has the highest id of its vocabulary; what stands behind it is padding.
         ends = tokens.argmax(1)
         return text.token_embedding(tokens[:, : int(ends.max()) + 1]), ends
@@ -50,13 +53,15 @@ class OpenCLIPEncoder(Encoder):
         return features
 
     def _causal_tower(self) -> Any:
-        """What holds the parts of the text tower, if it is CLIP's: causal, and read at the end token."""
-        model: Any = self.tower
-        text = getattr(model, "text", model)
+        """The module with the parts of the text tower; raises unless it is CLIP's: causal, read at the end token."""
+        text = getattr(self.model, "text", self.model)
         pool = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
         causal = getattr(text, "attn_mask", None) is not None and getattr(text, "cls_emb", None) is None
         if pool != "argmax" or not causal or text.text_projection is None:
-            raise self._fixed_prompts()
+            raise ReactClipError(
+                f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use "
+                "a complete CLIP such as openai/clip-vit-base-patch32"
+            )
         return text
 
 

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from react_clip.encoders.base import Encoder
-from react_clip.errors import ReactClipError
-
 
 class VisionTower(nn.Module):
     """Vision transformer: normalised pixels ``[B, 3, S, S]`` to projected features ``[B, dim]``, with QuickGELU."""
@@ -78,17 +75,3 @@ class _Block(nn.Module):
         q, k, v = (self.self_attn[name](tokens).unflatten(-1, (self._heads, -1)).transpose(1, 2) for name in names)
         mixed: Tensor = self.self_attn["out_proj"](scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return mixed
-
-
-class VisionEncoder(Encoder):
-    """A :class:`VisionTower`; there is no text tower."""
-
-    def __init__(self, tower: VisionTower, *, name: str, image_size: int, dim: int) -> None:
-        super().__init__(tower, name=name, image_size=image_size, dim=dim, has_text=False)
-
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        features: Tensor = self.tower(normalised)
-        return features
-
-    def _text_features(self, prompts: list[str]) -> Tensor:
-        raise ReactClipError(f"{self.name!r} has no text tower")

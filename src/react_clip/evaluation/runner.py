@@ -18,7 +18,7 @@ from torch import Tensor
 from react_clip.adaptive import AdaptiveAttack, AdaptiveResult, Suite
 from react_clip.attacks import AttackResult
 from react_clip.defenses import Defended, Defense
-from react_clip.encoders.memory import ViewMemory
+from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, crafting_cost
 from react_clip.evaluation.images import ROUNDING_NOTES, rounded, to_float
@@ -90,7 +90,7 @@ class SetRunner:
         self.progress = progress
         self._identity = subject.identity()
         # Defences of one recipe often differ in a constant only and ask for the same noisy views.
-        self._memory = ViewMemory()
+        self._cache = ViewCache()
 
     def run(self) -> list[Block]:
         """All outcomes; finished shards are not computed again."""
@@ -115,13 +115,13 @@ class SetRunner:
 
     def outcomes(self, span: Span) -> dict[tuple[str, int, int], Tensors]:
         """The outcomes on the images of one span, by attack, defence and draw; they depend on no other image."""
-        self._memory.forget()
+        self._cache.clear()
         clean = self._clean_answers(span)
         source = self._clean_source(span, clean)
         unperturbed = {choice: self._defended(CLEAN, span, choice, source) for choice in self._choices()}
         found: dict[tuple[str, int, int], Tensors] = {}
         for item in self.recipe.all_attacks:
-            self._memory.forget()
+            self._cache.clear()
             outcome, victims = self._outcome(item, span, clean, 0)
             for choice in self._choices():
                 if item.adaptive and choice[0] and choice[1] == 0:
@@ -285,7 +285,7 @@ class SetRunner:
             return shard.tensors
         self.progress.stage(f"{item.title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else ""))
         if source.count:
-            with _one_line_when_memory_is_short(self.recipe.batch), self.subject.clf.encoder.remembering(self._memory):
+            with _one_line_when_memory_is_short(self.recipe.batch), cached_views(self.subject.clf.encoder, self._cache):
                 answers = _answers(chosen.defense(self.subject.clf, source.pixels(), seed=seed))
         else:
             answers = _no_answers()

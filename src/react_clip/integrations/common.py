@@ -15,7 +15,6 @@ from torch import Tensor
 
 from react_clip.bank import LabelBank
 from react_clip.defenses import Defense, ReACT, Undefended
-from react_clip.defenses.anchored import AnchoredDefense
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -27,7 +26,7 @@ DRIFT_TAU = 0.35
 
 _BATCH = 32
 
-Anchored = TypeVar("Anchored", bound=AnchoredDefense)
+Anchored = TypeVar("Anchored", bound=ReACT)
 
 
 def drift_only(guard: Anchored, tau: float = DRIFT_TAU) -> Anchored:
@@ -152,6 +151,6 @@ def _belongs_to_bank(encoder: Encoder) -> bool:
 
 
 def _compares_predictions(guard: Defense) -> bool:
-    if isinstance(guard, AnchoredDefense):
+    if isinstance(guard, ReACT):
         return guard.instability and guard.tau is not None
     return not isinstance(guard, Undefended)

@@ -18,7 +18,7 @@ from react_clip.defenses import Defense, ReACT
 from react_clip.encoders import Encoder, offline
 from react_clip.encoders.base import quiet_libraries
 from react_clip.encoders.hf import HFEncoder, load_hf
-from react_clip.encoders.vision import VisionEncoder
+from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import inherit, local_image, resolve_encoder
 from react_clip.noise import Seed
@@ -47,13 +47,16 @@ def zero_shot_pipeline(
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
     encoder = resolve_encoder(model, device)
-    if isinstance(encoder, VisionEncoder):
+    if isinstance(encoder.tower, VisionTower):
         encoder = _with_transformers(encoder)
     if not isinstance(encoder, HFEncoder):
         raise ReactClipError(
             f"{encoder.name!r} is no model of transformers, which a pipeline needs; use integrations.DefendedOpenCLIP"
         )
-    parts = {"tokenizer": encoder._tokenizer, "image_processor": _image_processor(encoder)}
+    parts = {
+        "tokenizer": encoder.text.tokenizer if encoder.has_text else None,
+        "image_processor": _image_processor(encoder),
+    }
     kind: Any = _pipeline_class()
     pipeline: DefendedZeroShotImageClassificationPipeline = kind(
         model=encoder.tower, device=encoder.device, encoder=encoder, guard=guard, seed=seed, **parts, **kwargs
@@ -157,7 +160,7 @@ class _DefendedPipeline:
         return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
 
 
-def _with_transformers(encoder: VisionEncoder) -> HFEncoder:
+def _with_transformers(encoder: Encoder) -> Encoder:
     """The offline tower as a model of transformers, with the same weights."""
     folder = str(offline.tower_dir())
     copy = load_hf(folder, name=encoder.name, device=encoder.device, dtype=encoder.dtype)

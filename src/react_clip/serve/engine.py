@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from react_clip import functional
-from react_clip.defenses.anchored import AnchoredDefense
+from react_clip.defenses.react import ReACT
 from react_clip.encoders.base import Encoder
 from react_clip.serve.classes import ClassList, LabelSource, compute_classes, label_source
 
@@ -109,7 +109,7 @@ class Engine:
     def __init__(
         self,
         encoder: Encoder,
-        guard: AnchoredDefense,
+        guard: ReACT,
         preset: ClassList,
         *,
         secret: bytes,

@@ -1,0 +1,189 @@
+"""Acceleration on a GPU for those who ask for it: CUDA graphs of small batches, and noisy views by one Triton kernel.
+
+An encoder computes through a :class:`Backend`. The plain one runs PyTorch operation by operation and compiles nothing.
+``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from react_clip import noise
+
+MAX_ROWS = 64
+"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
+
+_WARM_UPS = 3
+"""Calls before a graph is recorded: libraries choose their kernels in the first ones."""
+_BLOCK = 512
+"""Pairs of pixels that one program of the noise kernel computes."""
+
+
+class Backend:
+    """Plain PyTorch."""
+
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``function(*tensors)``; rows of the tensors and of the result are images."""
+        return function(*tensors)
+
+    def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+        """See :func:`react_clip.noise.noisy_view`."""
+        return noise.noisy_view(pixels, keys, sigma)
+
+    def reset(self) -> None:
+        """Drop what was recorded; the encoder calls it when its weights move."""
+
+
+class AcceleratedBackend(Backend):
+    """CUDA graphs for batches of at most ``max_rows`` images, and one Triton kernel for noisy views.
+
+    A tower has a few hundred kernels, and launching them takes the host longer than a GPU takes for one image. A graph
+    launches all of them at once. Graphs have fixed shapes, so each batch size is recorded when it is first met; sizes
+    are not padded, so results have the bits that they have without graphs.
+
+    Elsewhere than on a GPU, with gradients, in double precision and without Triton everything runs as in
+    :class:`Backend`.
+    """
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self._max_rows = max_rows
+        self._recordings: dict[tuple[Any, ...], _Recording] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._pool: Any = None
+        self._lock = Lock()
+
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``function(*tensors)`` by a CUDA graph where the batch is small.
+
+        ``function`` must be pure, hashable and free of host synchronisation, and what it reads beside its arguments
+        (weights) must stay where it is: a graph holds addresses. Callers on a stream of their own get no graph, since
+        all graphs share one set of buffers in the order of the default stream.
+        """
+        first = tensors[0]
+        suits = _runs_without_gradients(*tensors) and 0 < len(first) <= self._max_rows
+        if not suits or torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device):
+            return function(*tensors)
+        key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        with self._lock, torch.cuda.device(first.device), torch.no_grad():
+            if key not in self._recordings:
+                self._recordings[key] = self._record(function, tensors)
+            recording = self._recordings[key]
+            for buffer, tensor in zip(recording.inputs, tensors, strict=True):
+                buffer.copy_(tensor)
+            recording.graph.replay()
+            return recording.output.clone()
+
+    def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+        """Noisy views by one kernel, equal to those of :func:`react_clip.noise.noisy_view` up to the last bit."""
+        suits = pixels.dtype == torch.float32 and _runs_without_gradients(pixels, sigma)
+        if not suits or not noise_kernel_works(pixels.device):
+            return noise.noisy_view(pixels, keys, sigma)
+        return kernel_noisy_view(pixels, keys, sigma)
+
+    def reset(self) -> None:
+        """Drop all graphs."""
+        with self._lock:
+            self._recordings.clear()
+            self._buffers.clear()
+            self._pool = None
+
+    def _record(self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> _Recording:
+        inputs = tuple(self._buffer(("input", position), tensor) for position, tensor in enumerate(tensors))
+        for buffer, tensor in zip(inputs, tensors, strict=True):
+            buffer.copy_(tensor)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                result = function(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        output = self._buffer(("output",), result)
+        del result
+        graph: Any = torch.cuda.CUDAGraph()
+        # Thread-local, because other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output.copy_(function(*inputs))
+        self._pool = graph.pool()
+        return _Recording(graph, inputs, output)
+
+    def _buffer(self, role: tuple[Any, ...], like: Tensor) -> Tensor:
+        """A buffer shaped like a tensor; all batch sizes share its memory, because graphs run one after the other."""
+        key = (*role, like.device, like.dtype, like.shape[1:])
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(self._max_rows, *like.shape[1:])
+        return self._buffers[key][: len(like)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    graph: Any
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+def _runs_without_gradients(*tensors: Tensor) -> bool:
+    needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return tensors[0].is_cuda and tensors[0].dtype != torch.float64 and not needs_gradients
+
+
+@cache
+def noise_kernel_works(device: torch.device) -> bool:
+    """Compile the noise kernel for a device, once per process; false without a GPU, Triton or a C compiler."""
+    if device.type != "cuda":
+        return False
+    try:
+        kernel_noisy_view(torch.zeros(1, 3, 4, 4, device=device), *torch.zeros(2, 1, device=device).long())
+    except Exception:  # a missing compiler shows itself in a dozen ways
+        return False
+    return True
+
+
+def kernel_noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+    """:func:`react_clip.noise.noisy_view` of fp32 pixels on a GPU, in one pass over the memory."""
+    pixels = pixels.contiguous()
+    views, numbers = torch.empty_like(pixels), pixels[:1].numel()
+    pairs = (numbers + 1) // 2
+    if numbers:
+        grid = (len(pixels), -(-pairs // _BLOCK))
+        # Copies start at aligned addresses, for which the kernel is compiled. Without fused multiply-add every
+        # operation rounds as PyTorch's does.
+        tensors = pixels, keys.clone(), sigma.float().clone(), views
+        with torch.cuda.device(pixels.device):
+            _noise_kernel()[grid](*tensors, numbers, pairs, BLOCK=_BLOCK, enable_fp_fusion=False)
+    return views
+
+
+@cache
+def _noise_kernel() -> Any:
+    """The kernel for image ``program_id(0)`` and a block of its pairs of numbers."""
+    import triton  # type: ignore[import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+    @triton.jit(do_not_specialize=["numbers", "pairs"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(pixels, keys, sigmas, views, numbers, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        # SplitMix64 as a counter.
+        bits = tl.load(keys + row).to(tl.uint64) + (pair + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+        bits = bits ^ (bits >> 31)
+        # Box-Muller: cosines are the first half of an image's numbers, sines the second.
+        radius = tl.sqrt_rn(tl.log(((bits >> 40) + 1).to(tl.float32) * 5.9604644775390625e-08) * -2.0)
+        angle = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 3.7450702829239286e-07
+        sigma, start = tl.load(sigmas + row), row * numbers
+        here, inside = start + pair, pair < pairs
+        view = tl.load(pixels + here, mask=inside) + sigma * (tl.cos(angle) * radius)
+        tl.store(views + here, view, mask=inside)
+        here, inside = start + pairs + pair, pairs + pair < numbers
+        view = tl.load(pixels + here, mask=inside) + sigma * (tl.sin(angle) * radius)
+        tl.store(views + here, view, mask=inside)
+
+    return kernel

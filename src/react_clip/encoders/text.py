@@ -1,0 +1,66 @@
+"""The text side of a CLIP model: prompts, or embedded prompts that somebody tunes, to unit features."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from react_clip import functional
+
+
+class TextTower(ABC):
+    """The text tower of ``model`` and its tokenizer; the model itself belongs to the encoder, which moves it."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Tensor:
+        """Unit features of prompts, ``[N, dim]``."""
+        return functional.normalize(at_least_fp32(self._features(list(prompts))))
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Token embeddings ``[N, T, width]`` of prompts and the position of each end token ``[N]``.
+
+        :meth:`encode_embedded` reads them; prompt tuning replaces some of the embeddings in between. Position 0 holds
+        the start token, and T ends with the longest prompt.
+        """
+        return self._embed(list(prompts))
+
+    def encode_embedded(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        """Unit features ``[N, dim]`` of embedded prompts; gradients flow to the embeddings, which may be of any dtype.
+
+        Equals :meth:`encode` when the embeddings are those of :meth:`embed`.
+        """
+        dtype = next(self.model.parameters()).dtype
+        return functional.normalize(at_least_fp32(self._embedded_features(embeddings.to(dtype), ends)))
+
+    @abstractmethod
+    def _features(self, prompts: list[str]) -> Tensor:
+        """Projected features of prompts."""
+
+    @abstractmethod
+    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings and ends, see :meth:`embed`."""
+
+    @abstractmethod
+    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
+        """Projected features of embeddings to which positions have not been added."""
+
+
+def at_least_fp32(features: Tensor) -> Tensor:
+    """Features in fp32, or in fp64 where they are."""
+    return features if features.dtype == torch.float64 else features.float()
