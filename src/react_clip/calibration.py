@@ -4,40 +4,37 @@ For each budget: craft adversarial images against plain CLIP, take their mean dr
 fixed anchor scale and keep the one with the highest defended accuracy, :math:`\sigma_\epsilon^\star`. The pairs
 :math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a logistic curve and a power law.
 
-The threshold is what the paper leaves to a sweep. Here it follows from clean photos alone: the score that a wanted
-share of them stays below.
+The paper finds the threshold by a sweep over attacked images. Here it follows from clean photos alone: it is the
+smallest score that a wanted share of them stays below.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from react_clip import mappings, storage
 from react_clip.attacks import PGD
+from react_clip.config import Configuration
 from react_clip.defenses import AOM, ReACT, Undefended
-from react_clip.errors import ReactClipError
-from react_clip.mappings import Linear, Logistic, Mapping, PowerLaw
+from react_clip.errors import ReactClipError, first_line
+from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
+from react_clip.mappings import Mapping as Curve
 from react_clip.zeroshot import ZeroShotClassifier
 
 BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
 SIGMAS = tuple(round(0.01 * k, 2) for k in range(1, 21))
-CALIBRATION_VERSION = 1
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the steps done and the steps in all."""
 
 
-@dataclass(frozen=True)
-class CalibrationPoint:
+class CalibrationPoint(Configuration):
     """One budget: its mean drift, the accuracy at every anchor scale, and the best scale."""
 
     eps: float
@@ -48,50 +45,28 @@ class CalibrationPoint:
     images: int
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What was measured, what was fitted, and the defence that follows; ``save`` and ``load`` keep it as JSON."""
+class Calibration(Configuration):
+    """The measured points, the fitted curves and the resulting defence; ``ReACT.load`` reads the defence alone."""
 
     config: ReACT
     points: tuple[CalibrationPoint, ...]
-    fits: dict[str, Mapping]
+    fits: dict[str, Curve]
+    """The fitted curves by kind; those that made no sense for these points are left out."""
     clean_pass: float | None
     clean_images: int
     provenance: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The calibration as JSON values; ``ReACT.load`` reads its ``config``."""
-        return {
-            "calibration_version": CALIBRATION_VERSION,
-            "config": self.config.to_dict(),
-            "points": [asdict(point) for point in self.points],
-            "fits": {name: fit.to_dict() for name, fit in self.fits.items()},
-            "clean_pass": self.clean_pass,
-            "clean_images": self.clean_images,
-            "provenance": self.provenance,
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Write the calibration as JSON."""
-        storage.write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
+    notes: tuple[str, ...] = ()
+    """One line per curve that was left out."""
+    calibration_version: Literal[1] = 1
 
     @classmethod
-    def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration back, points and all; :meth:`ReACT.load` reads its defence alone."""
-        config = ReACT.load(path)
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data.get("calibration_version") != CALIBRATION_VERSION:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read a calibration back, points and all."""
+        if data.get("calibration_version") != cls.calibration_version:
             raise ReactClipError(
-                f"{path} is no calibration of version {CALIBRATION_VERSION}; run `react-clip calibrate` again"
+                f"this is no calibration of version {cls.calibration_version}; run `react-clip calibrate` again"
             )
-        return cls(
-            config=config,
-            points=tuple(CalibrationPoint(**point) for point in data["points"]),
-            fits={name: Mapping.from_dict(fit) for name, fit in data["fits"].items()},
-            clean_pass=data["clean_pass"],
-            clean_images=data["clean_images"],
-            provenance=data["provenance"],
-        )
+        return super().from_dict(data)
 
 
 def calibrate(
@@ -128,8 +103,8 @@ def calibrate(
         progress: called after every batch.
     """
     base = (base or ReACT()).replace(max_batch=max(batch, ReACT().max_batch))
-    if mapping not in _FITTERS:
-        raise ReactClipError(f"mapping {mapping!r} is unknown; choose one of {', '.join(_FITTERS)}")
+    if mapping not in _FITS:
+        raise ReactClipError(f"mapping {mapping!r} is unknown; choose one of {', '.join(_FITS)}")
     if len(set(budgets)) < 2:
         raise ReactClipError(
             f"{len(set(budgets))} budget is too few to fit a curve; give at least two, the paper takes four"
@@ -146,17 +121,19 @@ def calibrate(
         _measure(clf, pixels[right.cpu()], labels[right.cpu()], base, eps, sigmas, steps, batch, seed, progress)
         for eps in budgets
     ]
-    fits = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
+    fits, notes = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
     if mapping not in fits:
-        raise ReactClipError(f"the {mapping} curve does not fit these points; use mapping='linear' or more photos")
+        reason = next(note for note in notes if note.startswith(mapping))
+        raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
     return Calibration(
-        # How many views fit into one call is this machine's business, not the encoder's.
+        # How many views fit into one call depends on this machine, not on the encoder.
         config=base.replace(mapping=fits[mapping], tau=tau, max_batch=ReACT().max_batch),
         points=tuple(points),
         fits=fits,
         clean_pass=clean_pass,
         clean_images=len(pixels),
         provenance={**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping},
+        notes=notes,
     )
 
 
@@ -178,8 +155,7 @@ def _measure(
     # Only the drift is wanted here: a gate that never opens spends no anchor views.
     probe = base.replace(tau=1e9, instability=False)
     fixed = [
-        AOM(views=base.views, alpha=base.alpha, mapping=mappings.Constant(sigma), max_batch=base.max_batch)
-        for sigma in sigmas
+        AOM(views=base.views, alpha=base.alpha, mapping=Constant(sigma), max_batch=base.max_batch) for sigma in sigmas
     ]
     drifts: list[Tensor] = []
     hits = torch.zeros(len(sigmas))
@@ -243,55 +219,57 @@ def _in_batches(pixels: Tensor, batch: int, measure: Callable[[Tensor], Tensor])
 # ---------------------------------------------------------------------- phase 4: the fits
 
 
-def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> dict[str, Mapping]:
-    """Every curve that can be fitted to the points, by least squares.
+def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> tuple[dict[str, Curve], tuple[str, ...]]:
+    """Curves fitted to the points by least squares, and one line per curve that makes no sense for them.
 
-    >>> fit_mappings([0.0, 1.0, 2.0], [0.03, 0.072, 0.114])["linear"]
-    Linear(a=0.03, b=0.042)
+    >>> fits, notes = fit_mappings([0.0, 1.0], [0.03, 0.072])
+    >>> fits, notes[0]
+    ({'linear': Linear(a=0.03, b=0.042)}, 'logistic left out: 2 points are too few for its three parameters')
     """
     r, sigma = np.asarray(drifts, float), np.asarray(sigmas, float)
-    fits = {}
-    for name, fitter in _FITTERS.items():
-        fitted = fitter(r, sigma)
-        if fitted is not None:
-            fits[name] = fitted
-    return fits
+    fits: dict[str, Curve] = {}
+    notes = []
+    for kind, fit in _FITS.items():
+        try:
+            fits[kind] = fit(r, sigma)
+        except (ValueError, RuntimeError) as error:
+            notes.append(f"{kind} left out: {first_line(error)}")
+    return fits, tuple(notes)
 
 
 def _fit_linear(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Linear:
-    b, a = np.polyfit(r, sigma, 1)
-    return Linear(a=round(float(a), 5), b=round(float(b), 5))
+    """Budgets that all drift equally give a constant."""
+    centred = r - r.mean()
+    b = float(centred @ sigma / (centred @ centred)) if np.ptp(r) > 0 else 0.0
+    return Linear(a=round(float(sigma.mean() - b * r.mean()), 5), b=round(b, 5))
 
 
-def _fit_power_law(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> PowerLaw | None:
+def _fit_power_law(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> PowerLaw:
     if (r <= 0).any() or (sigma <= 0).any():
-        return None
+        raise ReactClipError("it needs drifts and scales > 0")
+    if not np.ptp(r):
+        raise ReactClipError("all drifts are equal")
     exponent, log_coefficient = np.polyfit(np.log(r), np.log(sigma), 1)
-    if exponent <= 0:
-        return None
     return PowerLaw(coefficient=round(float(np.exp(log_coefficient)), 5), exponent=round(float(exponent), 5))
 
 
-def _fit_logistic(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Logistic | None:
-    """Three parameters; the ceiling is kept below twice the largest scale, or four points would let it run away."""
+def _fit_logistic(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Logistic:
+    """The ceiling is at most twice the largest scale: four points do not bound it from above."""
     from scipy.optimize import curve_fit
 
     if len(r) < 3:
-        return None
+        raise ReactClipError(f"{len(r)} points are too few for its three parameters")
 
     def curve(x: Any, ceiling: float, steepness: float, midpoint: float) -> Any:
         return ceiling / (1.0 + np.exp(-steepness * (x - midpoint)))
 
     top = float(sigma.max())
-    start = (1.2 * top, 1.0, float(np.median(r)))
-    try:
-        values, _ = curve_fit(curve, r, sigma, p0=start, bounds=([top / 2, 0.0, -10.0], [2 * top, 20.0, 20.0]))
-    except (RuntimeError, ValueError):
-        return None
+    start = (1.2 * top, 1.0, float(np.clip(np.median(r), -10.0, 20.0)))
+    values, _ = curve_fit(curve, r, sigma, p0=start, bounds=([top / 2, 0.0, -10.0], [2 * top, 20.0, 20.0]))
     return Logistic(*(round(float(value), 5) for value in values))
 
 
-_FITTERS: dict[str, Callable[[Any, Any], Mapping | None]] = {
+_FITS: dict[str, Callable[[Any, Any], Curve]] = {
     "linear": _fit_linear,
     "logistic": _fit_logistic,
     "power_law": _fit_power_law,

@@ -158,7 +158,7 @@ class Configuration:
         )
         if not isinstance(data, dict):
             raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
-        return cls.from_dict(data.get("config", data))
+        return cls.from_dict(data["config"] if "config" in data and "config" not in _fields(cls) else data)
 
     def __repr__(self) -> str:
         """The log line and the test id; fields that are ``None`` by default are shown only if they are set."""
@@ -184,6 +184,8 @@ def _plain(value: Any) -> Any:
     """A field's value as JSON value."""
     if isinstance(value, Configuration):
         return value.to_dict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

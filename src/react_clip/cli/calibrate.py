@@ -119,6 +119,8 @@ def _describe(result: Calibration) -> None:
     for name, fit in result.fits.items():
         chosen = "  <- used" if fit == result.config.mapping else ""
         print(f"{name:>10}: {fit}{chosen}")
+    for note in result.notes:
+        print(f"{'note':>10}: {note}")
     print(f"{'tau':>10}: {result.config.tau:g}, which leaves {result.clean_pass:.0%} of the clean photos alone")
 
 
