@@ -264,7 +264,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     values = {"kind": entry} if isinstance(entry, str) else dict(entry)
     kinds = threats.kinds()
     kind = values.get("kind")
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(kind, str) or (kind not in kinds and ":" not in kind):
         raise ReactClipError(f"attack {_short(kind)} does not exist; choose one of {CLEAN.label}, {', '.join(kinds)}")
     label = values.pop("label", None)
     budgets = values.get("eps")
