@@ -12,7 +12,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 
 class AntiAdv(Counterattack):
-    r"""Make the image a surer example of the class it is taken for.
+    r"""Move the image towards a higher probability of the class that CLIP predicts for it.
 
     .. math:: \delta_{k+1} = \delta_k - a\,\mathrm{sign}\,\nabla_\delta \mathrm{CE}(x + \delta_k, \hat y), \qquad
               \hat y = \arg\max_c p_c(x), \qquad \delta_0 = 0
@@ -41,7 +41,7 @@ class AntiAdv(Counterattack):
         label: Tensor | None = None
 
         def certainty(features: Tensor) -> Tensor:
-            """The log-probability of the class that the untouched image, which comes first, is taken for."""
+            """Log-probability of the predicted class; the first call sees the original image and sets that class."""
             nonlocal label
             scores = clf.logits(functional.normalize(features)).log_softmax(-1)
             if label is None:

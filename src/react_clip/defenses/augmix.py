@@ -7,6 +7,9 @@ where c is the flipped crop and every o is one of nine operations. Published (in
 the nine operations and their magnitudes at severity 1, three chains of one to three operations, crops of 8 to 100 % of
 the area with an aspect of 3/4 to 4/3. Different here: images stay floating-point numbers between operations where the
 published code rounds to 8 bits after each, and crops blend with the neighbouring pixels at their edge.
+
+The operations are written here because those of torchvision, an optional package, take one level for a whole batch, and
+each view has its own.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from react_clip.config import Configuration, Count, Range, Whole
 from react_clip.errors import ReactClipError
 
 _ATTEMPTS = 10
-"""Crops drawn until one fits, as torchvision does; an image that has no luck is kept whole."""
+"""Crops drawn until one fits, as in torchvision; if none fits, the whole image is used."""
 
 # Branches of a view's random stream.
 _CROP, _MIX, _CHAINS = range(3)

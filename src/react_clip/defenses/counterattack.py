@@ -1,9 +1,9 @@
-r"""Moving an image along the gradient of its own feature, the machinery that TTC, DOC, MAC, Anti-Adv and HD share.
+r"""Sign-gradient ascent on the pixels of the input image: code shared by TTC, DOC, MAC, Anti-Adv and HD.
 
 .. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign}\,\nabla_x \textstyle\sum_b \ell(F(x_k^b))\big)
 
-with :math:`\Pi` the projection onto the eps-ball around the image and onto [0, 1]. No label and no parameter of the
-encoder is touched: the pixels move, and what moved is classified.
+with :math:`\Pi` the projection onto the eps-ball around the image and onto [0, 1]. The moved image is then classified;
+no label is used and no parameter of the encoder changes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Objective = Callable[[Tensor], Tensor]
 
 
 class Counterattack(BaseDefense):
-    """A defence that takes gradients of the pixels; subclasses say what happens to one chunk of images.
+    """A defence that takes gradients in the pixels; a subclass defends one chunk of images in ``_defend``.
 
-    It works inside ``no_grad`` and ``inference_mode``, and gradients do not flow through it: the answer is detached
-    from the caller's pixels.
+    It also works inside ``no_grad`` and ``inference_mode``. No gradient flows through it: the answer is detached from
+    the caller's pixels.
     """
 
     max_batch: Count = field(default=64, kw_only=True)
@@ -56,7 +56,7 @@ class Counterattack(BaseDefense):
 
     @abstractmethod
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
-        """Answers for at most ``max_batch`` images, given their random streams."""
+        """Answers for at most ``max_batch`` images; ``keys`` are their random streams."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _START, _PROBE, _DETOUR = range(3)
 
 
 class DOC(Counterattack):
-    r"""TTC's counterattack with momentum and orthogonal detours, weighted by how stable the image is.
+    r"""TTC's counterattack with momentum and orthogonal noise, weighted by how stable the image's feature is.
 
     With g the gradient of :math:`\lVert F(x + \delta) - F(x) \rVert` and n noise orthogonal to it, both of unit length,
 

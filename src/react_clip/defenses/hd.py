@@ -15,10 +15,9 @@ _START = 0
 
 
 class HD(Counterattack):
-    r"""Attack all classes at once and answer for the image that results.
+    r"""Perturb the image so that the loss summed over all classes rises, then classify it.
 
-    From a random start, sign steps climb the cross-entropy summed over every class: the true class, to which the model
-    responds most smoothly, is expected to lose least.
+    The true class, to which the model responds most smoothly, is expected to lose least.
 
     .. math:: \max_{\lVert \delta \rVert_\infty \le \epsilon} \sum_c \mathrm{CE}(x + \delta, c)
               = \max_{\lVert \delta \rVert_\infty \le \epsilon} -\sum_c \log p_c(x + \delta)

@@ -20,7 +20,7 @@ _VIEW, _START, _PROBE = range(3)
 
 
 class MAC(Counterattack):
-    r"""Counterattack the image and a weakly augmented view of it, each as far as augmentation moves its feature.
+    r"""Counterattack the image and a weakly augmented view, each weighted by how far augmentation moves its feature.
 
     For each view v, with :math:`\delta` from sign steps up :math:`\lVert F(v + \delta) - F(v) \rVert^2` and T' another
     draw of the augmentation,

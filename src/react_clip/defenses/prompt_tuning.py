@@ -1,7 +1,7 @@
-r"""Test-time prompt tuning, the frame that R-TPT and SS-TPT share: tune the words before the name, once per image.
+r"""Test-time prompt tuning, shared by R-TPT and SS-TPT: the words before the class name are tuned for each image.
 
 The prompt of class k is "a photo of a {name}."; the embeddings c of its first words start as they are and take a step
-of AdamW per image, down a loss on those views of the image that CLIP is surest of. The answer is a weighted mean over
+of AdamW per image, down a loss on the views of the image with the lowest entropy. The answer is a weighted mean over
 all views, scored with the tuned prompts:
 
 .. math:: z_k(x) = 100 \sum_v w_v \langle f(v), t_k(c^*) \rangle
@@ -39,7 +39,7 @@ _VIEWS, _VARIANTS = range(2)
 
 
 class SoftPrompts:
-    """The prompts "{words} {name}." with the words as free vectors: called on a context, it gives class features.
+    """The prompts "{words} {name}." with the words as trainable vectors; a call returns class features.
 
     ``start`` holds the embeddings of the words, ``[n, width]``, in fp32 however coarse the tower computes.
     """
@@ -84,7 +84,7 @@ class SoftPrompts:
 
 
 class PromptTuning(BaseDefense):
-    """Fields and the course of events; a subclass says what makes a view good and what loss to descend."""
+    """Fields and algorithm; a subclass defines the quality of views, their weights and the loss."""
 
     views: Count = 64
     """The image itself and its augmentations."""
@@ -112,7 +112,7 @@ class PromptTuning(BaseDefense):
         """Image-tower forward passes and text-tower backward passes (each over all prompts) of an image."""
         return self.views * self._variants_per_view, self.steps
 
-    # ------------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------------ for subclasses
 
     _variants_per_view: ClassVar[int] = 1
 
@@ -121,12 +121,12 @@ class PromptTuning(BaseDefense):
         return self.augmix(images, keys)
 
     def _variants(self, views: Tensor, keys: Tensor) -> list[Tensor]:
-        """What is encoded of each view, the view itself first."""
+        """Images to encode for each view, the view itself first."""
         return [views]
 
     @abstractmethod
     def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
-        """How good each view is, ``[B, V, ...]``, from the features ``[B, V, variants, D]`` of its variants."""
+        """Quality of each view ``[B, V, ...]`` from the features ``[B, V, variants, D]`` of its variants."""
 
     @abstractmethod
     def _weights(self, quality: Tensor) -> Tensor:
@@ -198,13 +198,13 @@ class PromptTuning(BaseDefense):
         return unit.reshape(len(pixels), self.views, *unit.shape[1:])
 
     def _tune(self, prompts: SoftPrompts, features: Tensor, quality: Tensor) -> Tensor:
-        """Contexts ``[B, n, width]`` after the steps; AdamW works element by element, so images share nothing."""
+        """Tuned contexts ``[B, n, width]``; AdamW works element by element, so images do not affect each other."""
         context = prompts.start.repeat(len(features), 1, 1).requires_grad_()
         optimizer = torch.optim.AdamW([context], lr=self.learning_rate)
         for _ in range(self.steps):
             with torch.enable_grad():
                 loss = self._loss(_score(features, prompts(context, self.max_batch)), quality).sum()
-            # Asked for by name: nothing else, not even an unfrozen encoder, receives a gradient.
+            # Only the context receives a gradient, even if the encoder is not frozen.
             (context.grad,) = torch.autograd.grad(loss, [context])
             optimizer.step()
         return context.detach()

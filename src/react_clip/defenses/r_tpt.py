@@ -10,7 +10,7 @@ from react_clip.errors import ReactClipError
 
 
 class RTPT(PromptTuning):
-    r"""Tune the prompt on the surest of 64 views, each by itself, and trust the views that lie close to others.
+    r"""Tune the prompt on the views of lowest entropy, and weight views by their similarity to other views.
 
     With S the ``selected`` views of lowest entropy and N(v) the ``neighbours`` nearest to v among the other views,
 
@@ -31,8 +31,8 @@ class RTPT(PromptTuning):
     colour = "#AA4499"
 
     neighbours: Count = 20
-    """Views that vouch for a view, itself not among them: the published code leaves out whatever has a cosine of 1 or
-    more, which we take to mean that."""
+    """Number of nearest other views whose similarity weights a view. The published code leaves out cosines of 1 or more,
+    which we take to mean the view itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ _FLOOR = 1e-8
 
 
 class SSTPT(PromptTuning):
-    r"""Score each of 16 views by how central and how steady it is; tune the prompt until the surest views agree.
+    r"""Weight views by suitability (close to other views) and stability; tune the prompt so that sure views agree.
 
     The score of view v mixes suitability and stability, each stretched to [0, 1] over the views at hand, where T is the
     weak augmentation, and J the Jensen-Shannon divergence:
@@ -69,7 +69,7 @@ class SSTPT(PromptTuning):
     def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
         """Suitability and stability, ``[B, V, 2]``."""
         spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
-        # In double precision: sure predictions differ by next to nothing, and its reciprocal must not be rounding.
+        # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
         plain, moved = functional.logits(features.double(), class_features.double()).unbind(2)
         instability = functional.js_divergence(plain, moved).to(features.dtype)
         return torch.stack([1.0 / (spread + _FLOOR), 1.0 / (instability + _FLOOR)], -1)

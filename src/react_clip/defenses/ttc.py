@@ -23,10 +23,11 @@ _START = 0
 
 
 class TTC(Counterattack):
-    r"""Push the image away from where it is, if a random nudge hardly moves its feature.
+    r"""Counterattack the images whose feature hardly changes under a small random perturbation.
 
-    An adversarial image is "falsely stable": a small random start :math:`\delta_0` changes its raw feature less than
-    that of a clean one. Where it does, N sign steps climb the feature distance and all iterates are mixed:
+    Adversarial images are "falsely stable": a random start :math:`\delta_0` changes their raw feature less than that of
+    clean images. Where the change is below tau, N sign steps increase the feature distance, and the weighted mean of
+    all iterates is classified:
 
     .. math::
         \rho = \frac{\lVert F(x + \delta_0) - F(x) \rVert}{\lVert F(x) \rVert}, \qquad

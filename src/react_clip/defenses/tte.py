@@ -75,7 +75,7 @@ class TTE(BaseDefense):
     def _offsets(self, keys: Tensor, margin: int) -> Tensor:
         """Top left corners ``[1 + C, B, 2]`` in the padded image; the first is where the image itself lies."""
         draw = noise.uniform(noise.fork(keys, _CROPS), 2 * self.crops) * (2 * margin + 1)
-        # A number just below 1 can round up to the end of the range, which is outside it.
+        # A draw just below 1 can round up to the end of the range, which is outside it.
         corners = draw.long().clamp_max(2 * margin).reshape(len(keys), self.crops, 2).transpose(0, 1)
         return torch.cat([torch.full((1, len(keys), 2), margin, device=keys.device), corners])
 
