@@ -293,6 +293,17 @@ def test_an_accelerated_defence_gives_the_same_answers(tiny_folder: Path, tau: f
 
 
 @on_a_gpu
+def test_a_defence_on_a_gpu_refuses_pixels_out_of_range(tiny_folder: Path) -> None:
+    encoder = rc.load(tiny_folder, device="cuda")
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, encoder.dim))
+    for bad in (1.5, -0.1, float("nan")):
+        images = torch.rand(2, 3, encoder.image_size, encoder.image_size, device="cuda")
+        images[1, 2, 3, 4] = bad
+        with pytest.raises(rc.ReactClipError, match="they must lie in"):
+            rc.ReACT()(clf, images)
+
+
+@on_a_gpu
 @pytest.mark.parametrize("size", [5, 32, 224])
 def test_the_noise_kernel_agrees_with_the_plain_function(size: int) -> None:
     for count in (0, 1, 2, 7, 64, 100):

@@ -1,4 +1,4 @@
-"""Streams: normal, independent, repeatable, and blind to the batch."""
+"""Random streams: standard normal, independent, repeatable, and the same in every batch."""
 
 from __future__ import annotations
 
@@ -81,12 +81,11 @@ def test_a_secret_key_is_keyed_blake2b_of_the_pixels() -> None:
         noise.stream_keys(images, b"")
 
 
-def test_the_first_views_do_not_depend_on_how_many_follow() -> None:
-    keys = torch.tensor([5])
-    few = [noise.normal(noise.fork(keys, i), (7,)) for i in range(2)]
-    many = [noise.normal(noise.fork(keys, i), (7,)) for i in range(10)]
-    assert all(torch.equal(a, b) for a, b in zip(few, many, strict=False))
-    assert torch.equal(noise.fork(keys, torch.tensor(3)), noise.fork(keys, 3))
+def test_branches_given_as_a_tensor_are_those_given_as_numbers() -> None:
+    keys = torch.tensor([5, -9])
+    branches = noise.fork(keys[:, None], torch.arange(4))
+    assert torch.equal(branches, torch.stack([noise.fork(keys, i) for i in range(4)], 1))
+    assert len(set(branches.flatten().tolist())) == 8
 
 
 def test_global_random_state_is_left_alone() -> None:

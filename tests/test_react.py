@@ -1,4 +1,4 @@
-"""ReACT: equals the literal algorithm, spends only the passes it needs, and is blind to the batch."""
+"""ReACT equals a literal implementation, encodes only the views it needs, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F64 = torch.float64
 
 
 def _threshold_in_the_middle(guard: rc.ReACT, images: torch.Tensor) -> float:
-    """A tau that splits these images, so that a test sees both sides of the gate."""
+    """A tau that opens the gate for half of these images."""
     clf = toy_classifier(images.dtype)
     return float(guard.replace(lazy=False, tau=0.0)(clf, images).score.median())
 
@@ -88,7 +88,7 @@ def test_gate_first_equals_the_plain_fourteen_pass_algorithm() -> None:
     lazy, plain = guard(clf, images, seed=1), guard.replace(lazy=False)(clf, images, seed=1)
     assert set(plain.passes.tolist()) == {14}
     assert set(lazy.passes.tolist()) <= {3, 4, 13, 14}
-    assert len(set(lazy.passes.tolist())) >= 3, "the images must take different ways"
+    assert len(set(lazy.passes.tolist())) >= 3, "images must differ in the views they need"
     assert torch.equal(lazy.gated, plain.gated)
     assert torch.equal(lazy.labels, plain.labels)
     assert torch.allclose(lazy.features, plain.features, atol=1e-6)
@@ -100,7 +100,7 @@ def test_gate_first_equals_the_plain_fourteen_pass_algorithm() -> None:
 @pytest.mark.parametrize(
     "guard", [rc.ReACT(tau=0.6), rc.ReACT(lazy=False), AOM(), DefendCLIP(), rc.Undefended()], ids=repr
 )
-def test_passes_are_what_the_encoder_really_did(guard: rc.defenses.Defense) -> None:
+def test_passes_are_counted_as_encoded(guard: rc.defenses.Defense) -> None:
     clf = toy_classifier()
     encoder = clf.encoder
     assert isinstance(encoder, ToyEncoder)
@@ -109,7 +109,7 @@ def test_passes_are_what_the_encoder_really_did(guard: rc.defenses.Defense) -> N
     assert int(out.backward_passes.sum()) == 0
 
 
-def test_published_configurations_cost_what_is_published() -> None:
+def test_published_configurations_have_the_published_cost() -> None:
     clf, images = toy_classifier(), toy_images(6)
     assert AOM()(clf, images).passes.tolist() == [11] * 6
     assert set(DefendCLIP(tau=-1e9)(clf, images).passes.tolist()) == {31}
@@ -145,7 +145,7 @@ def test_aom_is_the_operator_without_a_gate() -> None:
     assert torch.allclose(gated.features, out.features, atol=1e-5)
 
 
-def test_deciding_and_acting_may_happen_apart_and_on_parts() -> None:
+def test_decide_and_act_can_run_separately_and_on_some_rows() -> None:
     clf, images = toy_classifier(), toy_images(12)
     guard = rc.ReACT(views=3)
     guard = guard.replace(tau=_threshold_in_the_middle(guard, images))

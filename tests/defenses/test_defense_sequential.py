@@ -1,4 +1,4 @@
-"""Views drawn until the answer is settled: the rule equals a literal one, the views and passes are the real ones."""
+"""Sequential views: the stopping rule equals a literal one, and views and passes are counted as encoded."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_bound_is_that_of_student_or_safer(confidence: float) -> None:
         assert stops((2.0 if small else 1.05) * student), f"{drawn} views of {classes} classes"
 
 
-def test_classes_that_an_image_has_not_change_nothing() -> None:
+def test_missing_classes_change_nothing() -> None:
     logits = 3 * torch.randn(50, 4, 5, generator=torch.Generator().manual_seed(0))
     expected = settled(logits, 10, 0.7)
     assert 0 < int(expected.sum()) < 50
@@ -113,7 +113,7 @@ def test_an_unreachable_confidence_draws_all_views() -> None:
 @pytest.mark.parametrize(
     "guard", [GUARD, AOM(sequential=0.9), DefendCLIP(tau=-1e9, sequential=0.9)], ids=lambda g: g.name
 )
-def test_settled_images_stop_and_passes_are_real(guard: rc.ReACT) -> None:
+def test_settled_images_stop_and_passes_are_counted(guard: rc.ReACT) -> None:
     clf, images = toy_classifier(), toy_images(20)
     encoder = clf.encoder
     assert isinstance(encoder, ToyEncoder)
@@ -154,7 +154,7 @@ def test_views_are_the_first_of_the_same_streams() -> None:
 
 @settings(max_examples=10)
 @given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40))
-def test_neighbours_in_a_batch_change_nothing(order: list[int], split: int, batch: int) -> None:
+def test_answers_do_not_depend_on_the_batch(order: list[int], split: int, batch: int) -> None:
     clf, images = toy_classifier(), toy_images(9)
     whole = GUARD(clf, images, seed=7)
     parts = [GUARD.replace(max_batch=batch)(clf, part, seed=7) for part in images[order].split(split)]
@@ -162,7 +162,7 @@ def test_neighbours_in_a_batch_change_nothing(order: list[int], split: int, batc
     assert torch.equal(torch.cat([part.passes for part in parts]), whole.passes[order])
 
 
-def test_without_classes_or_with_constant_work_all_views_are_drawn() -> None:
+def test_without_classes_or_laziness_all_views_are_encoded() -> None:
     clf, images = toy_classifier(), toy_images(6)
     keys = noise.stream_keys(images, 0)
     whole = GUARD.replace(sequential=None)(clf, images)

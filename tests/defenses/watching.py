@@ -1,4 +1,4 @@
-"""A toy encoder that remembers what it was shown, forwards and backwards, and the toy as the plain loops see it."""
+"""A toy encoder that records the pixels it encodes and counts backward passes, and helpers for literal_* tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ F64 = torch.float64
 
 
 class WatchedEncoder(ToyEncoder):
-    """Counts rows that gradients came back for, and keeps every batch of pixels."""
+    """Keeps every batch of pixels, and counts the rows of backward passes."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
@@ -35,13 +35,13 @@ class WatchedEncoder(ToyEncoder):
 
 
 def watched_classifier(dtype: torch.dtype = torch.float32) -> tuple[ZeroShotClassifier, WatchedEncoder]:
-    """The toy classifier with its encoder under watch."""
+    """The toy classifier with a recording encoder."""
     plain, encoder = toy_classifier(dtype), WatchedEncoder(dtype)
     return ZeroShotClassifier.from_features(encoder, plain.names, plain.class_features), encoder
 
 
 def literal_tower(clf: ZeroShotClassifier) -> literal.Tower:
-    """The encoder for the plain loops: lists in, lists out, one image at a time."""
+    """The encoder as functions of lists of numbers, one image at a time."""
 
     def raw(flat: Tensor) -> Tensor:
         return clf.encoder.raw_features(flat.reshape(1, 3, 16, 16))[0]
@@ -57,7 +57,7 @@ def literal_tower(clf: ZeroShotClassifier) -> literal.Tower:
 
 
 def branch(keys: Tensor, *path: int) -> Tensor:
-    """The stream at the end of a path of forks."""
+    """The stream after several forks."""
     for step in path:
         keys = noise.fork(keys, step)
     return keys

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from react_clip import functional
 from react_clip.accelerate import AcceleratedBackend, Backend, noise_kernel_works
 from react_clip.encoders.text import TextTower, at_least_fp32
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.preprocess import Images, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -278,6 +279,17 @@ def quiet_libraries() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def loading_error(name: str, error: Exception) -> ReactClipError:
+    """The error for a model that a library could not load; ``name`` is a folder or a model of a hub."""
+    reason = first_line(error)
+    if Path(name).is_dir():
+        return ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged")
+    return ReactClipError(
+        f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, without "
+        "one use the offline tower: `react-clip pull clip-vit-b-16`"
+    )
 
 
 QUICK_GELU, GELU = "quick_gelu", "gelu"

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.encoders.base import (
+    CLIP_MEAN,
+    CLIP_STD,
+    QUICK_GELU,
+    Encoder,
+    check_activation,
+    loading_error,
+    quiet_libraries,
+)
 from react_clip.encoders.text import TextTower
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import ReactClipError
 
 # OpenAI's ViT-B/16, recognised by its class embedding: it must run with QuickGELU whatever a config.json says.
 _OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
@@ -87,7 +95,7 @@ def load_hf(
     except ReactClipError:
         raise
     except Exception as error:
-        raise _loading_error(name, folder, error) from error
+        raise loading_error(source if folder else name, error) from error
     finally:
         logging.enable_progress_bar()
     if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
@@ -141,13 +149,3 @@ def _normalisation(source: str, revision: str | None) -> tuple[list[float], list
         return list(CLIP_MEAN), list(CLIP_STD)
     config = json.loads(Path(path).read_text(encoding="utf-8"))
     return config.get("image_mean", list(CLIP_MEAN)), config.get("image_std", list(CLIP_STD))
-
-
-def _loading_error(name: str, folder: Path | None, error: Exception) -> ReactClipError:
-    reason = first_line(error)
-    if folder:
-        return ReactClipError(f"{folder} cannot be loaded ({reason}); the folder is incomplete or damaged")
-    return ReactClipError(
-        f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, without "
-        "one use the offline tower: `react-clip pull clip-vit-b-16`"
-    )

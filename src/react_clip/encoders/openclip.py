@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, GELU, QUICK_GELU, Encoder, check_activation, quiet_libraries
+from react_clip.encoders.base import (
+    CLIP_MEAN,
+    CLIP_STD,
+    GELU,
+    QUICK_GELU,
+    Encoder,
+    check_activation,
+    loading_error,
+    quiet_libraries,
+)
 from react_clip.encoders.text import TextTower
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import ReactClipError
 from react_clip.optional import require
 
 PREFIX = "open_clip:"
@@ -92,11 +101,7 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
         with quiet_libraries():
             model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
     except Exception as error:
-        reason = first_line(error)
-        raise ReactClipError(
-            f"{name!r} cannot be loaded ({reason}); with a network run `react-clip pull {name}`, without one use the "
-            "offline tower: `react-clip pull clip-vit-b-16`"
-        ) from error
+        raise loading_error(name, error) from error
     preprocess = open_clip.get_model_preprocess_cfg(model)
     size = preprocess.get("size", model.visual.image_size)
     return OpenCLIPEncoder(
