@@ -1,4 +1,4 @@
-"""What every defence is: called on a classifier and images, it returns defended answers and says what they cost."""
+"""The interface of defences: called on a classifier and images, a defence returns answers, diagnostics and costs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 @dataclass(frozen=True, eq=False)
 class Defended:
-    """Defended answers, one row per image, and why: what was not measured is NaN."""
+    """Defended answers and diagnostics, one row per image; values that were not measured are NaN."""
 
     features: Tensor
     """Unit features ``[B, D]``, for retrieval too."""
     logits: Tensor
     """``[B, K]``"""
     drift_low: Tensor
-    """How far the feature moves under the weak probe noise."""
+    """Distance that the feature moves under the weak probe noise."""
     drift_high: Tensor
     """The same under the stronger probe noise."""
     drift: Tensor
     """r(x), the relative cross-noise drift."""
     instability: Tensor
-    """J(x); NaN where r alone had decided the gate and the augmented pass was saved."""
+    """J(x); NaN where r alone decides the gate, so that the augmented view was not encoded."""
     score: Tensor
-    """s(x) = r + J, with J counted as 0 where it was not needed; ``gated`` is always ``score >= tau``, with the
-    tau of this image where it is jittered."""
+    """s(x) = r + J, with J counted as 0 where it was not measured; ``gated`` is always ``score >= tau``, where tau may
+    be shifted per image (``jitter``)."""
     gated: Tensor
-    """Whether the correction was applied."""
+    """Mask ``[B]``: which images were corrected."""
     sigma: Tensor
-    """Anchor-noise scale the drift maps to."""
+    """Noise scale of the anchor views, from the drift."""
     passes: Tensor
     """Encoder forward passes spent on the image."""
     backward_passes: Tensor
@@ -82,7 +82,7 @@ class Defense(Protocol):
 
 @runtime_checkable
 class Priced(Protocol):
-    """A defence that can say what it costs without being run; all of ours can."""
+    """A defence that knows its cost without being run; all of ours do."""
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward encoder passes that one image can need."""
@@ -98,9 +98,9 @@ def answer(
     score: Tensor | None = None,
     gated: Tensor | None = None,
 ) -> Defended:
-    """The result of a defence that measures neither r nor J; what it does not know is NaN.
+    """The result of a defence that measures neither r nor J; these fields are NaN.
 
-    ``logits`` are those of the features unless a defence has its own; a defence without a gate acts on every image.
+    ``logits`` default to those of the features, ``gated`` to all images.
     """
     count, device = len(features), features.device
     nan = torch.full((count,), torch.nan, device=device)
@@ -137,7 +137,7 @@ def gradients(encoder: Encoder, how: Gradients) -> Iterator[None]:
 
 
 def derived_seed(seed: Seed, label: str) -> Seed:
-    """A seed of its own for every label; those derived from numbers lie above 2**62, where no one's own seed lies.
+    """Another seed for every label; those derived from numbers lie above 2**62, so they do not meet seeds of users.
 
     >>> derived_seed(0, "draw 1") == derived_seed(0, "draw 1"), derived_seed(0, "draw 1") == derived_seed(0, "draw 2")
     (True, False)
@@ -151,16 +151,32 @@ def derived_seed(seed: Seed, label: str) -> Seed:
 
 
 class DefendedModule(nn.Module):
-    """A classifier with its defence as one module from [0, 1] pixels to logits; see :func:`as_module`."""
+    """The defended classifier as a module: [0, 1] pixels to logits, for any attack library.
+
+    The noise follows the pixels, so every step of an iterative attack meets other noise, as it would in deployment.
+
+    Args:
+        clf: CLIP with its classes.
+        defense: any defence.
+        seed: of the noise.
+        differentiable: for an attacker who knows the defence: memory stays bounded (see ``checkpoint``), and a defence
+            that gives no gradients gets those of undefended CLIP (BPDA with the identity).
+        checkpoint: recompute every encoder call in the backward pass instead of keeping its activations; on where
+            ``differentiable`` is.
+        detach_sigma: keep the anchor's noise scale out of the gradient.
+        fresh: every call draws other noise, also for the same pixels, as averaging over draws (EOT) needs; a new
+            module with the same seed repeats the same sequence.
+    """
 
     def __init__(
         self,
         clf: ZeroShotClassifier,
         defense: Defense,
-        seed: Seed,
         *,
+        seed: Seed = 0,
         differentiable: bool = False,
-        how: Gradients | None = None,
+        checkpoint: bool | None = None,
+        detach_sigma: bool = False,
         fresh: bool = False,
     ) -> None:
         super().__init__()
@@ -168,12 +184,12 @@ class DefendedModule(nn.Module):
         self.defense = defense
         self.seed = seed
         self.differentiable = differentiable
-        self.how = how or Gradients()
+        self.how = Gradients(differentiable if checkpoint is None else checkpoint, detach_sigma)
         self.fresh = fresh
         self.calls = 0
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Defended logits; gradients flow through the correction where the pixels ask for them."""
+        """Defended logits; gradients flow through the correction if the pixels require them."""
         seed = derived_seed(self.seed, f"call {self.calls}") if self.fresh else self.seed
         self.calls += 1
         with gradients(self.clf.encoder, self.how):
@@ -182,8 +198,11 @@ class DefendedModule(nn.Module):
         return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
 
 
+as_module = DefendedModule
+
+
 def straight_through(defended: Tensor, plain: Tensor) -> Tensor:
-    r"""What a defence without gradients answers, with the gradients of undefended CLIP (BPDA with the identity).
+    r"""The values of a defence without gradients, with the gradients of undefended CLIP (BPDA with the identity).
 
     .. math:: z = z_{def}(x), \qquad \partial z / \partial x := \partial z_{CLIP} / \partial x
 
@@ -193,33 +212,3 @@ def straight_through(defended: Tensor, plain: Tensor) -> Tensor:
     (tensor([5.]), tensor([3.]))
     """
     return defended.detach() + (plain - plain.detach())
-
-
-def as_module(
-    clf: ZeroShotClassifier,
-    defense: Defense,
-    *,
-    seed: Seed = 0,
-    differentiable: bool = False,
-    checkpoint: bool | None = None,
-    detach_sigma: bool = False,
-    fresh: bool = False,
-) -> DefendedModule:
-    """The defended classifier as ``nn.Module``: [0, 1] pixels to logits, for any attack library.
-
-    The noise follows the pixels, so every step of an iterative attack meets fresh noise, as it would in deployment.
-
-    Args:
-        clf: CLIP with its classes.
-        defense: any defence.
-        seed: of the noise.
-        differentiable: for an attacker who knows the defence: memory stays bounded (see ``checkpoint``), and a defence
-            that gives no gradients lends those of undefended CLIP (BPDA with the identity).
-        checkpoint: make every encoder call again in the backward pass instead of keeping its activations; on where
-            ``differentiable`` is.
-        detach_sigma: keep the anchor's noise scale out of the gradient.
-        fresh: every call draws noise of its own, also for the same pixels, as averaging over draws (EOT) needs; a new
-            module with the same seed repeats the same sequence.
-    """
-    how = Gradients(differentiable if checkpoint is None else checkpoint, detach_sigma)
-    return DefendedModule(clf, defense, seed, differentiable=differentiable, how=how, fresh=fresh)

@@ -277,46 +277,48 @@ class ReACT(BaseDefense):
     def act(self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits | None = None) -> Correction:
         """Anchor and extrapolate: the correction of the images that the gate lets through."""
         plain, gated, passes = decision.plain, decision.gated, decision.passes
-        everyone = not self.lazy or bool(self.alpha_closed)
-        moving = torch.arange(len(plain), device=plain.device) if everyone else gated.nonzero().flatten()
+        if self.lazy and not self.alpha_closed:
+            needed = gated.nonzero().flatten()
+        else:
+            needed = torch.arange(len(plain), device=plain.device)
         features = opened = closed = plain
-        for rows, views in self._anchor_views(encoder, pixels, decision, moving, logits):
+        for rows, views in self._anchor_views(encoder, pixels, decision, needed, logits):
             anchors = functional.anchor(views)
-            moved = functional.extrapolate(plain[rows], anchors, self.alpha)
-            still = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
-            features = features.index_copy(0, rows, torch.where(gated[rows, None], moved, still))
-            opened, closed = opened.index_copy(0, rows, moved), closed.index_copy(0, rows, still)
+            if_open = functional.extrapolate(plain[rows], anchors, self.alpha)
+            if_closed = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
+            features = features.index_copy(0, rows, torch.where(gated[rows, None], if_open, if_closed))
+            opened, closed = opened.index_copy(0, rows, if_open), closed.index_copy(0, rows, if_closed)
             passes = passes.index_copy(0, rows, decision.passes[rows] + views.shape[1])
         values = vars(decision) | {"passes": passes}
         return Correction(**values, features=features, opened=opened, closed=closed)
 
-    # ------------------------------------------------------------------ its steps
+    # ------------------------------------------------------------------ steps of the algorithm
 
     def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features of the images, and mean features of their noisy views at sigma_low and at sigma_high: ``[B, D]``.
 
         Images and noisy views share encoder calls. Without need for the drift the means are NaN.
         """
-        images, samples = len(pixels), self.probe_samples if self._needs_drift else 0
+        count, samples = len(pixels), self.probe_samples if self._needs_drift else 0
         # Order of the noisy views: scale by scale, sample by sample, image by image.
         branches = noise.fork(keys, torch.arange(LOW, HIGH + 1, device=keys.device)[:, None])
         streams = noise.fork(branches[:, None], torch.arange(samples, device=keys.device)[:, None]).flatten()
         # Filled on the device: sending numbers there would make the host wait.
-        sigmas = torch.cat([pixels.new_full((samples * images,), scale) for scale in (self.sigma_low, self.sigma_high)])
+        sigmas = torch.cat([pixels.new_full((samples * count,), scale) for scale in (self.sigma_low, self.sigma_high)])
 
         def views(start: int, stop: int) -> Tensor:
-            if stop <= images:
+            if stop <= count:
                 return pixels[start:stop]
-            first, last = max(start - images, 0), stop - images
-            shown = pixels[torch.arange(first, last, device=pixels.device) % images]
-            noisy = encoder.backend.noisy_view(shown, streams[first:last], sigmas[first:last])
-            return noisy if start >= images else torch.cat([pixels[start:], noisy])
+            first, last = max(start - count, 0), stop - count
+            image = torch.arange(first, last, device=pixels.device) % count
+            noisy = encoder.backend.noisy_view(pixels[image], streams[first:last], sigmas[first:last])
+            return noisy if start >= count else torch.cat([pixels[start:], noisy])
 
-        features = encoder.encode_in_batches(images * (1 + 2 * samples), self.max_batch, views)
-        plain = features[:images]
+        features = encoder.encode_in_batches(count * (1 + 2 * samples), self.max_batch, views)
+        plain = features[:count]
         if not samples:
             return plain, torch.full_like(plain, torch.nan), torch.full_like(plain, torch.nan)
-        low, high = features[images:].reshape(2, samples, images, -1).mean(1)
+        low, high = features[count:].reshape(2, samples, count, -1).mean(1)
         return plain, low, high
 
     def _threshold(self, keys: Tensor, drift: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""CLIP as it is: the reference every table starts with."""
+"""CLIP without a defence, the reference of every table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 
 class Undefended(BaseDefense):
-    """One forward pass, no defence.
+    """Plain CLIP: one forward pass.
 
     >>> Undefended()
     Undefended()
