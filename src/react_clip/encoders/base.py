@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tower lives."""
+        """Device of the tower."""
         return next(self.tower.parameters()).device
 
     @property
@@ -185,7 +185,7 @@ class Encoder(nn.Module):
                 f"pixels have dtype {pixels.dtype}; give floats in [0, 1] (uint8 images: x.float() / 255)"
             )
 
-    # ------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------ acceleration and identity
 
     def accelerate(self) -> Self:
         """From now on use CUDA graphs for small batches and one compiled kernel for noise; only a GPU has them.
@@ -272,7 +272,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep the loaders' own chatter (retries, download notices) out of the user's terminal; errors still raise."""
+    """Silence the log messages of loading libraries (retries, download notices); errors still raise."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -296,7 +296,7 @@ QUICK_GELU, GELU = "quick_gelu", "gelu"
 
 
 def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:
-    """Refuse weights run with another activation than they were trained with: features drift and nothing crashes."""
+    """Raise if weights would run with another activation than in training, which changes features without an error."""
     for activation in filter(None, (image, text)):
         if activation not in (QUICK_GELU, GELU):
             raise ReactClipError(f"{name!r} asks for activation {activation!r}; CLIP towers use {QUICK_GELU} or {GELU}")

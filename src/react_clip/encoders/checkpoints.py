@@ -37,7 +37,7 @@ _CONTAINERS = ("vision_encoder_state_dict", "model_state_dict", "state_dict", "m
 _OPENAI_ANCHOR, _HF_ANCHOR = "conv1.weight", "embeddings.patch_embedding.weight"
 _HF_TOWER = "vision_model."
 _IMAGE_PARTS = ("visual.", _HF_TOWER, "visual_projection.")
-# Tensors and numbers that travel with an image tower without being part of it.
+# Entries of checkpoints that do not belong to the image tower.
 _IGNORED = re.compile(
     r"(.*\.)?position_ids|logit_scale|logit_bias|(text|text_model|text_projection|token_embedding|ln_final)(\..*)?"
     r"|input_resolution|context_length|vocab_size"
@@ -48,7 +48,7 @@ _IGNORED = re.compile(
 
 
 def split_name(name: str) -> tuple[str, Path] | None:
-    """The base and the checkpoint that a name asks for; ``None`` where it asks for a plain model.
+    """Base and checkpoint of a name; ``None`` for the name of a plain model.
 
     ``BASE+FILE`` counts where FILE exists (a folder of ``react-clip finetune`` is its tower), so that a plus sign in a
     path stays what it is.
@@ -156,7 +156,7 @@ def load_tower(encoder: Encoder, path: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FoundTower:
-    """An image tower as a file holds it: bare OpenAI keys, or Hugging Face's from ``vision_model.`` on."""
+    """An image tower in a file: OpenAI keys without prefix, or Hugging Face's from ``vision_model.`` on."""
 
     path: Path
     hf: bool
@@ -165,7 +165,7 @@ class FoundTower:
     """The name in the file of each key."""
 
     def check(self, expected: Mapping[str, Tensor], model: str) -> None:
-        """Refuse any difference from the tower that is to be replaced."""
+        """Raise on any difference from the tower that is to be replaced."""
         prefix = self.prefix()
         if missing := [prefix + key for key in expected if key not in self.state]:
             self._refuse(model, f"lacks {_count(missing)} of the image tower")
@@ -178,7 +178,7 @@ class FoundTower:
             self._refuse(model, f"holds {_count(bad)} with other than finite floating-point numbers")
 
     def prefix(self) -> str:
-        """What stands before the keys in the file."""
+        """Prefix of the keys in the file."""
         anchor = _HF_TOWER + _HF_ANCHOR if self.hf else _OPENAI_ANCHOR
         return self.names[anchor].removesuffix(anchor) if self.names[anchor].endswith(anchor) else ""
 
@@ -195,7 +195,7 @@ def _is_sound(tensor: Tensor) -> bool:
 
 
 def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
-    """The image tower among a checkpoint's tensors, recognised by its first convolution whatever stands before it."""
+    """The image tower among a checkpoint's tensors, recognised by its first convolution under any prefix."""
     openai, hf = _prefixes(tensors, _OPENAI_ANCHOR), _prefixes(tensors, _HF_ANCHOR)
     if len(openai) + len(hf) != 1:
         what = f"{len(openai) + len(hf)} image towers ({', '.join(map(repr, [*openai, *hf]))})" if openai or hf else ""
@@ -217,13 +217,13 @@ def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
 
 
 def _prefixes(keys: Iterable[str], anchor: str) -> list[str]:
-    """What stands before the anchor; inner blocks of a ResNet, which has such convolutions everywhere, do not count."""
+    """Prefixes of the anchor's key; those inside another one are left out (a ResNet has such convolutions everywhere)."""
     found = [key.removesuffix(anchor) for key in keys if key == anchor or key.endswith(f".{anchor}")]
     return [prefix for prefix in found if not any(prefix != other and prefix.startswith(other) for other in found)]
 
 
 def read_tensors(path: Path) -> State:
-    """The tensors of a checkpoint, out of whatever container they lie in; nothing in the file is executed."""
+    """The tensors of a checkpoint file, from the usual nested dictionaries; nothing in the file is executed."""
     if path.suffix != ".safetensors" and path.suffix not in _TORCH_SUFFIXES:
         raise ReactClipError(
             f"{path} ends in {path.suffix!r}; a checkpoint is a .safetensors, {', '.join(_TORCH_SUFFIXES)} file"

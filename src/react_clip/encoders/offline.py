@@ -50,7 +50,7 @@ _CONFIG: dict[str, Any] = {
 
 
 def tower_dir() -> Path:
-    """Where the converted tower lives."""
+    """Folder of the converted tower in the cache."""
     return cache_dir() / "models" / NAME
 
 
@@ -60,7 +60,7 @@ def is_pulled() -> bool:
 
 
 def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Put the tower into the cache; returns its folder. A copy that is there and whole is kept."""
+    """Download and convert the tower unless the cache has a complete copy; returns its folder."""
     target = tower_dir()
     if is_pulled() and not force:
         return target
@@ -190,7 +190,7 @@ def _write(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _replace_folder(finished: Path, target: Path) -> None:
-    """Swap a finished folder in. Of two pulls at once one wins; both copies are the same."""
+    """Move a finished folder into place. If two processes pull at once, one copy stays; both are the same."""
     retired = finished.parent / "retired"
     if target.exists():
         target.rename(retired)

@@ -1,4 +1,4 @@
-"""The text side of a CLIP model: prompts, or embedded prompts that somebody tunes, to unit features."""
+"""The text tower of a CLIP model: prompts, or embedded prompts for prompt tuning, to unit features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextTower(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Device of the model."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
