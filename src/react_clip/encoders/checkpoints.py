@@ -217,7 +217,7 @@ def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
 
 
 def _prefixes(keys: Iterable[str], anchor: str) -> list[str]:
-    """Prefixes of the anchor's key; those inside another one are left out (a ResNet has such convolutions everywhere)."""
+    """Prefixes of the anchor's key, without those inside another one: a ResNet has such convolutions everywhere."""
     found = [key.removesuffix(anchor) for key in keys if key == anchor or key.endswith(f".{anchor}")]
     return [prefix for prefix in found if not any(prefix != other and prefix.startswith(other) for other in found)]
 
