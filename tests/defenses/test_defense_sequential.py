@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from statistics import NormalDist, fmean, variance
-from typing import Any
 
 import pytest
 import torch
@@ -217,30 +214,3 @@ def test_lists_of_different_lengths_share_a_batch() -> None:
         assert answer.passes == int(alone.passes[0])
         assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
     assert len({answer.passes for answer in answers}) >= 2
-
-
-# ---------------------------------------------------------------------- configuration
-
-
-def test_the_option_is_written_only_where_it_is_used(tmp_path: Path) -> None:
-    assert "sequential" not in rc.ReACT().to_dict()
-    GUARD.save(tmp_path / "guard.json")
-    assert json.loads((tmp_path / "guard.json").read_text())["sequential"] == 0.9
-    assert rc.ReACT.load(tmp_path / "guard.json") == GUARD
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"sequential": 1.0}, "sequential is 1.0; it must be < 1"),
-        ({"sequential": 0.4}, "sequential is 0.4"),
-        ({"sequential": 0}, "sequential is 0; it must be >= 0.5"),
-        ({"sequential": "often"}, "sequential is 'often'; it must be a finite number"),
-        ({"sequential": True}, "sequential is True"),
-        ({"sequential": math.nan}, "sequential is nan"),
-    ],
-)
-def test_impossible_values_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(rc.ReactClipError, match=says) as caught:
-        rc.ReACT(**options)
-    assert "\n" not in str(caught.value)
