@@ -81,7 +81,7 @@ class AcceleratedBackend(Backend):
             return recording.output.clone()
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
-        """Noisy views by one kernel, equal to those of :func:`react_clip.noise.noisy_view` up to the last bit."""
+        """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""
         suits = pixels.dtype == torch.float32 and _runs_without_gradients(pixels, sigma)
         if not suits or not noise_kernel_works(pixels.device):
             return noise.noisy_view(pixels, keys, sigma)
