@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from performance_figures import performance_figures, read_reports
 
 from react_clip.calibration import Calibration
-from react_clip.report.figures import all_figures
+from react_clip.report.figures import figures_of
 from react_clip.report.run import read_runs
 from react_clip.report.style import save_figure
 
@@ -56,7 +56,7 @@ def main() -> int:
     calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
     for name, (runs, wanted) in WANTED.items():
         run = read_runs([RESULTS / part for part in runs])
-        found = {figure.name: figure for figure in all_figures(run, calibration=calibration)}
+        found = {figure.name: figure for figure in figures_of(run, calibration=calibration)[0]}
         if absent := [figure for figure in wanted if figure not in found]:
             print(f"{name} has no {absent[0]}; it has {', '.join(found)}", file=sys.stderr)
             return 1

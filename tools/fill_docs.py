@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from performance_docs import performance
+from performance_docs import performance, table
 from scale_docs import overhead
 from threat_docs import threats
 
@@ -40,8 +40,8 @@ MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTA
 def run_table(run: str, name: str) -> str:
     """A table of a finished run, its caption below it and the file it came from."""
     result = EvaluationResult.load(RESULTS / run / "result.json")
-    table = next(table for table in all_tables(result) if table.name == name)
-    caption, _, body = table.markdown().partition("\n\n")
+    found = next(item for item in all_tables(result) if item.name == name)
+    caption, _, body = found.markdown().partition("\n\n")
     device = f"{result.device}, towers in {result.dtype}"
     return f"{body}\n*{caption} {device}; `benchmarks/results/{run}/result.json`, made by `{result.command}`.*\n"
 
@@ -50,49 +50,38 @@ def paper_table(name: str) -> str:
     """Values printed in the paper."""
     values = dict(json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))[name])
     columns = [column if column == "clean" else f"{column}/255" for column in values.pop("columns")]
-    lines = ["| the paper, ViT-B/32 | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    lines += [f"| {row} | " + " | ".join(f"{value:.1f}" for value in numbers) + " |" for row, numbers in values.items()]
-    return "\n".join(lines) + "\n"
+    rows = [[row, *(f"{value:.1f}" for value in numbers)] for row, numbers in values.items()]
+    return "\n".join(table(["the paper, ViT-B/32", *columns], rows)) + "\n"
 
 
 def calibration_table(file: str) -> str:
-    """The points of a calibration and what followed."""
+    """The points of a calibration, and the mapping and threshold that follow from them."""
     data = json.loads((ROOT / file).read_text(encoding="utf-8"))
-    lines = ["| budget | mean r | best sigma | accuracy there |", "|---|---:|---:|---:|"]
+    rows = []
     for point in data["points"]:
-        best = point["accuracy"][f"{point['best_sigma']:g}"]
-        lines.append(
-            f"| {point['eps'] * 255:g}/255 | {point['mean_drift']:.2f} | {point['best_sigma']:.2f} | {100 * best:.1f} |"
+        best = 100 * point["accuracy"][f"{point['best_sigma']:g}"]
+        rows.append(
+            [format_eps(point["eps"]), f"{point['mean_drift']:.2f}", f"{point['best_sigma']:.2f}", f"{best:.1f}"]
         )
-    mapping, tau = data["config"]["mapping"], data["config"]["tau"]
+    mapping, tau, source = data["config"]["mapping"], data["config"]["tau"], data["provenance"]
+    lines = table(["budget", "mean r", "best sigma", "accuracy there"], rows)
     lines += ["", f"sigma = {mapping['a']:.4f} + {mapping['b']:.4f} r, tau = {tau:.4f}."]
-    where = data["provenance"]
-    lines += ["", f"*{where['device']}, {where['dtype']}; `{file}`, made by `{where['command']}`.*"]
+    lines += ["", f"*{source['device']}, {source['dtype']}; `{file}`, made by `{source['command']}`.*"]
     return "\n".join(lines) + "\n"
 
 
 def drift_table(run: str) -> str:
     """Mean drift of the images that undefended CLIP gets right, clean and attacked, per set."""
-    import pyarrow.parquet as parquet
-
-    columns = ["dataset", "eps", "defense", "attacked", "label", "clean_prediction", "r"]
-    rows = parquet.read_table(RESULTS / run / "per_image.parquet", columns=columns).to_pylist()
-    measured = [row for row in rows if row["r"] == row["r"] and row["label"] == row["clean_prediction"]]
-    first = measured[0]["defense"]
-    drifts: dict[tuple[str, float], list[float]] = {}
-    for row in measured:
-        if row["defense"] == first and (row["attacked"] or row["eps"] == 0):
-            drifts.setdefault((row["dataset"], row["eps"]), []).append(row["r"])
-    budgets = sorted({eps for _, eps in drifts})
-    titles = ["clean" if eps == 0 else f"{eps * 255:.4g}/255" for eps in budgets]
-    lines = ["| mean r | " + " | ".join(titles) + " |", "|---|" + "---:|" * len(budgets)]
-    for name in dict.fromkeys(name for name, _ in drifts):
-        means = [sum(drifts[name, eps]) / len(drifts[name, eps]) for eps in budgets]
-        lines.append(f"| {name} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
-    return (
-        "\n".join(lines)
-        + f"\n\n*Images that undefended CLIP gets right; `benchmarks/results/{run}/per_image.parquet`.*\n"
-    )
+    images = read_run(RESULTS / run).images
+    assert images is not None
+    measured = images[images["r"].notna() & (images["label"] == images["clean_prediction"])]
+    measured = measured[measured["attacked"] | (measured["eps"] == 0)]
+    first = measured[measured["defense"] == measured["defense"].iloc[0]]
+    means = first.pivot_table(index="dataset", columns="eps", values="r", sort=False).sort_index(axis="columns")
+    titles = ["clean" if eps == 0 else format_eps(eps) for eps in means.columns]
+    rows = [[str(name), *(f"{mean:.2f}" for mean in values)] for name, *values in means.itertuples()]
+    note = f"*Images that undefended CLIP gets right; `benchmarks/results/{run}/per_image.parquet`.*"
+    return "\n".join([*table(["mean r", *titles], rows), "", note]) + "\n"
 
 
 def methods_table(*runs: str) -> str:
@@ -103,7 +92,7 @@ def methods_table(*runs: str) -> str:
     budgets = sorted({row.eps for row in result.rows})
     titles = ["clean" if eps == 0 else format_eps(eps) for eps in budgets]
     head = ["method", *titles, "passes", "backward", "ms clean", "ms attacked"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     for label, config in kinds.items():
         rows = {row.eps: row for row in result.select(dataset=MEAN, defense=label)}
         clean, attacked = rows[0.0], rows[4 / 255] if 4 / 255 in rows else rows[max(rows)]
@@ -112,14 +101,14 @@ def methods_table(*runs: str) -> str:
         cells += [f"{clean.passes:.1f} / {attacked.passes:.1f}"]
         cells += [f"{clean.backward_passes:.1f} / {attacked.backward_passes:.1f}"]
         cells += [f"{times[state][timed]:.2f}" for state in ("clean", "attacked")]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append([label, *cells])
     note = (
         f"{caption(result, 'accuracy in %, mean over sets')} Passes: clean images / images attacked with 4/255. "
         "Milliseconds per image at batch 256 in bf16 on 256 clean or attacked photos, all methods in turns in one run: "
         "`benchmarks/results/bench/rivals-clean.json` and `rivals-attacked.json`. Accuracies: "
         + ", ".join(f"`benchmarks/results/{run}`" for run in runs)
     )
-    return "\n".join(lines) + f"\n\n*{note}.*\n"
+    return "\n".join(table(head, lines)) + f"\n\n*{note}.*\n"
 
 
 def _milliseconds(file: str) -> dict[str, float]:
@@ -138,7 +127,8 @@ def leakage_table(run: str) -> str:
     assert whole.result is not None
     assert whole.images is not None
     result, images = whole.result, whole.images
-    wrong_clean = images.where(images["clean_prediction"] != images["label"], attack="clean", defense="CLIP")
+    clean = images[(images["attack"] == "clean") & (images["defense"] == "CLIP")]
+    wrong_clean = clean[clean["clean_prediction"] != clean["label"]]
     budgets = sorted({row.eps for row in result.rows if row.eps})
     lines = ["| largest reported accuracy | " + " | ".join(format_eps(eps) for eps in budgets) + " |"]
     lines.append("|---|" + "---:|" * len(budgets))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
-from react_clip.report.figures.labels import End, label_ends
+from react_clip.report.figures.plot import End, label_ends
 from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, SOLID, Dashes, name_axes, new_axes, new_figure
 
 if TYPE_CHECKING:

@@ -7,24 +7,20 @@ undefended CLIP, an attacker who does not know the defence, so all three kinds o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as parquet
+import pandas as pd
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import Row
+from react_clip.report.run import read_run
 
 SUITES = ("adaptive-ReACT", "adaptive-AOM", "adaptive-Defend-CLIP", "adaptive-TTC")
 TRANSFER = "transfer"
 OBLIVIOUS = "adaptive-transfer"
-
-Image = tuple[str, int]
-Shares = dict[float, dict[Image, float]]
-"""By budget and image: the share of draws in which the answer is right."""
 
 
 def threats(name: str, folder: Path) -> str:
@@ -61,18 +57,16 @@ def who(folder: Path) -> str:
 def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]) -> dict[str, list[float]]:
     """What each attacker leaves of one defence, by budget."""
     label = result.rows[0].defense
-    informed = _shares(folder / run, label)
-    elsewhere = _only(_shares(folder / TRANSFER, label), {info.name for info in result.sets})
-    worst = {
-        eps: {image: min(share, elsewhere[eps][image]) for image, share in informed[eps].items()} for eps in budgets
-    }
+    informed, transferred = _shares(folder / run, label), _shares(folder / TRANSFER, label)
+    transferred = transferred[transferred.index.isin(informed.index)]
+    worst = pd.concat([informed, transferred], axis=1).min(axis=1)
     return {
         "does not know the defence": [_oblivious(folder / run, result, informed[0.0], eps) for eps in budgets],
-        "crafts on another tower": [_mean(elsewhere[eps].items()) for eps in budgets],
-        "knows it: mean of ten draws": [_mean(informed[eps].items()) for eps in budgets],
+        "crafts on another tower": [_mean(transferred[eps]) for eps in budgets],
+        "knows it: mean of ten draws": [_mean(informed[eps]) for eps in budgets],
         "knows it: majority of the draws": [_row(result, eps).majority or 0.0 for eps in budgets],
         "knows it: all of the draws right": [_row(result, eps).worst or 0.0 for eps in budgets],
-        "worst of these, image by image": [_mean(worst[eps].items()) for eps in budgets],
+        "worst of these, image by image": [_mean(worst[eps]) for eps in budgets],
     }
 
 
@@ -127,45 +121,33 @@ def _name(member: dict[str, Any]) -> str:
 
 
 @cache
-def _shares(run: Path, defense: str) -> Shares:
-    columns = ["dataset", "index", "eps", "defense", "correct"]
-    draws: dict[float, dict[Image, list[float]]] = {}
-    for row in parquet.read_table(run / "per_image.parquet", columns=columns).to_pylist():
-        if row["defense"] == defense:
-            image = (row["dataset"], row["index"])
-            draws.setdefault(row["eps"], {}).setdefault(image, []).append(float(row["correct"]))
-    return {eps: {image: statistics.fmean(seen) for image, seen in found.items()} for eps, found in draws.items()}
+def _images(run: Path) -> pd.DataFrame:
+    images = read_run(run).images
+    assert images is not None
+    return images
 
 
-@cache
-def _spared(run: Path) -> frozenset[Image]:
-    """Images that no attack touches, because undefended CLIP gets them wrong."""
-    rows = parquet.read_table(run / "per_image.parquet", columns=["dataset", "index", "label", "clean_prediction"])
-    return frozenset(
-        (row["dataset"], row["index"]) for row in rows.to_pylist() if row["label"] != row["clean_prediction"]
-    )
+def _shares(run: Path, defense: str) -> pd.Series:
+    """By budget, set and image: the share of draws in which the answer is right."""
+    images = _images(run)
+    return images[images["defense"] == defense].groupby(["eps", "dataset", "index"])["correct"].mean()
 
 
-def _only(shares: Shares, sets: set[str]) -> Shares:
-    return {eps: {image: share for image, share in found.items() if image[0] in sets} for eps, found in shares.items()}
-
-
-def _mean(found: Iterable[tuple[Image, float]]) -> float:
+def _mean(shares: pd.Series) -> float:
     """The mean over sets of the means over their images."""
-    sets: dict[str, list[float]] = {}
-    for (name, _), share in found:
-        sets.setdefault(name, []).append(share)
-    return statistics.fmean(map(statistics.fmean, sets.values()))
+    return float(shares.groupby("dataset").mean().mean())
 
 
-def _oblivious(run: Path, result: EvaluationResult, clean: dict[Image, float], eps: float) -> float:
+def _oblivious(run: Path, result: EvaluationResult, clean: pd.Series, eps: float) -> float:
     """Accuracy under the suite's first member, which met every image that is attacked."""
+    images = _images(run).drop_duplicates(["dataset", "index"]).set_index(["dataset", "index"])
+    spared = images.index[images["label"] != images["clean_prediction"]]
     accuracies = []
     for part in result.attacks:
         if part.eps == eps and part.part.startswith(OBLIVIOUS):
-            mine = [image for image in clean if image[0] == part.dataset]
-            spared = sum(clean[image] for image in mine if image in _spared(run))
-            accuracies.append((spared + part.attacked * (1.0 - part.success_rate)) / len(mine))
+            mine = clean[clean.index.get_level_values("dataset") == part.dataset]
+            right = mine[mine.index.isin(spared)].sum() + part.attacked * (1.0 - part.success_rate)
+            accuracies.append(right / len(mine))
     return statistics.fmean(accuracies)
 
 

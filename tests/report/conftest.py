@@ -13,6 +13,7 @@ from evaluation_toys import CLASSES, COUNT, ToyEncoder, toy_attacks, toy_defense
 
 import react_clip as rc
 from react_clip.evaluation import evaluate
+from react_clip.report.page import Report, write_report
 from threads import one_thread
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -40,6 +41,14 @@ def evaluated(folder: Path, defenses: Any, count: int = COUNT, **options: Any) -
     return folder
 
 
+@pytest.fixture(scope="session")
+def toy_report(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[tuple[str, int, int]]]:
+    """The toy's page with all its figures, written once, and the calls of its progress function."""
+    steps: list[tuple[str, int, int]] = []
+    out = tmp_path_factory.mktemp("page")
+    return write_report([toy_folder], out, photos=6, progress=lambda *step: steps.append(step)), steps
+
+
 @pytest.fixture
 def toy_copy(toy_folder: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
@@ -48,8 +57,8 @@ def toy_copy(toy_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures have tests of their own, and take most of a report's time."""
-    monkeypatch.setattr("react_clip.report.figures.all_figures", lambda run, **options: [])
+    """Leave figures out: they have their own tests and take most of a report's time."""
+    monkeypatch.setattr("react_clip.report.figures.figures_of", lambda run, **options: ([], {}))
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from react_clip.report.page import write_report
+from react_clip.report.page import Report, write_report
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 Visit = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def page_file(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def page_file(toy_report: tuple[Report, Any]) -> Path:
     """The toy's page with all its figures."""
-    return write_report([toy_folder], tmp_path_factory.mktemp("page"), photos=6).page
+    return toy_report[0].page
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def many_rows(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ]
     pq.write_table(pa.concat_tables(copies).unify_dictionaries(), folder / "per_image.parquet")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("react_clip.report.figures.all_figures", lambda run, **options: [])
+        patch.setattr("react_clip.report.figures.figures_of", lambda run, **options: ([], {}))
         return write_report([folder], folder.parent / "out", rows=30_000).page
 
 
@@ -149,7 +149,7 @@ def test_twenty_thousand_rows_are_few_elements(many_rows: Path, visit: Visit) ->
     assert rows.count() < 200
 
 
-def test_a_screen_full_of_rows_is_where_the_scrollbar_says(many_rows: Path, visit: Visit) -> None:
+def test_rows_are_where_the_scrollbar_says_and_may_have_no_pictures(many_rows: Path, visit: Visit) -> None:
     page = visit(many_rows)
     page.locator(".window").evaluate("(view) => { view.scrollTop = 10000 * 32; }")
     row(page, 10000).wait_for()
@@ -158,6 +158,8 @@ def test_a_screen_full_of_rows_is_where_the_scrollbar_says(many_rows: Path, visi
         " - document.querySelector('.images thead th').getBoundingClientRect().bottom"
     )
     assert abs(gap) < 40, "rows are as high as the script counts them"
+    row(page, 10000).click()
+    assert "Photos were not kept in this folder." in page.locator("#image").inner_text()
 
 
 # ---------------------------------------------------------------------- one image
@@ -198,12 +200,6 @@ def test_rows_and_the_dialog_work_by_keyboard(page_file: Path, visit: Visit) -> 
     assert page.evaluate("document.activeElement.dataset.place") == "2", "focus comes back to the row"
     page.keyboard.press("End")
     assert page.evaluate("document.activeElement.dataset.place") == "479"
-
-
-def test_an_image_without_pictures_says_so(many_rows: Path, visit: Visit) -> None:
-    page = visit(many_rows)
-    page.locator(".images tr[data-place]").first.click()
-    assert "Photos were not kept in this folder." in page.locator("#image").inner_text()
 
 
 # ---------------------------------------------------------------------- tables and figures

@@ -5,16 +5,29 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 from react_clip.evaluation.pictures import Pictures
-from react_clip.report.page_data import BROKEN, FOOLED, OUTCOMES, RIGHT, SAVED, WRONG, Rows, fair_shares, outcomes
-from react_clip.report.page_photos import SIDE, embedded_photos
-from react_clip.report.run import PerImage, Run, read_run
+from react_clip.report.page_data import (
+    BROKEN,
+    FOOLED,
+    OUTCOMES,
+    RIGHT,
+    SAVED,
+    SIDE,
+    WRONG,
+    Rows,
+    embedded_photos,
+    fair_shares,
+    outcomes,
+)
+from react_clip.report.run import Run, read_run
 
 TABLE1 = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "table1"
 
@@ -28,7 +41,7 @@ def rows_of(folder: Path, limit: int = 100_000) -> tuple[Run, Rows]:
 def test_each_combination_of_answers_has_one_outcome() -> None:
     def outcome(clean: int, plain: int, answer: int) -> int:
         columns = {"label": 0, "clean_prediction": clean, "plain_prediction": plain, "prediction": answer}
-        return int(outcomes(PerImage({name: np.array([value]) for name, value in columns.items()}))[0])
+        return int(outcomes(pd.DataFrame([columns]))[0])
 
     assert outcome(0, 1, 0) == outcome(1, 1, 0) == SAVED
     assert outcome(0, 0, 1) == outcome(1, 0, 1) == BROKEN
@@ -44,36 +57,23 @@ def test_every_number_of_the_run_is_in_the_page(toy_folder: Path) -> None:
     assert run.result is not None
     data = json.loads(rows.to_json({}))
     columns, names = data["columns"], run.result.sets[0].class_names
-    found = Counter(
-        zip(
-            (data["sets"][number] for number in columns["set"]),
-            columns["index"],
-            (data["attacks"][number]["title"].partition(" ")[0] for number in columns["attack"]),
-            (data["defenses"][number]["label"] for number in columns["defense"]),
-            columns["draw"],
-            (data["names"][number] for number in columns["label"]),
-            (data["names"][number] for number in columns["answer"]),
-            columns["passes"],
-            (None if value is None else value / 1000 for value in columns["r"]),
-            strict=True,
-        )
+    texts = {name: [data[place][i] for i in columns[name]] for name, place in (("set", "sets"), ("label", "names"))}
+    found = pd.DataFrame(
+        {
+            **{"dataset": texts["set"], "label": texts["label"]},
+            **{name: columns[name] for name in ("index", "draw", "passes")},
+            "attack": [data["attacks"][i]["title"].partition(" ")[0] for i in columns["attack"]],
+            "defense": [data["defenses"][i]["label"] for i in columns["defense"]],
+            "prediction": [data["names"][i] for i in columns["answer"]],
+            "r": [math.nan if value is None else value / 1000 for value in columns["r"]],
+        }
     )
-    images = run.images
-    expected = Counter(
-        (
-            images["dataset"][row],
-            images["index"][row],
-            images["attack"][row],
-            images["defense"][row],
-            images["draw"][row],
-            names[images["label"][row]],
-            names[images["prediction"][row]],
-            images["passes"][row],
-            None if np.isnan(images["r"][row]) else round(images["r"][row] * 1000) / 1000,
-        )
-        for row in range(len(images))
-    )
-    assert found == expected
+    expected = run.images[list(found)].assign(r=run.images["r"].round(3))
+    for name in ("label", "prediction"):
+        expected[name] = [names[number] for number in expected[name]]
+    key = ["dataset", "index", "attack", "defense", "draw"]
+    found, expected = (frame.sort_values(key, ignore_index=True) for frame in (found, expected))
+    pd.testing.assert_frame_equal(found, expected, check_dtype=False, atol=1e-3)
     assert {item["label"]: item["tau"] for item in data["defenses"]} == {"undefended": None, "react": 0.3}
 
 
@@ -81,7 +81,7 @@ def test_a_limit_keeps_whole_images_evenly_over_the_sets() -> None:
     _, rows = rows_of(TABLE1, 20_000)
     assert (len(rows), rows.total, len(rows.images), rows.images_total) == (20_000, 50_000, 800, 2_000)
     assert set(Counter(number for number, _ in rows.images).values()) == {80}
-    per_image = Counter(zip(rows.codes["set"].tolist(), rows.rows["index"].tolist(), strict=True))
+    per_image = Counter(zip(rows.rows["set"].tolist(), rows.rows["index"].tolist(), strict=True))
     assert set(per_image.values()) == {25}, "five attacks by five defences"
     assert max(index for _, index in rows.images) == 199, "spread over the set, not its beginning"
     assert len(rows.to_json({})) < 1_500_000
@@ -109,9 +109,9 @@ def test_instructive_images_come_first_and_from_every_set() -> None:
     assert sorted(ranked) == sorted(rows.images)
     assert {number for number, _ in ranked[:10]} == set(range(10))
     interesting = {SAVED, BROKEN, FOOLED}
-    defended = rows.codes["defense"] != rows.defenses.index("CLIP")
+    defended = rows.rows["defense"] != rows.defenses.index("CLIP")
     for number, index in ranked[:40]:
-        here = (rows.codes["set"] == number) & (rows.rows["index"] == index) & defended
+        here = (rows.rows["set"] == number) & (rows.rows["index"] == index) & defended
         assert interesting & set(rows.outcome[here].tolist())
 
 

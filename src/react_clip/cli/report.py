@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from react_clip.cli.common import notice
+from react_clip.optional import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report; what is missing is no failure, the page and stderr say it."""
+    """Write the report; missing data is no failure, the page and stderr list it."""
+    require("pandas", "the report", extra="eval")
     from react_clip.report.page import write_report
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    with _Bar(args.quiet) as bar:
-        report = write_report(
-            args.runs,
-            out,
-            rows=args.rows,
-            photos=args.photos,
-            calibration=args.calibration,
-            progress=bar.advance,
-        )
+    bar: tqdm[Any] = tqdm(unit="figure", disable=args.quiet or None)
+
+    def advance(title: str, done: int, total: int) -> None:
+        bar.total = total
+        bar.set_description(title)
+        bar.update(done - bar.n)
+
+    options = {"rows": args.rows, "photos": args.photos, "calibration": args.calibration}
+    with bar:
+        report = write_report(args.runs, out, **options, progress=advance)
     if args.json:
         figures = [str(path) for path in report.figures]
         missing = [*report.missing, *report.not_drawn]
@@ -52,22 +55,3 @@ def run(args: argparse.Namespace) -> int:
             notice(args, f"{len(report.not_drawn)} figures need other data than this; the page says which")
         print(report.page)
     return 0
-
-
-class _Bar:
-    """One step per figure."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._bar: tqdm[Any] = tqdm(unit="figure", disable=quiet or None)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._bar.close()
-
-    def advance(self, title: str, done: int, total: int) -> None:
-        """After each figure."""
-        self._bar.total = total
-        self._bar.set_description(title)
-        self._bar.update(done - self._bar.n)

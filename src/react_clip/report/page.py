@@ -1,51 +1,44 @@
-"""The report of a run: one self-contained HTML page, and its figures as files beside it."""
+"""Write the report of a run: one self-contained HTML page, and its figures as files beside it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import TYPE_CHECKING, Any
 
 from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
-from react_clip.report import page_text as text
-from react_clip.report.page_data import OUTCOMES, Rows
-from react_clip.report.page_photos import embedded_photos
-from react_clip.report.page_svg import inline_svg
-from react_clip.report.run import Run, read_runs
+from react_clip.report import page_data
+from react_clip.report.run import SCORINGS, Run, conditions, read_runs
+from react_clip.report.tables import all_tables, calibration_table
 from react_clip.storage import write_text
+
+if TYPE_CHECKING:
+    from react_clip.report.figures import FigureOf
 
 PAGE, FIGURES = "index.html", "figures"
 
 Progress = Callable[[str, int, int], None]
-"""Called with a figure's title, the figures done and the figures in all."""
+"""Called with a figure's title, the number of figures done and the number of all figures."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and one line for each thing that could not be shown."""
+    """The files written, and one line for each thing that could not be shown."""
 
     page: Path
     figures: tuple[Path, ...]
     missing: tuple[str, ...]
     not_drawn: tuple[str, ...]
     """Figures that the run has no data for, and why."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure that is on disk as PNG and SVG."""
-
-    name: str
-    title: str
-    caption: str
-    paper: str
-    """Where the paper has it, or ``beyond the paper``."""
 
 
 def write_report(
@@ -60,10 +53,10 @@ def write_report(
     """Write the page and the figures of a run, or of several over the same photos.
 
     Args:
-        folders: of ``react-clip evaluate``; unfinished or damaged ones give a page that says what is missing.
+        folders: folders of ``react-clip evaluate``; for unfinished or damaged ones the page says what is missing.
         out: the only folder that is written to.
-        rows: per-image rows in the page, at most; whole images are kept, at least one. 0 leaves the browser out.
-        photos: images whose pictures are in the page, at most.
+        rows: most per-image rows in the page; whole images are kept, at least one. 0 leaves the table of images out.
+        photos: most images whose pictures are in the page.
         calibration: a file of ``react-clip calibrate``; by default one that lies in the folders.
         progress: called after every figure.
     """
@@ -73,104 +66,48 @@ def write_report(
     run = read_runs(folders)
     missing = list(run.missing)
     fitted = _calibration(run, calibration, missing)
-    drawings, not_drawn = _draw(run, fitted, out / FIGURES, progress)
-    browser = _browser(run, rows, photos, missing)
-    absent = text.missing_lists(missing, not_drawn)
-    write_text(out / PAGE, _page(run, drawings, fitted, browser, out / FIGURES, absent))
-    written = (out / FIGURES / f"{drawing.name}.{kind}" for drawing in drawings for kind in ("svg", "png"))
+    drawn, not_drawn = _draw(run, fitted, out / FIGURES, progress)
+    result = run.result
+    page = _render(
+        run=run,
+        result=result,
+        summary=page_data.summary(run),
+        conditions=conditions(result) if result is not None else _recipe_conditions(run.recipe),
+        calibration=calibration_table(fitted) if fitted is not None else None,
+        figures=[_inlined(figure, out / FIGURES) for figure in drawn],
+        tables=all_tables(result) if result is not None else [],
+        rows=page_data.browser(run, rows, photos, missing),
+        outcomes=page_data.OUTCOMES,
+        facts=page_data.facts(run),
+        recipe=json.dumps(run.recipe, indent=2, ensure_ascii=False, default=str),
+        missing=missing,
+        not_drawn=not_drawn,
+    )
+    write_text(out / PAGE, page)
+    written = (out / FIGURES / f"{figure.name}.{kind}" for figure in drawn for kind in ("svg", "png"))
     return Report(out / PAGE, tuple(written), tuple(missing), tuple(not_drawn))
 
 
-def _page(
-    run: Run,
-    drawings: Sequence[Drawing],
-    calibration: Calibration | None,
-    browser: str,
-    figures: Path,
-    missing: str,
-) -> str:
-    style, script = (_asset(name) for name in ("page.css", "page.js"))
-    result = run.result
-    return Template(_asset("page.html")).substitute(
-        title=text.escaped(run.title),
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        summary=text.summary(run),
-        about=text.about(run),
-        self_check=text.self_check(result) if result is not None else "<p>The run has not got to it.</p>",
-        missing=missing,
-        tables=text.tables(result) if result is not None else "<p>There is no result to tabulate.</p>",
-        calibration=f'<section id="calibration"><h2>Calibration</h2>{text.calibration_table(calibration)}</section>'
-        if calibration is not None
-        else "",
-        figures="\n".join(_figure(drawing, figures) for drawing in drawings) or "<p>No figure could be drawn.</p>",
-        browser=browser,
-    )
+def _render(**values: Any) -> str:
+    from jinja2 import Environment, PackageLoader
 
-
-def _asset(name: str) -> str:
-    return files("react_clip.report").joinpath(name).read_text(encoding="utf-8")
+    environment = Environment(loader=PackageLoader("react_clip.report", ""), autoescape=True)
+    environment.filters |= {"hash": _hash, "number": lambda value: "" if math.isnan(value) else f"{value:.6g}"}
+    style, script = (files("react_clip.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    page = environment.get_template("page.html").render(style=style, script=script, **values)
+    # A path may hold bytes that are no text.
+    return page.encode("utf-8", "replace").decode()
 
 
 def _hash(content: str) -> str:
-    """What the page's policy calls a piece of script or style: nothing else may run or be fetched."""
+    """The hash by which the page's Content-Security-Policy allows one script or style, and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-# ---------------------------------------------------------------------- figures
-
-
-def _draw(
-    run: Run, calibration: Calibration | None, folder: Path, progress: Progress
-) -> tuple[list[Drawing], list[str]]:
-    """Draw what can be drawn, and say why the rest cannot."""
-    try:
-        from react_clip.report.figures import all_figures, why_not
-        from react_clip.report.style import save_figure
-
-        wanted = all_figures(run, calibration=calibration)
-        reasons = list(why_not(run, calibration=calibration).values())
-        drawn = []
-        for done, item in enumerate(wanted, start=1):
-            try:
-                figure = item.make()
-            except (ArithmeticError, LookupError, ReactClipError, ValueError) as error:
-                # Half-written numbers fail in many ways; one figure less is better than no page.
-                reasons.append(f"{item.title}: it cannot be drawn ({error})")
-            else:
-                save_figure(figure, folder / item.name)
-                drawn.append(Drawing(item.name, item.title, item.caption, item.paper))
-            progress(item.title, done, len(wanted))
-        return drawn, reasons
-    except ImportError as error:
-        package = (error.name or "matplotlib").partition(".")[0]
-        return [], [f"all of them: they need {package}, which is not installed; pip install 'react-clip[eval]'"]
-
-
-def _figure(drawing: Drawing, folder: Path) -> str:
-    from react_clip.report.style import COLUMN_WIDTH, INK, PAPER
-
-    title, name = text.escaped(drawing.title), text.escaped(drawing.name)
-    svg = inline_svg(
-        (folder / f"{drawing.name}.svg").read_text(encoding="utf-8"),
-        prefix=f"{drawing.name}-",
-        label=f"{drawing.title}. {drawing.caption}",
-        colours={INK: "currentColor", PAPER: "var(--card)"},
-    )
-    # A figure of many panels needs the width of the page.
-    wide = ' class="wide"' if float(svg.partition('viewBox="')[2].split()[2]) > 1.3 * 72 * COLUMN_WIDTH else ""
-    paper = f" In the paper: {text.escaped(drawing.paper)}." if "paper" not in drawing.paper else ""
-    links = " ".join(
-        f'<a href="{FIGURES}/{name}.{kind}" aria-label="{title} as {kind.upper()}">{kind.upper()}</a>'
-        for kind in ("png", "svg")
-    )
+def _recipe_conditions(recipe: dict[str, Any]) -> str:
+    scoring = recipe.get("scoring", "unknown")
     return (
-        f'<figure id="figure-{name}"{wide}>'
-        f'<button type="button" class="drawing" aria-label="Enlarge: {title}">{svg}</button>'
-        f"<figcaption><b>{title}.</b> {text.escaped(drawing.caption)}{paper} "
-        f'<span class="links">{links}</span></figcaption></figure>'
+        f"Threat model: {recipe.get('threat', 'unknown')}. Scoring: {scoring} ({SCORINGS.get(scoring, 'not known')})."
     )
 
 
@@ -181,39 +118,102 @@ def _calibration(run: Run, given: Path | None, missing: list[str]) -> Calibratio
             return Calibration.load(given)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ReactClipError(f"{given} is no complete calibration ({error}); run `react-clip calibrate`") from None
-    for place in (place for folder in run.folders for place in sorted(folder.glob("*.json"))):
+    for path in (path for folder in run.folders for path in sorted(folder.glob("*.json"))):
         try:
-            if "calibration_version" in json.loads(place.read_text(encoding="utf-8")):
-                return Calibration.load(place)
+            if "calibration_version" in json.loads(path.read_text(encoding="utf-8")):
+                return Calibration.load(path)
         except (ReactClipError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            if place.name == "calibration.json":
-                missing.append(f"{place.name} cannot be read ({error}); run `react-clip calibrate` again")
+            if path.name == "calibration.json":
+                missing.append(f"{path.name} cannot be read ({error}); run `react-clip calibrate` again")
     return None
 
 
-# ---------------------------------------------------------------------- rows
+# ---------------------------------------------------------------------- figures
 
 
-def _browser(run: Run, limit: int, photos: int, missing: list[str]) -> str:
-    """The table of per-image rows with its filters, or a line that says why there is none."""
-    if limit == 0:
-        return "<p>The rows were left out (<code>--rows 0</code>).</p>"
-    if run.images is None or not len(run.images):
-        return "<p>The run has no rows per image yet.</p>"
-    rows = Rows(run, run.images, limit)
-    pictures = embedded_photos(run.folders, rows, photos)
-    if photos and not pictures:
-        missing.append("photos were not kept in this folder; run the evaluation with `images: {store: float16}`")
-    shown = f"{len(rows):,} of {rows.total:,} rows ({len(rows.images):,} of {rows.images_total:,} images)"
-    if len(rows) < rows.total:
-        shown += "; whole images, spread evenly over the data sets (<code>--rows</code> sets how many)"
-    kept = f"{len(pictures)} images with pictures, marked \u25a3" if pictures else "photos were not kept in this folder"
-    if not photos:
-        kept = "pictures were left out (<code>--photos 0</code>)"
-    legend = "".join(
-        f"<div><dt>{text.escaped(name)}</dt><dd>{text.escaped(meaning)}</dd></div>"
-        for name, meaning in OUTCOMES.items()
+def _draw(
+    run: Run, calibration: Calibration | None, folder: Path, progress: Progress
+) -> tuple[list[FigureOf], list[str]]:
+    """Draw the figures into a folder; returns those drawn, and why the others were not."""
+    try:
+        from react_clip.report import figures
+        from react_clip.report.style import save_figure
+
+        wanted, reasons = figures.figures_of(run, calibration=calibration)
+        not_drawn, drawn = list(reasons.values()), []
+        for done, item in enumerate(wanted, start=1):
+            try:
+                figure = item.make()
+            except (ArithmeticError, LookupError, ReactClipError, ValueError) as error:
+                # Damaged numbers fail in many ways; the page is written without this figure.
+                not_drawn.append(f"{item.title}: it cannot be drawn ({error})")
+            else:
+                save_figure(figure, folder / item.name)
+                drawn.append(item)
+            progress(item.title, done, len(wanted))
+        return drawn, not_drawn
+    except ImportError as error:
+        package = (error.name or "matplotlib").partition(".")[0]
+        return [], [f"all of them: they need {package}, which is not installed; pip install 'react-clip[eval]'"]
+
+
+def _inlined(figure: FigureOf, folder: Path) -> dict[str, Any]:
+    """A figure for the template: its texts, its SVG element, and whether it needs the width of the page."""
+    from react_clip.report.style import COLUMN_WIDTH, INK, PAPER
+
+    svg = inline_svg(
+        (folder / f"{figure.name}.svg").read_text(encoding="utf-8"),
+        prefix=f"{figure.name}-",
+        label=f"{figure.title}. {figure.caption}",
+        colours={INK: "currentColor", PAPER: "var(--card)"},
     )
-    return Template(_asset("page_rows.html")).substitute(
-        shown=shown, photos=kept, legend=legend, caption=text.rows_caption(run), data=rows.to_json(pictures)
-    )
+    width = float(svg.partition('viewBox="')[2].split()[2])
+    return {**vars(figure), "svg": svg, "wide": width > 1.3 * 72 * COLUMN_WIDTH}
+
+
+_SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
+_NOT_DRAWN = {f"{_SVG}{name}" for name in ("metadata", "style", "title")}
+_DIGITS = re.compile(r"(\.\d\d)\d+")
+
+
+def inline_svg(text: str, *, prefix: str, label: str, colours: Mapping[str, str]) -> str:
+    """The ``<svg>`` element of a matplotlib file for a page: colours of the theme, and no style, which the CSP forbids.
+
+    Text is drawn as paths (see :func:`react_clip.report.style.save_figure`).
+
+    Args:
+        text: the file's content.
+        prefix: put before every id; matplotlib uses the same ids in every figure.
+        label: text for screen readers.
+        colours: replacements such as ``currentColor``, by colour of the file.
+    """
+    root = ElementTree.fromstring(text)
+    wanted = {colour.lower(): replacement for colour, replacement in colours.items()}
+    for parent in root.iter():
+        for child in [child for child in parent if child.tag in _NOT_DRAWN]:
+            parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        element.text = element.tail = ""
+        attributes = {name.removeprefix(_XLINK): value for name, value in element.attrib.items()}
+        for declaration in filter(None, attributes.pop("style", "").split("; ")):
+            name, _, value = declaration.strip().partition(": ")
+            attributes[name] = value.rstrip(";")
+        if "d" in attributes:  # hundredths of a point are finer than any screen
+            attributes["d"] = _DIGITS.sub(r"\1", " ".join(attributes["d"].split()))
+        element.attrib.clear()
+        element.attrib |= {name: _adapted(name, value, prefix, wanted) for name, value in attributes.items()}
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    # Defaults that matplotlib sets in the file's style sheet.
+    root.attrib |= {"fill": "currentColor", "stroke-linejoin": "round", "stroke-linecap": "butt"}
+    root.attrib |= {"role": "img", "aria-label": label}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _adapted(name: str, value: str, prefix: str, colours: Mapping[str, str]) -> str:
+    if name == "id":
+        return prefix + value
+    if name == "href" and value.startswith("#"):
+        return f"#{prefix}{value[1:]}"
+    return colours.get(value.lower(), value.replace("url(#", f"url(#{prefix}"))

@@ -1,7 +1,7 @@
-"""How figures look: one colour a method everywhere, colour-blind-safe, readable at column width.
+"""Colours, markers and layout of all figures: one colour per method, safe for colour-blind readers.
 
-Whatever is neither a method nor a budget is drawn in ``INK`` on ``PAPER``, and nothing else is: a page with another
-ground replaces these two.
+Everything that is neither a method nor a budget is drawn in ``INK`` on ``PAPER``, so that a page with another
+background can replace these two colours.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from react_clip.defenses.config import BaseDefense
+from react_clip.errors import ReactClipError
 from react_clip.storage import atomic_path
 
 if TYPE_CHECKING:
@@ -22,48 +24,24 @@ if TYPE_CHECKING:
 INK = "#222222"
 PAPER = "#ffffff"
 
-COLOURS = {
-    "undefended": "#767676",
-    "react": "#0072B2",
-    "aom": "#E69F00",
-    "defend-clip": "#56B4E9",
-    "ttc": "#D55E00",
-    "doc": "#CC79A7",
-    "mac": "#009E73",
-    "anti-adv": "#8C6D31",
-    "hd": "#B5A900",
-    "tte": "#44AA99",
-    "r-tpt": "#AA4499",
-    "ss-tpt": "#C2452D",
-    "tecoa": "#7F7FD5",
-    "pmg-aft": "#5E8C31",
-    "fare": "#6F4FA8",
-    "clip-ft": "#A6604A",
-    "linear": "#0072B2",
-    "logistic": "#D55E00",
-    "power_law": "#009E73",
-    "constant": "#E69F00",
-}
-"""One colour per method or mapping: Okabe and Ito's palette, then muted colours of like lightness."""
-
 COLUMN_WIDTH = 4.6
-"""Inches: half a page, so that text set at 8 points stays 8 points."""
+"""Inches: half a page, so that text of 8 points stays 8 points."""
 TEXT = 8.0
 SMALL = 7.5
-"""Points; nothing is set smaller."""
+"""Font sizes in points; no text is smaller."""
 
 Dashes = tuple[float, tuple[float, ...] | None]
-"""A dash pattern as matplotlib takes it: an offset, and lengths in line widths or ``None`` for a solid line."""
+"""A dash pattern of matplotlib: an offset, and lengths in line widths or ``None`` for a solid line."""
 SOLID: Dashes = (0, None)
 DASHED: Dashes = (0, (4, 1.6))
 DOTTED: Dashes = (0, (1.2, 1.4))
 DASH_DOT: Dashes = (0, (5, 1.5, 1.2, 1.5))
-_VARIANTS = (DASHED, DASH_DOT, DOTTED, (0, (7, 1.5)), (0, (2.4, 2.4)))
+_VARIANTS: tuple[Dashes, ...] = (DASHED, DASH_DOT, DOTTED, (0, (7, 1.5)), (0, (2.4, 2.4)))
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one defence is drawn; its variants share colour and marker, but not dashes and filling."""
+    """Line and marker of one defence."""
 
     colour: str
     marker: str
@@ -84,8 +62,7 @@ class Look:
         }
 
 
-# Dashes tell the families apart: anchors are solid, counterattacks dashed, augmented views dotted, other weights mixed.
-_BASE = {
+_SHAPES: dict[str, tuple[str, Dashes]] = {
     "undefended": ("o", SOLID),
     "react": ("o", SOLID),
     "aom": ("s", SOLID),
@@ -103,36 +80,54 @@ _BASE = {
     "fare": ("8", DASH_DOT),
     "clip-ft": ("H", DASH_DOT),
 }
-LOOKS = {kind: Look(COLOURS[kind], marker, dashes) for kind, (marker, dashes) in _BASE.items()}
-TOWERS = ("pmg-aft", "clip-ft", "tecoa", "fare")
-"""Methods that are other weights: their defence is none, so the label alone tells them from plain CLIP."""
+"""Markers and dashes. Anchors are solid, counterattacks dashed, augmented views dotted, finetuned towers dash-dotted."""
+TOWERS = {"pmg-aft": "#5E8C31", "clip-ft": "#A6604A", "tecoa": "#7F7FD5", "fare": "#6F4FA8"}
+"""Colours of finetuned towers. Their defence is ``undefended``, so only their label tells them from plain CLIP."""
+MAPPINGS = {"linear": "#0072B2", "logistic": "#D55E00", "power_law": "#009E73", "constant": "#E69F00"}
 _OTHER = ("#7A5195", "#BC5090", "#2F7F6F", "#A05D20", "#4F6D9A")
-"""For kinds that are not ours, in the order of their appearance."""
+"""Colours of defences that name none, in the order of their appearance."""
 
 
-def kind_of(label: str, config: Mapping[str, Any]) -> str:
-    """The method behind a label, from its configuration.
+def colour_of(method: str) -> str | None:
+    """The colour that a defence's class names, or that of a finetuned tower; ``None`` if there is none.
 
-    >>> kind_of("our best", {"kind": "react"}), kind_of("TeCoA, eps 4", {"kind": "undefended"})
+    >>> colour_of("react"), colour_of("fare"), colour_of("unheard-of")
+    ('#0072B2', '#6F4FA8', None)
+    """
+    if method in TOWERS:
+        return TOWERS[method]
+    try:
+        return BaseDefense.registry.get(method).colour
+    except ReactClipError:
+        return None
+
+
+COLOURS = {method: str(colour_of(method)) for method in _SHAPES}
+"""Colours of our methods: Okabe and Ito's palette first, then muted colours of similar lightness."""
+
+
+def method_of(label: str, kind: str) -> str:
+    """The method of a defence: its kind, or the finetuned tower that its label names.
+
+    >>> method_of("our best", "react"), method_of("TeCoA, eps 4", "undefended")
     ('react', 'tecoa')
     """
-    kind = str(config.get("kind", "")) or slug(label)
     if kind != "undefended":
-        return kind
+        return kind or slug(label)
     return next((tower for tower in TOWERS if f"-{tower}-" in f"-{slug(label)}-"), kind)
 
 
-def looks_of(kinds: Mapping[str, str]) -> dict[str, Look]:
-    """A look for every label of a run, given the method behind each; variants of a method share its colour."""
+def looks_of(methods: Mapping[str, str]) -> dict[str, Look]:
+    """A look for every label; variants of a method share its colour and marker and differ in dashes and filling."""
     looks: dict[str, Look] = {}
     seen: dict[str, int] = {}
-    strangers = list(dict.fromkeys(kind for kind in kinds.values() if kind not in LOOKS))
-    for label, kind in kinds.items():
-        number = seen[kind] = seen.get(kind, -1) + 1
-        base = LOOKS.get(kind) or Look(_OTHER[strangers.index(kind) % len(_OTHER)], "o", (0, (3, 1, 1, 1, 1, 1)))
-        looks[label] = (
-            base if not number else Look(base.colour, base.marker, _VARIANTS[(number - 1) % len(_VARIANTS)], False)
-        )
+    others = list(dict.fromkeys(method for method in methods.values() if colour_of(method) is None))
+    for label, method in methods.items():
+        number = seen[method] = seen.get(method, -1) + 1
+        marker, dashes = _SHAPES.get(method, ("o", (0, (3, 1, 1, 1, 1, 1))))
+        colour = colour_of(method) or _OTHER[others.index(method) % len(_OTHER)]
+        dashes = _VARIANTS[(number - 1) % len(_VARIANTS)] if number else dashes
+        looks[label] = Look(colour, marker, dashes, filled=not number)
     return looks
 
 
@@ -147,56 +142,39 @@ def slug(text: str) -> str:
 
 CLEAN = "#767676"
 _RAMP = ("#F2A12E", "#E4606A", "#A8328C", "#5B3DB5")
-"""Light to dark, orange to violet: the order is visible in grey, too."""
+"""Light to dark, so that the order is also visible in grey."""
 
 
 def budget_colour(eps: float) -> str:
-    """The colour of a budget; each doubling is one step from 1/255 to 32/255.
+    """The colour of a budget; each doubling from 1/255 to 32/255 is one step.
 
     >>> budget_colour(0.0), budget_colour(1 / 255), budget_colour(32 / 255)
-    ('#767676', '#F2A12E', '#5B3DB5')
+    ('#767676', '#f2a12e', '#5b3db5')
     """
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
     if eps <= 0:
         return CLEAN
-    place = min(max(math.log2(eps * 255) / 5, 0.0), 1.0) * (len(_RAMP) - 1)
-    first = min(int(place), len(_RAMP) - 2)
-    low, high = (_channels(_RAMP[first + step]) for step in (0, 1))
-    mixed = (round(a + (place - first) * (b - a)) for a, b in zip(low, high, strict=True))
-    return "#" + "".join(f"{channel:02X}" for channel in mixed)
+    return to_hex(LinearSegmentedColormap.from_list("budgets", _RAMP)(math.log2(eps * 255) / 5))
 
 
 def budget_line(eps: float) -> dict[str, Any]:
     """Arguments of ``Axes.plot`` for a budget's line; clean images are dashed."""
-    step = "spv^Dd*"[min(max(round(math.log2(eps * 255)) + 1, 0), 6)] if eps > 0 else "o"
-    return {
-        "color": budget_colour(eps),
-        "linestyle": SOLID if eps > 0 else DASHED,
-        "linewidth": 1.4,
-        "marker": step,
-        "markersize": 3.8,
-    }
-
-
-def _channels(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    marker = "spv^Dd*"[min(max(round(math.log2(eps * 255)) + 1, 0), 6)] if eps > 0 else "o"
+    dashes = SOLID if eps > 0 else DASHED
+    return {"color": budget_colour(eps), "linestyle": dashes, "linewidth": 1.4, "marker": marker, "markersize": 3.8}
 
 
 def new_figure(height: float = 3.2, width: float = COLUMN_WIDTH) -> Figure:
-    """An empty figure in the house style; it never touches global matplotlib state."""
+    """An empty figure; global matplotlib state is not changed."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=160, facecolor=PAPER)
 
 
 def new_axes(figure: Figure, *place: Any, **options: Any) -> Axes:
-    """Axes in ink on no ground, with lines to read heights by."""
+    """Axes in ink on a transparent background, with horizontal grid lines and no box."""
     axes: Axes = figure.add_subplot(*place, **options)
-    plain(axes)
-    return axes
-
-
-def plain(axes: Axes) -> None:
-    """Take off what carries no information, and draw the rest in ink."""
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
@@ -206,10 +184,11 @@ def plain(axes: Axes) -> None:
     axes.tick_params(which="minor", length=0)
     axes.grid(axis="y", color=INK, alpha=0.13, linewidth=0.6)
     axes.set_axisbelow(True)
+    return axes
 
 
 def name_axes(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
-    """Words beside the axes; what is empty stays away."""
+    """Set the labels and the title that are given."""
     if x:
         axes.set_xlabel(x, fontsize=TEXT, color=INK)
     if y:
@@ -219,7 +198,7 @@ def name_axes(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
-    """A key above small multiples, where lines are too many to be labelled one by one."""
+    """A legend above small multiples, where lines are too many to be labelled one by one."""
     figure.legend(
         handles,
         labels,
@@ -234,10 +213,10 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], column
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """PNG and SVG side by side, each whole or not at all; the same figure gives the same SVG, byte for byte."""
+    """Write ``path`` as PNG and SVG, atomically; the same figure gives the same SVG, byte for byte."""
     import matplotlib
 
-    # What stands where is settled once: it is the slow part, and both files shall agree.
+    # Lay out once: it is the slow part, and both files must agree.
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
@@ -247,5 +226,5 @@ def save_figure(figure: Figure, path: Path) -> None:
             drawing = suffix == ".svg"
             metadata = {"Date": None} if drawing else None
             with atomic_path(path.with_name(path.name.removesuffix(path.suffix) + suffix)) as temporary:
-                # A picture in a file has its own paper; a drawing in a page takes the page's.
+                # The SVG is put into pages with their own background.
                 figure.savefig(temporary, format=suffix[1:], transparent=drawing, metadata=metadata)

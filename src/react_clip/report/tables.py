@@ -1,22 +1,25 @@
-"""Tables of a result in Markdown, CSV and LaTeX. No number is printed without its threat model and its scoring."""
+"""Tables of a result in Markdown, CSV and LaTeX; each states its threat model and scoring."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from react_clip import storage
+from react_clip.calibration import Calibration
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import EvaluationResult, Row
+from react_clip.report.run import conditions
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number with what belongs beside it: a half-width for people, the interval for machines, the leakage count."""
+    """A number, its 95 % interval and its count of leaked answers; NaN or ``None`` where there is none."""
 
     value: float
     low: float = math.nan
@@ -25,7 +28,7 @@ class Cell:
     digits: int = 1
 
     def text(self) -> str:
-        """``61.0 ± 1.2``; a dash where nothing was measured."""
+        """The number as ``61.0 ± 1.2``; a dash where nothing was measured."""
         if math.isnan(self.value):
             return "–"
         text = f"{self.value:.{self.digits}f}"
@@ -34,70 +37,62 @@ class Cell:
         return text if self.leaked is None else f"{text} ({self.leaked:g} leaked)"
 
 
+Rows = tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
+"""Labels and numbers of each row."""
+CellOf = Callable[[Row], Cell]
+
+
 @dataclass(frozen=True)
 class Table:
-    """A caption, a header, and rows of a few names followed by numbers."""
+    """A caption, a header, and rows of one or more labels followed by numbers."""
 
     name: str
     caption: str
     header: tuple[str, ...]
-    rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
+    rows: Rows
     threat: str
     scoring: str
 
+    def highest(self, column: int) -> float:
+        """The highest number of a column; NaN if there is none."""
+        values = (cells[column].value for _, cells in self.rows)
+        return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """Every row as texts."""
+        return [[*labels, *(cell.text() for cell in cells)] for labels, cells in self.rows]
+
+    @property
+    def align(self) -> str:
+        """One letter per column: ``l`` for labels, ``r`` for numbers."""
+        labels, cells = self.rows[0]
+        return "l" * len(labels) + "r" * len(cells)
+
     def markdown(self) -> str:
         """A GitHub table under its caption."""
-        names = len(self.header) - len(self.rows[0][1])
-        lines = [_md_line(self.header), _md_line(["---"] * names + ["---:"] * (len(self.header) - names))]
-        lines += [_md_line([*labels, *(cell.text() for cell in cells)]) for labels, cells in self.rows]
-        return f"{self.caption}\n\n" + "\n".join(lines) + "\n"
+        rule = ["---" if side == "l" else "---:" for side in self.align]
+        return f"{self.caption}\n\n" + "".join(map(_md_line, [self.header, rule, *self.texts]))
 
     def csv(self) -> str:
-        """Numbers as numbers: an interval has columns of its own, threat model and scoring stand in every row."""
-        first = self.rows[0][1]
-        names = len(self.header) - len(first)
-        header = list(self.header[:names])
-        for title, cell in zip(self.header[names:], first, strict=True):
-            header += [
-                title,
-                *([f"{title} low", f"{title} high"] if _has_interval(self.rows, title, self.header) else []),
-            ]
-            header += [f"{title} leaked"] if cell.leaked is not None else []
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*header, "threat", "scoring"])
+        """Numbers in full; intervals and leaked counts have columns, threat model and scoring stand in each row."""
+        records = []
         for labels, cells in self.rows:
-            line: list[str] = list(labels)
-            for title, cell in zip(self.header[names:], cells, strict=True):
-                numbers = [cell.value]
-                if _has_interval(self.rows, title, self.header):
-                    numbers += [cell.low, cell.high]
-                if cell.leaked is not None:
-                    numbers.append(cell.leaked)
-                line += ["" if math.isnan(number) else f"{number:.6g}" for number in numbers]
-            writer.writerow([*line, self.threat, self.scoring])
-        return stream.getvalue()
+            record: dict[str, Any] = dict(zip(self.header, labels, strict=False))
+            for title, cell in zip(self.header[len(labels) :], cells, strict=True):
+                record |= {title: cell.value, f"{title} low": cell.low, f"{title} high": cell.high}
+                record[f"{title} leaked"] = cell.leaked
+            records.append({**record, "threat": self.threat, "scoring": self.scoring})
+        frame = pd.DataFrame(records)
+        unused = [name for name in frame if name not in self.header and frame[name].isna().all()]
+        return str(frame.drop(columns=unused).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
     def latex(self) -> str:
         """A booktabs table."""
-        names = len(self.header) - len(self.rows[0][1])
-        body = [_tex_line([*labels, *(cell.text() for cell in cells)]) for labels, cells in self.rows]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{_tex(self.caption)}}}",
-                rf"\begin{{tabular}}{{{'l' * names}{'r' * (len(self.header) - names)}}}",
-                r"\toprule",
-                _tex_line(self.header),
-                r"\midrule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
+        lines = [r"\begin{table}", r"\centering", rf"\caption{{{_tex(self.caption)}}}"]
+        lines += [rf"\begin{{tabular}}{{{self.align}}}", r"\toprule", _tex_line(self.header), r"\midrule"]
+        lines += [*map(_tex_line, self.texts), r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
+        return "\n".join(lines)
 
 
 def all_tables(result: EvaluationResult) -> list[Table]:
@@ -121,56 +116,45 @@ def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
 
 
 def accuracy_table(result: EvaluationResult) -> Table:
-    """Defences by attacks, the mean over sets."""
-    return _by_attack(result, "accuracy", f"accuracy in %, {_over(result)}", _accuracy)
-
-
-def draws_table(result: EvaluationResult) -> Table:
-    """What fresh draws of the noise change: the mean, images right in every draw, images right in most."""
-    kinds: list[tuple[str, Callable[[Row], Cell]]] = [
-        ("mean", _accuracy),
-        (f"worst of {result.draws}", lambda row: Cell(100 * row.worst)),
-        ("majority", lambda row: Cell(100 * row.majority)),
-    ]
-    rows = tuple(
-        ((defense, title), tuple(make(row) for row in _mean_rows(result, defense)))
-        for defense in _defenses(result)
-        for title, make in kinds
-    )
-    header = ("defence", "draws", *_attacks(result))
-    return _table(
-        result, "draws", f"accuracy in % over {result.draws} draws of the noise, {_over(result)}", header, rows
-    )
+    """Accuracy of defences by attacks, the mean over sets."""
+    return _mean_table(result, "accuracy", "accuracy in %", _accuracy)
 
 
 def detection_table(result: EvaluationResult) -> Table:
-    """How often the gate does the right thing: closed on clean images, open on attacked ones."""
+    """How often the gate is right: closed on clean images, open on attacked ones."""
+    what = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
 
     def rate(row: Row) -> Cell:
         return Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))
 
-    what = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
-    return _by_attack(result, "detection", f"{what}, {_over(result)}", rate)
+    return _mean_table(result, "detection", what, rate)
 
 
 def cost_table(result: EvaluationResult) -> Table:
     """Encoder passes per image."""
-    what = f"encoder forward passes per image, {_over(result)}"
-    return _by_attack(result, "passes", what, lambda row: Cell(row.passes))
+    return _mean_table(result, "passes", "encoder forward passes per image", lambda row: Cell(row.passes))
+
+
+def draws_table(result: EvaluationResult) -> Table:
+    """Accuracy over several draws of the noise: the mean, right in every draw, right in most draws."""
+    kinds: dict[str, CellOf] = {
+        "mean": _accuracy,
+        f"worst of {result.draws}": lambda row: Cell(100 * row.worst),
+        "majority": lambda row: Cell(100 * row.majority),
+    }
+    rows = [((defense, kind), MEAN, cell) for defense in _defenses(result) for kind, cell in kinds.items()]
+    what = f"accuracy in % over {result.draws} draws of the noise, {_over(result)}"
+    return _by_attack(result, "draws", what, ("defence", "draws"), rows)
 
 
 def per_dataset_table(result: EvaluationResult) -> Table:
-    """Defences by attacks, set by set."""
-    rows = tuple(
-        ((info.name, defense), tuple(_accuracy(row) for row in result.select(dataset=info.name, defense=defense)))
-        for info in result.sets
-        for defense in _defenses(result)
-    )
-    return _table(result, "per_dataset", "accuracy in % per data set", ("data set", "defence", *_attacks(result)), rows)
+    """Accuracy of defences by attacks, set by set."""
+    rows = [((info.name, defense), info.name, _accuracy) for info in result.sets for defense in _defenses(result)]
+    return _by_attack(result, "per_dataset", "accuracy in % per data set", ("data set", "defence"), rows)
 
 
 def attack_table(result: EvaluationResult) -> Table:
-    """How well the attacks work: on undefended CLIP, or on the defence that they know."""
+    """Success of the attacks, on undefended CLIP or on the defence that they know."""
     informed = any(row.defense for row in result.attacks)
     rows = tuple(
         (
@@ -190,42 +174,68 @@ def attack_table(result: EvaluationResult) -> Table:
     return _table(result, "attacks", what, header, rows)
 
 
+def calibration_table(calibration: Calibration) -> Table:
+    """The measurements of a calibration at each budget."""
+    rows = tuple(
+        (
+            (format_eps(point.eps),),
+            (
+                Cell(point.mean_drift, digits=3),
+                Cell(point.best_sigma, digits=3),
+                Cell(100 * point.accuracy.get(f"{point.best_sigma:g}", math.nan)),
+                Cell(point.images, digits=0),
+            ),
+        )
+        for point in calibration.points
+    )
+    tau = f"tau is {calibration.config.tau:g}"
+    if calibration.clean_pass is not None:
+        tau += f", which leaves {100 * calibration.clean_pass:g} % of {calibration.clean_images:,} clean photos alone"
+    words = (
+        f"Calibration of {calibration.provenance.get('model', 'a model')} on "
+        f"{calibration.provenance.get('data', {}).get('name', 'photos')}: the drift r, the anchor scale sigma with "
+        f"the highest defended accuracy, and that accuracy in % of the attacked photos; {tau}. Threat model: oblivious "
+        "(PGD against plain CLIP, which knows no defence). Scoring: only photos that plain CLIP gets right."
+    )
+    header = ("budget", "mean r", "best sigma", "accuracy there", "photos")
+    return Table("calibration", words, header, rows, "oblivious", "leakage_free")
+
+
 def caption(result: EvaluationResult, what: str) -> str:
-    """What the numbers are, and under which conditions; the same words in every format."""
-    scoring = {
-        "leakage_free": "leakage-free (only what undefended CLIP gets right is attacked; accuracy over all images)",
-        "attack_all": "attack_all (every image is attacked; answers that the attack leaked are counted beside)",
-    }[result.scoring]
-    parts = [f"{result.title}: {what}; {result.model}, {result.dtype}"]
-    parts.append(f"threat model: {result.threat} ({result.threat_meaning})")
-    parts.append(f"scoring: {scoring}")
-    if not result.self_check.enabled:
-        parts.append("the self-check was switched off")
-    return ". ".join(part[0].upper() + part[1:] for part in parts) + ". ± is half of a 95 % interval."
+    """What the numbers are, the model, threat model and scoring."""
+    switched_off = "" if result.self_check.enabled else " The self-check was switched off."
+    about = f"{result.title}: {what}; {result.model}, {result.dtype}. {conditions(result)}{switched_off}"
+    return about + " ± is half of a 95 % interval."
 
 
-def _table(
+def _mean_table(result: EvaluationResult, name: str, what: str, cell: CellOf) -> Table:
+    rows = [((defense,), MEAN, cell) for defense in _defenses(result)]
+    return _by_attack(result, name, f"{what}, {_over(result)}", ("defence",), rows)
+
+
+def _by_attack(
     result: EvaluationResult,
     name: str,
     what: str,
     header: tuple[str, ...],
-    rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...],
+    rows: Sequence[tuple[tuple[str, ...], str, CellOf]],
 ) -> Table:
+    """One column per attack; a row is its labels, a data set, and the number to show of each result."""
+    place = header.index("defence")
+    filled = tuple(
+        (labels, tuple(map(cell, result.select(dataset=dataset, defense=labels[place]))))
+        for labels, dataset, cell in rows
+    )
+    return _table(result, name, what, (*header, *_attacks(result)), filled)
+
+
+def _table(result: EvaluationResult, name: str, what: str, header: tuple[str, ...], rows: Rows) -> Table:
     return Table(name, caption(result, what), header, rows, result.threat, result.scoring)
-
-
-def _by_attack(result: EvaluationResult, name: str, what: str, make: Callable[[Row], Cell]) -> Table:
-    rows = tuple(((defense,), tuple(make(row) for row in _mean_rows(result, defense))) for defense in _defenses(result))
-    return _table(result, name, what, ("defence", *_attacks(result)), rows)
 
 
 def _accuracy(row: Row) -> Cell:
     leaked = row.leakage if row.scoring == "attack_all" else None
     return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high, leaked)
-
-
-def _mean_rows(result: EvaluationResult, defense: str) -> list[Row]:
-    return result.select(dataset=MEAN, defense=defense)
 
 
 def _defenses(result: EvaluationResult) -> list[str]:
@@ -244,15 +254,8 @@ def _over(result: EvaluationResult) -> str:
     return f"mean over {len(result.sets)} data sets ({images:,} images)"
 
 
-def _has_interval(
-    rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...], title: str, header: tuple[str, ...]
-) -> bool:
-    column = header.index(title) - (len(header) - len(rows[0][1]))
-    return any(not math.isnan(cells[column].low) for _, cells in rows)
-
-
 def _md_line(parts: Sequence[str]) -> str:
-    return "| " + " | ".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts) + " |"
+    return "| " + " | ".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts) + " |\n"
 
 
 def _tex_line(parts: Sequence[str]) -> str:
@@ -272,7 +275,7 @@ _TEX = str.maketrans(
 
 
 def _tex(text: str) -> str:
-    """Text that LaTeX prints as it is.
+    """Text with LaTeX's special characters escaped (pandas escapes cells, but no captions).
 
     >>> print(_tex("oxford_pets 5 % ± 1"))
     oxford\\_pets 5 \\% $\\pm$ 1

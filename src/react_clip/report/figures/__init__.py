@@ -1,134 +1,84 @@
-"""The paper's figures, each made from a run: what a run has data for, and one line for what it has not."""
+"""The paper's figures, made from a run; for figures without data, one line says what is missing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from react_clip.calibration import Calibration
 from react_clip.evaluation.recipe import CLEAN
-from react_clip.report.figures import (
-    accuracy,
-    calibrated,
-    cost,
-    distributions,
-    drift,
-    leakage,
-    leakage_checks,
-    parameters,
-)
+from react_clip.report.figures import accuracy, distributions, leakage, sweeps
 from react_clip.report.figures.base import FigureOf, MissingDataError, View
-from react_clip.report.figures.calibrated import calibration_figure
-from react_clip.report.figures.labels import spread
+from react_clip.report.figures.sweeps import calibration_figure
 from react_clip.report.run import Run
-from react_clip.report.style import save_figure, slug
+from react_clip.report.style import slug
 
-__all__ = ["FigureOf", "all_figures", "calibration_figure", "spread", "why_not", "write_figures"]
-
-Progress = Callable[[str, int, int], None]
-"""Called with a figure's name, the figures written and the figures in all."""
+__all__ = ["FigureOf", "calibration_figure", "figures_of"]
 
 
 @dataclass(frozen=True)
-class _Family:
-    """A figure, or one figure of each sweep, mapping or method."""
+class _Kind:
+    """A kind of figure; a run may have several of one kind, for each sweep, mapping or method."""
 
     name: str
     what: str
     build: Callable[[View], list[FigureOf]]
-    per_attack: bool = True
 
 
-_FAMILIES = (
-    _Family("accuracy", "Figure 1, accuracy across budgets", accuracy.across_budgets),
-    _Family("anchor-scale", "Figure 3, a fixed anchor scale", parameters.anchor_scale),
-    _Family("drift", "Figure 4, drift across budgets", drift.signals),
-    _Family("calibration", "Figure 5, calibration", calibrated.calibration, per_attack=False),
-    _Family("gate-scores", "Figure 6, what the gate sees", distributions.gate_scores),
-    _Family("scales", "Figure 7, correction scales", distributions.scales),
-    _Family("mappings", "Figure 8, accuracy per mapping", accuracy.per_mapping),
-    _Family("beyond", "Figure 9, beyond the calibrated range", accuracy.beyond_range),
-    _Family("sweep-tau", "appendix, threshold", partial(parameters.sensitivity, "tau")),
-    _Family("sweep-views", "appendix, number of views", partial(parameters.sensitivity, "views")),
-    _Family("sweep-alpha", "appendix, extrapolation strength", partial(parameters.sensitivity, "alpha")),
-    _Family("sweep", "sweeps over other numbers", parameters.others),
-    _Family("cost", "cost against accuracy", cost.against_accuracy),
-    _Family("accuracy-per-set", "appendix, accuracy set by set", accuracy.per_set),
-    _Family("drift-per-set", "appendix, drift set by set", drift.per_set),
-    _Family("gate-scores-per-set", "appendix, what the gate sees set by set", distributions.gate_scores_per_set),
-    _Family("scales-per-set", "appendix, correction scales set by set", distributions.scales_per_set),
-    _Family("leakage", "appendix, label leakage", leakage.over_grid),
-    _Family("leakage-published", "appendix, leakage as published", leakage_checks.published),
-    _Family("leakage-control", "appendix, leakage without an attack", leakage_checks.control),
+_KINDS = (
+    _Kind("accuracy", "Figure 1, accuracy across budgets", accuracy.across_budgets),
+    _Kind("anchor-scale", "Figure 3, a fixed anchor scale", sweeps.anchor_scale),
+    _Kind("drift", "Figure 4, drift across budgets", distributions.drift),
+    _Kind("calibration", "Figure 5, calibration", sweeps.calibration),
+    _Kind("gate-scores", "Figure 6, what the gate sees", distributions.gate_scores),
+    _Kind("scales", "Figure 7, correction scales", distributions.scales),
+    _Kind("mappings", "Figure 8, accuracy per mapping", accuracy.per_mapping),
+    _Kind("beyond", "Figure 9, beyond the calibrated range", accuracy.beyond_range),
+    _Kind("sweep-tau", "appendix, threshold", partial(sweeps.sensitivity, "tau")),
+    _Kind("sweep-views", "appendix, number of views", partial(sweeps.sensitivity, "views")),
+    _Kind("sweep-alpha", "appendix, extrapolation strength", partial(sweeps.sensitivity, "alpha")),
+    _Kind("sweep", "sweeps over other numbers", sweeps.others),
+    _Kind("cost", "cost against accuracy", accuracy.against_cost),
+    _Kind("accuracy-per-set", "appendix, accuracy set by set", accuracy.per_set),
+    _Kind("drift-per-set", "appendix, drift set by set", partial(distributions.drift, per_set=True)),
+    _Kind("gate-scores-per-set", "appendix, gate scores set by set", partial(distributions.gate_scores, per_set=True)),
+    _Kind("scales-per-set", "appendix, correction scales set by set", distributions.scales_per_set),
+    _Kind("leakage", "appendix, label leakage", leakage.over_grid),
+    _Kind("leakage-published", "appendix, leakage as published", leakage.published),
+    _Kind("leakage-control", "appendix, leakage without an attack", leakage.control),
 )
 
 
-def all_figures(
-    run: Run, *, timings: Mapping[str, float] | None = None, calibration: Calibration | None = None
-) -> list[FigureOf]:
-    """The figures that a run has data for; nothing is drawn before a figure's ``make`` is called.
+def figures_of(run: Run, *, calibration: Calibration | None = None) -> tuple[list[FigureOf], dict[str, str]]:
+    """The figures that a run has data for, and for each other kind one line that says what is missing.
 
     Args:
-        run: what :func:`react_clip.report.run.read_runs` returns.
-        timings: milliseconds per image by defence; cost is counted in encoder passes without it.
+        run: a run of :func:`react_clip.report.run.read_runs`.
         calibration: points and fits to show beside the run.
     """
-    return _sorted_out(run, timings, calibration)[0]
-
-
-def why_not(
-    run: Run, *, timings: Mapping[str, float] | None = None, calibration: Calibration | None = None
-) -> dict[str, str]:
-    """One line for each figure that a run has no data for: what it lacks, and which recipe would have it."""
-    return _sorted_out(run, timings, calibration)[1]
-
-
-def write_figures(
-    run: Run,
-    folder: str | Path,
-    progress: Progress | None = None,
-    *,
-    timings: Mapping[str, float] | None = None,
-    calibration: Calibration | None = None,
-) -> list[Path]:
-    """Write every figure as ``<name>.png`` and ``.svg``; returns the files."""
-    written = []
-    figures = all_figures(run, timings=timings, calibration=calibration)
-    for done, figure in enumerate(figures, start=1):
-        path = Path(folder) / figure.name
-        save_figure(figure.make(), path)
-        written += [path.with_name(figure.name + suffix) for suffix in (".png", ".svg")]
-        if progress is not None:
-            progress(figure.name, done, len(figures))
-    return written
-
-
-def _sorted_out(
-    run: Run, timings: Mapping[str, float] | None, calibration: Calibration | None
-) -> tuple[list[FigureOf], dict[str, str]]:
     rows = run.result.rows if run.result is not None else ()
     attacks: list[str | None] = list(dict.fromkeys(row.attack for row in rows if row.attack != CLEAN.label))
-    views = [View(run, attack, timings, calibration) for attack in attacks or [None]]
+    views = [View(run, attack, calibration) for attack in attacks or [None]]
     figures: list[FigureOf] = []
     reasons: dict[str, str] = {}
-    for family in _FAMILIES:
+    for kind in _KINDS:
         found: list[FigureOf] = []
-        for view in views if family.per_attack else views[:1]:
+        # A calibration has its own attack.
+        for view in views if kind.name != "calibration" else views[:1]:
             try:
-                found += [_told_apart(figure, view, len(views) > 1) for figure in family.build(view)]
-            except MissingDataError as lack:
-                reasons.setdefault(family.name, f"{family.what}: {lack}")
+                found += [_with_attack(figure, view, len(views) > 1) for figure in kind.build(view)]
+            except MissingDataError as reason:
+                reasons.setdefault(kind.name, f"{kind.what}: {reason}")
         figures += found
         if found:
-            reasons.pop(family.name, None)
+            reasons.pop(kind.name, None)
     return figures, reasons
 
 
-def _told_apart(figure: FigureOf, view: View, several: bool) -> FigureOf:
-    """Where a run has several attacks, a figure says which one it is of."""
+def _with_attack(figure: FigureOf, view: View, several: bool) -> FigureOf:
+    """Add the attack to a figure's name and title where a run has several attacks."""
     if not several or figure.name == "calibration":
         return figure
     name, title = f"{figure.name}-{slug(str(view.attack))}", f"{figure.title}, {view.attack}"
