@@ -80,7 +80,7 @@ _SHAPES: dict[str, tuple[str, Dashes]] = {
     "fare": ("8", DASH_DOT),
     "clip-ft": ("H", DASH_DOT),
 }
-"""Markers and dashes. Anchors are solid, counterattacks dashed, augmented views dotted, finetuned towers dash-dotted."""
+"""Markers and dashes: anchors are solid, counterattacks dashed, augmented views dotted, other weights dash-dotted."""
 TOWERS = {"pmg-aft": "#5E8C31", "clip-ft": "#A6604A", "tecoa": "#7F7FD5", "fare": "#6F4FA8"}
 """Colours of finetuned towers. Their defence is ``undefended``, so only their label tells them from plain CLIP."""
 MAPPINGS = {"linear": "#0072B2", "logistic": "#D55E00", "power_law": "#009E73", "constant": "#E69F00"}
