@@ -175,10 +175,8 @@ def test_a_result_of_another_version_is_named(toy_copy: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("content", [b"", b"no parquet at all", None])
 def test_damaged_rows_cost_the_rows_not_the_page(
-    toy_copy: Path, tmp_path: Path, request: pytest.FixtureRequest, content: bytes | None
+    toy_copy: Path, tmp_path: Path, no_figures: None, content: bytes | None
 ) -> None:
-    if content is not None:
-        request.getfixturevalue("no_figures")
     place = toy_copy / "per_image.parquet"
     place.write_bytes(place.read_bytes()[:-200] if content is None else content)
     report = write_report([toy_copy], tmp_path / "out")

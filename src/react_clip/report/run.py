@@ -28,8 +28,10 @@ SCORINGS = {
 }
 _TEXTS = ("dataset", "attack", "defense")
 _NUMBERS = ("eps", "r", "J", "score", "sigma", "d_low", "d_high")
-_OTHERS = ("index", "label", "draw", "clean_prediction", "plain_prediction", "prediction", "passes", "backward_passes")
-_OTHERS += ("attacked", "attack_success", "correct", "gated")
+_OTHERS = (
+    *("index", "label", "draw", "clean_prediction", "plain_prediction", "prediction", "passes", "backward_passes"),
+    *("attacked", "attack_success", "correct", "gated"),
+)
 
 T = TypeVar("T")
 

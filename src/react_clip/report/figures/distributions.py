@@ -197,7 +197,7 @@ def _scales(view: View) -> dict[str, Scale]:
     if not found:
         raise MissingDataError("no defence of it maps a drift to a scale; recipes/table1.yaml runs react, which does")
     kinds = [mapping.kind for _, mapping, _ in found.values()]
-    titles = {}
+    titles: dict[str, Scale] = {}
     for name, (label, mapping, stored) in found.items():
         title = MAPPING_NAMES.get(mapping.kind, mapping.kind)
         title = title if kinds.count(mapping.kind) == 1 else f"{title}, {name}"

@@ -249,7 +249,7 @@ def _budget_line(axes: Axes, eps: float, points: Sequence[tuple[float, Row]], *,
     plot.interval_line(axes, x, low, middle, high, style.budget_line(eps))
     if best and any(math.isfinite(value) for value in middle):
         at = best_scale(x, [value if math.isfinite(value) else -1.0 for value in middle])
-        star = {"marker": "*", "markersize": 11, "markeredgecolor": style.INK, "zorder": 5}
+        star: dict[str, Any] = {"marker": "*", "markersize": 11, "markeredgecolor": style.INK, "zorder": 5}
         axes.plot([at], [middle[x.index(at)]], color=style.budget_colour(eps), **star)
 
 
