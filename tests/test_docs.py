@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from react_clip.cli import parse_args
 from react_clip.evaluation import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +40,32 @@ def test_every_recipe_is_valid_for_both_models(path: Path, model: str | None) ->
     assert Recipe.from_dict(recipe.to_dict()) == recipe.replace(attack_dtype=recipe.attack_dtype or recipe.dtype)
 
 
-def test_the_readme_shows_both_commands() -> None:
-    text = (ROOT / "README.md").read_text()
-    for command in ("make demo", "make test"):
-        assert command in text
+def test_make_has_the_targets_of_the_readme() -> None:
+    targets = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_parser_takes_every_command_of_the_readme() -> None:
+    lines = re.findall(r"^react-clip .*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        assert callable(parse_args(shlex.split(line, comments=True)[1:]).run), line
+
+
+def test_the_example_of_the_readme_runs(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (40, 50), "teal").save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    # The tiny CLIP has no constants of its own.
+    for large, small in {
+        '"openai/clip-vit-base-patch32"': repr(str(tiny_folder)),
+        "rc.ReACT.for_encoder(clip)": "rc.ReACT()",
+    }.items():
+        assert large in example
+        example = example.replace(large, small)
+    space: dict[str, Any] = {}
+    exec(example, space)
+    assert space["out"].names[0] in ("cat", "dog", "teapot")
+    assert space["net"](torch.rand(1, 3, 32, 32)).shape == (1, 3)

@@ -26,7 +26,7 @@ TENSOR = "features"
 
 
 def match_key(label: str) -> str:
-    """What two spellings of a label have in common: letters and digits, without case.
+    """Letters and digits of a label, without case: two spellings of one label have the same key.
 
     >>> match_key("Jack-o'-Lantern") == match_key("jack_o lantern")
     True
@@ -83,7 +83,7 @@ class LabelBank:
         return torch.stack([self._feature(self.resolve(label)) for label in labels])
 
     def vocabulary(self) -> tuple[str, ...]:
-        """The names to choose from when nobody gave labels: specific things, none of them said twice."""
+        """The default labels: specific things, each under one name."""
         return self._default
 
     def resolve(self, label: str) -> str:
@@ -147,23 +147,23 @@ def _load(path: Path) -> LabelBank:
     try:
         with safe_open(path, framework="pt") as stored:
             matrix = stored.get_tensor(TENSOR).float()
-            said = {key: json.loads(text) for key, text in (stored.metadata() or {}).items()}
-        bank = _from_metadata(said, matrix)
+            metadata = {key: json.loads(text) for key, text in (stored.metadata() or {}).items()}
+        bank = _from_metadata(metadata, matrix)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_line(error)
         raise ReactClipError(f"the label bank {path} is damaged ({reason}); install react-clip again") from None
     return bank
 
 
-def _from_metadata(said: dict[str, Any], matrix: Tensor) -> LabelBank:
+def _from_metadata(metadata: dict[str, Any], matrix: Tensor) -> LabelBank:
     bank = LabelBank(
-        encoder=str(said["encoder"]),
-        names=tuple(said["names"]),
-        groups={group: tuple(members) for group, members in said["groups"].items()},
-        photos=dict(zip(said["names"], said["photos"], strict=True)),
-        sets={name: tuple(entries) for name, entries in said["sets"].items()},
-        preprocessing=str(said["preprocessing"]),
-        _default=tuple(said["vocabulary"]),
+        encoder=str(metadata["encoder"]),
+        names=tuple(metadata["names"]),
+        groups={group: tuple(members) for group, members in metadata["groups"].items()},
+        photos=dict(zip(metadata["names"], metadata["photos"], strict=True)),
+        sets={name: tuple(entries) for name, entries in metadata["sets"].items()},
+        preprocessing=str(metadata["preprocessing"]),
+        _default=tuple(metadata["vocabulary"]),
         # fp16 storage costs a little length; callers are promised unit rows.
         _matrix=functional.normalize(matrix),
     )

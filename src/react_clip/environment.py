@@ -14,9 +14,14 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, react-clip, torch and transformers."""
-    return {"python": platform.python_version(), "react-clip": __version__} | {
-        package: metadata.version(package) for package in ("torch", "transformers")
+    """Versions of Python, react-clip, torch (with its CUDA build) and transformers."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "react-clip": __version__,
+        "torch": str(torch.__version__),
+        "transformers": metadata.version("transformers"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Packages that only some rooms need, imported where they are used."""
+"""Import packages of an extra, or say how to install them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what people have (bytes, paths, PIL images) to what encoders take: float pixels in [0, 1].
+"""Bytes, paths and PIL images to float pixels in [0, 1], as encoders take them.
 
 RGB, shorter side to 256 with bilinear filtering, centre crop to 224 (in proportion for encoders of another size). An
 image that already has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
@@ -26,7 +26,7 @@ ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
 
 PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
-"""File names that folders are searched for."""
+"""Endings of the files that are taken for photos in a folder."""
 
 RESIZE_RATIO = 256 / 224
 """Shorter side before the crop, relative to the crop."""
@@ -37,7 +37,7 @@ _LONGEST_ASPECT = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What a file may be before it is decoded."""
+    """Limits on a file, checked before it is decoded."""
 
     max_bytes: int = 64 * 2**20
     max_pixels: int = 64_000_000

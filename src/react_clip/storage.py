@@ -1,4 +1,4 @@
-"""Where things are kept on disk, and how they get there: whole or not at all."""
+"""Files: the cache folder, atomic writes, locked folders, digests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_path
 from safetensors.torch import save
 from torch import Tensor
 
@@ -20,17 +21,16 @@ _LOCK = ".lock"
 
 
 def cache_dir() -> Path:
-    """The user's cache: ``$REACT_CLIP_CACHE``, else ``$XDG_CACHE_HOME/react-clip``, else ``~/.cache/react-clip``."""
-    if chosen := os.environ.get("REACT_CLIP_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "react-clip"
+    """Folder for models and features: ``$REACT_CLIP_CACHE``, else the system's (``~/.cache/react-clip`` on Linux)."""
+    chosen = os.environ.get("REACT_CLIP_CACHE")
+    return Path(chosen).expanduser() if chosen else user_cache_path("react-clip", appauthor=False)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its place on success and vanishes on any failure.
+    """A temporary file beside ``path`` that replaces it on success and is removed on any failure.
 
-    Readers see the old file or the new one, never a part; a full disk or a kill leaves the old one.
+    Readers see the old file or the new one, never a part; after a full disk or a kill the old one is still there.
     """
     path = Path(path)
     try:
@@ -44,7 +44,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        # mkstemp makes files private; what we publish has the permissions any new file would have.
+        # mkstemp makes files private; the finished file gets the permissions of any new file.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -59,10 +59,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
-    """Hold a run's folder for this process; another one gets a line that names the holder.
+    """Lock a run's folder for this process; a second process gets an error that names the first.
 
-    The lock is the kernel's, so it ends with the process, however that ends. What a killed process left half-written
-    in the folder is removed.
+    The kernel's lock ends with the process, however it ends. Temporary files of a killed process are removed. (filelock
+    would do, but some of its versions erase the holder's process id when a second process tries the lock.)
     """
     import fcntl  # not on Windows, where the rest of the package is still of use
 
@@ -97,7 +97,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, *, missing: str, invalid: str) -> Any:
-    """A JSON file's content; ``missing`` and ``invalid`` are the ways out that an error names."""
+    """A JSON file's content; ``missing`` and ``invalid`` are the advice that the two errors end with."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
 """The zero-shot classifier: an encoder and one unit feature per class, computed once.
 
 Class features come from prompts, from ready features, from folders of photos or, for the offline tower, from the label
-bank. What is expensive to compute is kept in the user's cache, keyed by the weights, the names and the templates.
+bank. Features that take long to compute are stored in the user's cache, keyed by weights, names and templates.
 """
 
 from __future__ import annotations

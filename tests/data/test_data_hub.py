@@ -93,11 +93,3 @@ def test_a_row_that_only_points_elsewhere_is_refused(tmp_path: Path, save_photo)
     for use in (dataset.fingerprint, lambda: dataset.image(0)):
         with pytest.raises(ReactClipError, match="row 0 of the table holds no photo"):
             use()
-
-
-def test_a_missing_package_names_the_extra(tmp_path: Path, photo_bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stl10").mkdir()
-    table(photo_bytes, [0], None).to_parquet(tmp_path / "stl10" / "test.parquet")
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ReactClipError, match=r"needs datasets, which is missing; pip install 'react-clip\[data\]'"):
-        data.load("stl10", root=tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 from pathlib import Path
 
@@ -56,18 +55,6 @@ def test_oxford_pets(tmp_path: Path, save_photo) -> None:
     assert spoken(dataset) == ["abyssinian", "great pyrenees", "american bulldog"]
     assert dataset.image(1).size == (8, 8)
     assert spoken(data.load("oxford_pets", root=tmp_path, split="train")) == ["abyssinian"]
-
-
-def test_food101(tmp_path: Path, save_photo) -> None:
-    base = tmp_path / "food-101"
-    for photo in ("waffles/2", "waffles/1", "cheese_plate/7"):
-        save_photo(base / "images" / f"{photo}.jpg", len(photo))
-    write(
-        base / "meta" / "test.json",
-        json.dumps({"waffles": ["waffles/2", "waffles/1"], "cheese_plate": ["cheese_plate/7"]}),
-    )
-    dataset = data.load("food101", root=tmp_path)
-    assert spoken(dataset) == ["waffles", "waffles", "cheese plate"]
 
 
 def test_fgvc_aircraft_reads_variants(tmp_path: Path, save_photo) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
-import importlib
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from PIL import Image
 import react_clip as rc
 import tiny_clip
 from react_clip.integrations import drift_only
-from react_clip.integrations.embeddings import array_to_image
+from react_clip.integrations.chroma import array_to_image
 
 from .conftest import CLOSED, OPEN
 
@@ -139,7 +139,7 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     )
     embeddings = rc.integrations.LangChainEmbeddings(encoder, OPEN, seed=4)
     classifier = rc.ZeroShotClassifier(encoder, bank.vocabulary())
-    assert embeddings.features.classifier.names == classifier.names
+    assert embeddings.classifier.names == classifier.names
     found = torch.tensor(embeddings.embed_image([str(path) for path in photos]))
     assert torch.allclose(found, OPEN(classifier, list(photos), seed=4).features, atol=1e-5)
     assert torch.allclose(
@@ -147,14 +147,14 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     )
     with pytest.raises(rc.ReactClipError, match="the label bank has no"):
         embeddings.embed_query("a photo taken in the rain")
-    assert rc.integrations.LangChainEmbeddings(encoder).features.guard == rc.ReACT.constants_for(bank.encoder)
+    assert rc.integrations.LangChainEmbeddings(encoder).guard == rc.ReACT.constants_for(bank.encoder)
 
 
 def test_without_classes_the_default_guard_looks_at_the_drift_alone(encoder: rc.Encoder) -> None:
     before, encoder.name = encoder.name, "openai/clip-vit-base-patch32"
     try:
-        alone = rc.integrations.LangChainEmbeddings(encoder).features.guard
-        labelled = rc.integrations.LangChainEmbeddings(encoder, labels=["cat", "dog"]).features.guard
+        alone = rc.integrations.LangChainEmbeddings(encoder).guard
+        labelled = rc.integrations.LangChainEmbeddings(encoder, labels=["cat", "dog"]).guard
     finally:
         encoder.name = before
     assert alone == rc.ReACT(instability=False, tau=0.35)
@@ -203,17 +203,10 @@ def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Pat
 def test_both_classes_work_without_their_libraries(
     encoder: rc.Encoder, photos: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from react_clip.integrations import embeddings
-
-    real = importlib.import_module
-
-    def missing(name: str, *rest: Any) -> Any:
-        if name.split(".")[0] in ("chromadb", "langchain_core"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(embeddings.importlib, "import_module", missing)
-    chroma, langchain = embeddings._chroma_class.__wrapped__(), embeddings._langchain_class.__wrapped__()
-    assert chroma.__mro__[-1] is builtins.object
+    for library in ("chromadb", "langchain_core"):
+        monkeypatch.setitem(sys.modules, library, None)
+    chroma = runpy.run_module("react_clip.integrations.chroma")["ChromaEmbeddings"]
+    langchain = runpy.run_module("react_clip.integrations.langchain")["LangChainEmbeddings"]
+    assert chroma.__bases__[1] is langchain.__bases__[1] is object
     vectors = chroma(encoder, ALWAYS)(arrays(photos))
     assert np.allclose(vectors, langchain(encoder, ALWAYS).embed_image([str(path) for path in photos]), atol=1e-5)

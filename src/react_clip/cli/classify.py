@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from react_clip import Defended
 from react_clip.cli.common import (
     PhotoReader,
     add_label_options,
@@ -16,8 +14,12 @@ from react_clip.cli.common import (
     add_photo_argument,
     build_classifier,
     build_guard,
+    diagnostics,
     load_encoder,
 )
+
+if TYPE_CHECKING:
+    from react_clip import Defended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Classify in batches; a file that cannot be read costs one line, not the job."""
+    """Classify in batches and print one line per photo."""
     reader = PhotoReader(args)
     encoder = load_encoder(args)
     clf = build_classifier(args, encoder)
@@ -47,22 +49,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(paths: list[Path], out: Defended, top: int) -> list[dict[str, Any]]:
-    """One JSON-ready row per photo: answers and diagnostics (null where not measured)."""
-    probabilities, indices = out.probs.topk(min(top, len(out.class_names)))
+    """One row of JSON values per photo: its best answers and the diagnostics."""
+    probabilities, classes = (values.tolist() for values in out.probs.topk(min(top, len(out.class_names))))
     return [
         {
             "file": str(path),
             "answers": [
                 {"label": out.class_names[k], "probability": p}
-                for p, k in zip(probabilities[i].tolist(), indices[i].tolist(), strict=True)
+                for p, k in zip(probabilities[row], classes[row], strict=True)
             ],
-            "gated": bool(out.gated[i]),
-            **{
-                name: None if math.isnan(value) else value
-                for name in ("drift", "instability", "score", "sigma")
-                for value in [float(getattr(out, name)[i])]
-            },
-            "passes": int(out.passes[i]),
+            **diagnostics(out, row),
         }
-        for i, path in enumerate(paths)
+        for row, path in enumerate(paths)
     ]

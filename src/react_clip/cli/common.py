@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from react_clip import Defended, Encoder, ReACT, ZeroShotClassifier
+    from react_clip.data import ImageDataset
 
 DEFAULT_MODEL = "clip-vit-b-16"
 _BUNDLED = {
@@ -78,6 +80,19 @@ def check_at_least_one(args: argparse.Namespace, *names: str) -> None:
             raise ReactClipError(f"--{name} is {value}; it must be at least 1")
 
 
+def command_line() -> str:
+    """The command as it was typed, for the records in result files."""
+    return shlex.join(["react-clip", *sys.argv[1:]])
+
+
+def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
+    """Draw a figure; without matplotlib print a notice instead."""
+    try:
+        draw()
+    except ImportError:
+        notice(args, "no plot: it needs matplotlib (`pip install 'react-clip[eval]'`)")
+
+
 def notice(args: argparse.Namespace, line: str) -> None:
     """Print a line for people to stderr, unless --quiet is given."""
     if not args.quiet:
@@ -118,6 +133,31 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
             raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
         names = list(bank.vocabulary())
     return ZeroShotClassifier(encoder, names, templates=args.template)
+
+
+def load_photos(
+    args: argparse.Namespace, encoder: Encoder, *, classes: bool = True
+) -> tuple[ImageDataset, ZeroShotClassifier | None, str]:
+    """The photos that the data set options describe, their classifier, and where its class features come from.
+
+    Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier.
+    """
+    from react_clip import data
+    from react_clip.evaluation.classes import ClassSource, class_source
+
+    check_at_least_one(args, "limit")
+    root = args.data or data.default_root()
+    photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
+    classifier, description = None, "none needed"
+    if classes:
+        if args.heads is not None and args.heads.is_file():
+            aligned, head = photos.align(data.load_head(args.heads))
+            source = ClassSource(aligned, f"head {args.heads.name}", head=head)
+        else:
+            source = class_source(encoder, photos, args.heads, root)
+        classifier, photos = source.classifier(encoder, progress=not args.quiet)
+        description = source.description
+    return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:

@@ -7,19 +7,21 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from react_clip import Encoder, ReactClipError, data, load
-from react_clip.cli.common import add_model_options, notice
+from react_clip import ReactClipError, load
+from react_clip.cli.common import (
+    add_dataset_options,
+    add_model_options,
+    command_line,
+    load_photos,
+    notice,
+    try_to_plot,
+)
+from react_clip.cli.progress import Progress
 from react_clip.config import pop_kind
-from react_clip.data import ImageDataset
-from react_clip.evaluation.classes import ClassSource, class_source
 from react_clip.evaluation.images import read_pixels
 from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
 from react_clip.finetune.folder import LOG
@@ -33,12 +35,8 @@ _PLOT = "loss.png"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("method", help=f"one of {', '.join(names())}")
-    parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
+    add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
-    parser.add_argument("--data", type=Path, help="root folder of the data sets")
-    parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
-    parser.add_argument("--split", default="train", help="which photos (%(default)s)")
-    parser.add_argument("--limit", type=int, help="at most so many photos; all are kept in memory, 150 KB each at 224")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help=f"updates of the weights ({Settings.steps})")
     length.add_argument("--epochs", type=float, help="passes over the photos, instead of --steps")
@@ -62,21 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
     method, settings = _method(args), _settings(args)
-    if args.limit is not None and args.limit < 1:
-        raise ReactClipError(f"--limit is {args.limit}; it must be at least 1")
-    root = args.data or data.default_root()
-    photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     # The weights stay fp32; --dtype is what the towers compute in.
     encoder = load(args.model, device=args.device, dtype="fp32")
-    photos, class_features, source = _classes(args, method, encoder, photos, root)
-    photos = photos if args.limit is None else photos.take(args.limit, args.seed)
+    photos, clf, source = load_photos(args, encoder, classes=method.needs_labels)
     check_memory(len(photos), encoder.image_size, _memory())
     if args.epochs is not None:
         steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
         settings = dataclasses.replace(settings, steps=steps, warmup=args.warmup)
     pixels = read_pixels(photos, encoder.image_size, progress=not args.quiet)
     about = {
-        "command": "react-clip " + " ".join(sys.argv[1:]),
+        "command": command_line(),
         "class_source": source,
         "dataset": {
             "name": args.dataset,
@@ -85,20 +78,20 @@ def run(args: argparse.Namespace) -> int:
             "notes": list(photos.notes),
         },
     }
-    with _Bar(args.quiet) as bar:
+    with Progress(quiet=args.quiet, unit="step") as progress:
         result = finetune(
             encoder,
             method,
             pixels,
             torch.tensor(photos.labels),
-            class_features,
+            None if clf is None else clf.class_features,
             out=args.out,
             settings=settings,
             about=about,
-            progress=bar.advance,
+            progress=lambda done, total, loss: progress.show(done=done, total=total, note=f"loss {loss:.4g}"),
         )
-    _plot(args, result)
-    _tell(args, result)
+    try_to_plot(args, lambda: _plot(result))
+    _print(args, result)
     return 0
 
 
@@ -131,47 +124,29 @@ def _length(name: str, text: str) -> float:
         raise ReactClipError(f"{name} is {text!r}; give a number such as 1/255") from None
 
 
-def _classes(
-    args: argparse.Namespace, method: Method, encoder: Encoder, photos: ImageDataset, root: Path
-) -> tuple[ImageDataset, Tensor | None, str]:
-    """The photos with labels that fit the classes, their features, and where those come from."""
-    if not method.needs_labels:
-        return photos, None, "none needed"
-    if args.heads is not None and args.heads.is_file():
-        aligned, head = photos.align(data.load_head(args.heads))
-        source = ClassSource(aligned, f"head {args.heads.name}", head=head)
-    else:
-        source = class_source(encoder, photos, args.heads, root)
-    clf, photos = source.classifier(encoder, progress=not args.quiet)
-    return photos, clf.class_features, source.description
-
-
 def _memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _plot(args: argparse.Namespace, result: Finetuned) -> None:
-    """The picture is a convenience: without matplotlib the tower still counts."""
-    place = result.folder / _PLOT
-    if result.was_finished and place.is_file():
+def _plot(result: Finetuned) -> None:
+    """Draw the loss; a finished run keeps the plot it has."""
+    path = result.folder / _PLOT
+    if result.was_finished and path.is_file():
         return
-    try:
-        from react_clip.report.style import COLOURS, new_figure, save_figure
+    from react_clip.report.style import COLOURS, new_figure, save_figure
 
-        rows = read_log(result.folder / LOG)
-        figure = new_figure(height=2.6)
-        axes = figure.add_subplot()
-        axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)
-        axes.set_xlabel("step")
-        axes.set_ylabel(f"loss of {result.record['method']['name']}")
-        axes.spines[["top", "right"]].set_visible(False)
-        save_figure(figure, place)
-    except ImportError:
-        notice(args, "no plot: it needs matplotlib (`pip install 'react-clip[eval]'`)")
+    rows = read_log(result.folder / LOG)
+    figure = new_figure(height=2.6)
+    axes = figure.add_subplot()
+    axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"loss of {result.record['method']['name']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)
 
 
-def _tell(args: argparse.Namespace, result: Finetuned) -> None:
+def _print(args: argparse.Namespace, result: Finetuned) -> None:
     record = result.record
     if args.json:
         print(json.dumps({"folder": str(result.folder), "was_finished": result.was_finished, **record}, indent=2))
@@ -183,25 +158,3 @@ def _tell(args: argparse.Namespace, result: Finetuned) -> None:
         losses = f"loss {record['first_loss']:.4g} -> {record['final_loss']:.4g}"
         print(f"{name}: {steps} steps on {photos} photos in {record['seconds']:.0f} s, {losses}")
     notice(args, f"use it with --model {result.folder} or rc.load({str(result.folder)!r})")
-
-
-class _Bar:
-    """Steps, with the latest loss."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: tqdm[Any] | None = None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, done: int, total: int, loss: float) -> None:
-        if self._bar is None:
-            # A run that continues begins where it was; the bar's speed counts only what is done now.
-            self._bar = tqdm(total=total, initial=done - 1, unit="step", disable=self._quiet or None)
-        self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-        self._bar.update(1)

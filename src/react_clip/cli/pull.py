@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from react_clip import pull
-from react_clip.cli.common import notice
+from react_clip.cli.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetch and say where it is."""
-    place = pull(args.model, force=args.force, say=lambda line: notice(args, line))
-    print(json.dumps({"model": args.model, "path": place}) if args.json else f"{args.model} is ready in {place}")
+    """Fetch the model and print where it is."""
+    with Progress(quiet=args.quiet, unit="step") as progress:
+        progress.show(f"looking for {args.model}")
+        from react_clip.encoders import pull
+
+        path = pull(args.model, force=args.force, say=progress.show)
+    print(json.dumps({"model": args.model, "path": path}) if args.json else f"{args.model} is ready in {path}")
     return 0

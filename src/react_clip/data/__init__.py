@@ -8,8 +8,6 @@
 from react_clip.data.dataset import ImageDataset, Photo
 from react_clip.data.heads import Head, load_head
 from react_clip.data.loading import load
-from react_clip.data.places import default_root
-from react_clip.data.registry import get, names
-from react_clip.data.spec import DatasetSpec
+from react_clip.data.registry import DatasetSpec, default_root, get, names
 
 __all__ = ["DatasetSpec", "Head", "ImageDataset", "Photo", "default_root", "get", "load", "load_head", "names"]

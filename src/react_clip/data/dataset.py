@@ -1,4 +1,4 @@
-"""Labelled photos, whatever they are stored in: opened when asked for, chosen and ordered the same way every time."""
+"""Labelled photos from any source, opened on demand; subsets are deterministic."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class Photo:
-    """One image: an id that does not depend on where the data lie, its class, and its file, pixels or bytes."""
+    """One image: an id that does not depend on the root folder, its class index, and its file, pixels or bytes."""
 
     id: str
     label: int
     source: Path | Pixels | Callable[[], bytes]
 
     def content(self) -> bytes:
-        """The encoded file, or the raw pixels where there never was a file."""
+        """Bytes of the encoded file, or of the raw pixels where there is no file."""
         if isinstance(self.source, np.ndarray):
             return self.source.tobytes()
         try:
@@ -39,7 +39,7 @@ class Photo:
             raise ReactClipError(f"photo {self.id} cannot be read: {error.strerror}; was it moved?") from error
 
     def open(self) -> Image.Image:
-        """The decoded image; an unreadable one is named."""
+        """The decoded image; the error for an unreadable one names the photo."""
         try:
             if isinstance(self.source, np.ndarray):
                 return Image.fromarray(self.source)
@@ -109,16 +109,18 @@ class ImageDataset:
         """
         index = ClassIndex(head.folders, head.names)
         pairs = enumerate(zip(self.folders, self.class_names, strict=True))
-        found = {old: index.find(*folder_tags(folder), name) for old, (folder, name) in pairs}
+        matches = {old: index.find(*folder_tags(folder), name) for old, (folder, name) in pairs}
         present = set(self.labels)
-        lost = sorted(old for old in present if found[old] is None)
+        lost = sorted(old for old in present if matches[old] is None)
         if 2 * len(lost) > len(present):
             matched, missing = len(present) - len(lost), ", ".join(self.folders[old] for old in lost[:3])
             raise ReactClipError(
                 f"the head knows {matched} of the {len(present)} classes of {self.name} (not {missing}), "
                 "fewer than half; give the head made for this set"
             )
-        kept = tuple(replace(photo, label=label) for photo in self.photos if (label := found[photo.label]) is not None)
+        kept = tuple(
+            replace(photo, label=label) for photo in self.photos if (label := matches[photo.label]) is not None
+        )
         notes = self.notes
         if lost:
             dropped = ", ".join(self.folders[old] for old in lost)
@@ -135,12 +137,12 @@ class ImageDataset:
 
 
 def _draw(seed: int, text: str) -> bytes:
-    """A random number that depends on the seed and the item only, on no library, order or neighbour."""
+    """A random number that depends on the seed and the item only, not on a library's generator or the order."""
     return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
 def _ranks(photos: Sequence[Photo], seed: int) -> list[int]:
-    """Each photo's place in a random order of its class."""
+    """Each photo's position in a random order of its class."""
     members: defaultdict[int, list[int]] = defaultdict(list)
     for index, photo in enumerate(photos):
         members[photo.label].append(index)

@@ -1,4 +1,4 @@
-"""Which class a folder, a file's tag or another library's class name stands for."""
+"""Match folders, file labels and class names of other libraries to classes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,30 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from react_clip.data.spec import DatasetSpec, read_classes
+from react_clip.bank import match_key
+from react_clip.data.registry import DatasetSpec, read_classes
 
 _NUMBERED_NAME = re.compile(r"(\d+)\.(.+)")
 """Folders such as ``012.colt's foot``: an identifier, a dot and a name."""
 
 
-def key(text: str) -> str:
-    """What is left of a name once case and punctuation are gone: releases disagree on both.
-
-    >>> key("German_Shorthaired") == key("german shorthaired")
-    True
-    """
-    return "".join(letter for letter in text.casefold() if letter.isalnum())
-
-
 class ClassIndex:
-    """Finds a class by its folder first, by its name where only one class bears it."""
+    """Finds a class by its folder name, else by its class name where that is unique."""
 
     def __init__(self, folders: Sequence[str], names: Sequence[str]) -> None:
-        shared = Counter(map(key, names))
-        self._by_name = {key(name): index for index, name in enumerate(names) if shared[key(name)] == 1}
-        self._by_folder = {key(folder): index for index, folder in enumerate(folders)}
+        shared = Counter(map(match_key, names))
+        self._by_name = {match_key(name): index for index, name in enumerate(names) if shared[match_key(name)] == 1}
+        self._by_folder = {match_key(folder): index for index, folder in enumerate(folders)}
 
     def find(self, *tags: str) -> int | None:
-        """The class that the first matching tag stands for.
+        """Index of the class that matches one of the tags, the first tag first; None if there is none.
 
         >>> ClassIndex(["n02123045", "n02085620"], ["tabby cat", "Chihuahua"]).find("Tabby_Cat")
         0
         """
         for table in (self._by_folder, self._by_name):
             for tag in tags:
-                if (index := table.get(key(tag))) is not None:
+                if (index := table.get(match_key(tag))) is not None:
                     return index
         return None
 

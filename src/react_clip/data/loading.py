@@ -1,17 +1,14 @@
-"""From a name to photos: the user's folder, the folder layout, shards, tables, then the official release."""
+"""Load a set by name: from a folder of the user, class folders, shards, tables, or the official release."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from react_clip.data import hub, torchvision_sets
 from react_clip.data.dataset import ImageDataset
-from react_clip.data.folder import class_folders, load_folder
-from react_clip.data.places import default_root
-from react_clip.data.registry import REGISTRY
-from react_clip.data.shards import find_shards, load_shards
-from react_clip.data.spec import DatasetSpec
+from react_clip.data.formats import class_folders, find_shards, find_tables, load_folder, load_shards, load_tables
+from react_clip.data.official import READERS, download_folders, download_from_hub, load_torchvision
+from react_clip.data.registry import DatasetSpec, default_root, registry
 from react_clip.errors import ReactClipError
 
 _FOLDER = "folder:"
@@ -39,7 +36,7 @@ def load(
         dataset = _own_folder(Path(name.removeprefix(_FOLDER)).expanduser(), name, split)
     else:
         dataset = _named(name, root, split, download)
-    spec = REGISTRY.get(name)
+    spec = registry().get(name)
     if spec is not None and split == "test":
         dataset = _as_in_the_paper(dataset, spec, seed)
     return dataset if limit is None else dataset.take(limit, seed)
@@ -53,7 +50,7 @@ def _own_folder(folder: Path, name: str, split: str) -> ImageDataset:
 
 
 def _named(name: str, root: Path, split: str, download: bool) -> ImageDataset:
-    spec = REGISTRY.get(name)
+    spec = registry().get(name)
     if spec is None and (not name or Path(name).name != name):
         raise ReactClipError(f"data set {name!r} is not a plain name; for a path write folder:{name}")
     if (dataset := _on_disk(name, root, split, spec)) is not None:
@@ -62,8 +59,8 @@ def _named(name: str, root: Path, split: str, download: bool) -> ImageDataset:
         if (root / name).is_dir():
             raise ReactClipError(f"{root / name} has no {split} photos; put them in {root / name / split}/<class>/")
         raise ReactClipError(
-            f"data set {name!r} is not known, and {root} has no folder of that name; known are {', '.join(REGISTRY)}; "
-            "for your own photos use folder:PATH"
+            f"data set {name!r} is not known, and {root} has no folder of that name; known are "
+            f"{', '.join(registry())}; for your own photos use folder:PATH"
         )
     if split not in spec.official_splits:
         raise ReactClipError(
@@ -74,7 +71,7 @@ def _named(name: str, root: Path, split: str, download: bool) -> ImageDataset:
 
 
 def _on_disk(name: str, root: Path, split: str, spec: DatasetSpec | None) -> ImageDataset | None:
-    """What already lies below the root in a form of ours."""
+    """The set as class folders, shards or tables below the root; None if it is there in none of these forms."""
     folders = [root / name / split]
     splits: tuple[str, ...] = (split,)
     if spec is not None and split == "test":
@@ -85,25 +82,25 @@ def _on_disk(name: str, root: Path, split: str, spec: DatasetSpec | None) -> Ima
             return load_folder(folder, name, split, spec)
     if shards := find_shards(root, name, splits):
         return load_shards(shards, name, split, spec)
-    if tables := hub.find_tables(root, name, splits):
-        return hub.load_tables(tables, name, split, spec)
+    if tables := find_tables(root, name, splits):
+        return load_tables(tables, name, split, spec)
     return None
 
 
 def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
-    """The published release: what torchvision reads, or what a download puts in one of our forms."""
-    if spec.name in torchvision_sets.READERS:
+    """The published release: read by torchvision, or downloaded as class folders, shards or tables."""
+    if spec.name in READERS:
         try:
             # A set that is also on the Hub is there because torchvision's links are dead: it may only read.
-            return torchvision_sets.load_torchvision(spec, root, split, download=download and not spec.hub)
+            return load_torchvision(spec, root, split, download=download and not spec.hub)
         except ReactClipError:
             if not (download and spec.hub):
                 raise
     if download:
         if spec.hub:
-            hub.fetch(spec, root, split)
+            download_from_hub(spec, root, split)
         else:
-            torchvision_sets.fetch(spec, root)
+            download_folders(spec, root)
         if (dataset := _on_disk(spec.name, root, split, spec)) is not None:
             return dataset
     raise ReactClipError(f"{spec.name} has no {split} photos under {root}; {spec.how_to_get_under(root)}")

@@ -1,233 +1,111 @@
-"""The 17 sets of the paper: twelve downstream ones, ImageNet and its four variants.
-
-Class names and prompts are those of the TTC line of work, which the paper adopts (CLIP's tokenizer ignores case).
-"""
+"""The registry of the paper's sets: their classes, splits and prompts, and where each can be obtained."""
 
 from __future__ import annotations
 
-from react_clip.data.spec import DatasetSpec
+import os
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
 from react_clip.errors import ReactClipError
+from react_clip.storage import cache_dir
 
-_OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
-_HENDRYCKS = "https://people.eecs.berkeley.edu/~hendrycks"
+DEFAULT_TEMPLATE = "This is a photo of a {}."
 
-_DOWNSTREAM = (
-    DatasetSpec(
-        "cifar10",
-        "CIFAR10",
-        classes=10,
-        test_images=10_000,
-        group="downstream",
-        page="https://www.cs.toronto.edu/~kriz/cifar.html",
-        official_splits=("test", "train"),
-        torchvision="CIFAR10",
-    ),
-    DatasetSpec(
-        "cifar100",
-        "CIFAR100",
-        classes=100,
-        test_images=10_000,
-        group="downstream",
-        page="https://www.cs.toronto.edu/~kriz/cifar.html",
-        official_splits=("test", "train"),
-        torchvision="CIFAR100",
-    ),
-    DatasetSpec(
-        "stl10",
-        "STL10",
-        classes=10,
-        test_images=8_000,
-        group="downstream",
-        page="https://cs.stanford.edu/~acoates/stl10/",
-        official_splits=("test", "train"),
-        torchvision="STL10",
-    ),
-    DatasetSpec(
-        "dtd",
-        "DTD",
-        classes=47,
-        test_images=1_880,
-        group="downstream",
-        page=f"{_OXFORD}/dtd/",
-        split="test, partition 1",
-        templates=("A surface with a {} texture.",),
-        official_splits=("test", "train", "val"),
-        torchvision="DTD",
-    ),
-    DatasetSpec(
-        "oxford_pets",
-        "OxfordPets",
-        classes=37,
-        test_images=3_669,
-        group="downstream",
-        page=f"{_OXFORD}/pets/",
-        templates=("A photo of a {}, a type of pet.",),
-        official_splits=("test", "train"),
-        torchvision="OxfordIIITPet",
-    ),
-    DatasetSpec(
-        "flowers102",
-        "Flowers102",
-        classes=102,
-        test_images=6_149,
-        group="downstream",
-        page=f"{_OXFORD}/flowers/102/",
-        templates=("A photo of a {}, a type of flower.",),
-        official_splits=("test", "train", "val"),
-        torchvision="Flowers102",
-    ),
-    DatasetSpec(
-        "fgvc_aircraft",
-        "FGVC-Aircraft",
-        classes=100,
-        test_images=3_333,
-        group="downstream",
-        page=f"{_OXFORD}/fgvc-aircraft/",
-        split="test, variants",
-        templates=("A photo of a {}, a type of aircraft.",),
-        official_splits=("test", "train", "val"),
-        torchvision="FGVCAircraft",
-    ),
-    DatasetSpec(
-        "stanford_cars",
-        "StanfordCars",
-        classes=196,
-        test_images=8_041,
-        group="downstream",
-        # The authors' links are dead, so torchvision only reads a copy laid out as this page says.
-        page="https://github.com/pytorch/vision/issues/7545#issuecomment-1631441616",
-        templates=("A photo of a {}.",),
-        official_splits=("test", "train"),
-        torchvision="StanfordCars",
-        hub="clip-benchmark/wds_cars",
-    ),
-    DatasetSpec(
-        "caltech101",
-        "Caltech101",
-        classes=101,
-        test_images=8_677,
-        group="downstream",
-        page="https://data.caltech.edu/records/mzrjq-6wc02",
-        split="all images",
-        torchvision="Caltech101",
-        directories=("caltech101/101_ObjectCategories",),
-        ignored=("BACKGROUND_Google",),
-    ),
-    DatasetSpec(
-        "caltech256",
-        "Caltech256",
-        classes=257,
-        test_images=30_607,
-        group="downstream",
-        page="https://data.caltech.edu/records/nyy15-4j048",
-        split="all images",
-        templates=("A photo of a {}.",),
-        torchvision="Caltech256",
-        directories=("caltech256/256_ObjectCategories",),
-    ),
-    DatasetSpec(
-        "food101",
-        "Food101",
-        classes=101,
-        test_images=25_250,
-        group="downstream",
-        page="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101/",
-        templates=("A photo of {}, a type of food.",),
-        official_splits=("test", "train"),
-        torchvision="Food101",
-    ),
-    DatasetSpec(
-        "eurosat",
-        "EuroSAT",
-        classes=10,
-        test_images=27_000,
-        group="downstream",
-        page="https://github.com/phelber/EuroSAT",
-        split="all images",
-        templates=("A centered satellite photo of {}.",),
-        torchvision="EuroSAT",
-        directories=("eurosat/2750",),
-    ),
-)
 
-_IMAGENET = (
-    DatasetSpec(
-        "imagenet",
-        "ImageNet",
-        classes=1000,
-        test_images=5_000,
-        group="imagenet",
-        page="https://image-net.org/download-images.php",
-        split="validation, 5 per class",
-        per_class=5,
-        directories=("imagenet/val",),
-        hub="ILSVRC/imagenet-1k",
-        hub_split="validation",
-        # The licence has to be accepted by a person, once, before the command works.
-        archive="hf download ILSVRC/imagenet-1k --repo-type dataset --include 'data/validation*' "
-        "--local-dir '{root}/imagenet' after accepting https://huggingface.co/datasets/ILSVRC/imagenet-1k and "
-        "`hf auth login`, or unpack the validation photos into {root}/imagenet/val/<WordNet id>/",
-    ),
-    DatasetSpec(
-        "imagenet_a",
-        "ImageNet-A",
-        classes=200,
-        test_images=1_000,
-        group="imagenet",
-        page="https://github.com/hendrycks/natural-adv-examples",
-        split="all images, 5 per class",
-        per_class=5,
-        directories=("imagenet-a",),
-        hub="clip-benchmark/wds_imagenet-a",
-        archive=f"mkdir -p '{{root}}' && curl -L {_HENDRYCKS}/imagenet-a.tar | tar -x -C '{{root}}'",
-    ),
-    DatasetSpec(
-        "imagenet_v2",
-        "ImageNet-V2",
-        classes=1000,
-        test_images=5_000,
-        group="imagenet",
-        page="https://github.com/modestyachts/ImageNetV2",
-        split="matched frequency, 5 per class",
-        per_class=5,
-        directories=("imagenetv2-matched-frequency-format-val",),
-        hub="clip-benchmark/wds_imagenetv2",
-        archive="mkdir -p '{root}' && curl -L https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main/"
-        "imagenetv2-matched-frequency.tar.gz | tar -xz -C '{root}'",
-        class_list="imagenet",
-        numbered=True,
-    ),
-    DatasetSpec(
-        "imagenet_r",
-        "ImageNet-R",
-        classes=200,
-        test_images=1_000,
-        group="imagenet",
-        page="https://github.com/hendrycks/imagenet-r",
-        split="all images, 5 per class",
-        per_class=5,
-        directories=("imagenet-r",),
-        hub="clip-benchmark/wds_imagenet-r",
-        archive=f"mkdir -p '{{root}}' && curl -L {_HENDRYCKS}/imagenet-r.tar | tar -x -C '{{root}}'",
-    ),
-    DatasetSpec(
-        "imagenet_sketch",
-        "ImageNet-Sketch",
-        classes=1000,
-        test_images=5_000,
-        group="imagenet",
-        page="https://github.com/HaohanWang/ImageNet-Sketch",
-        split="all images, 5 per class",
-        per_class=5,
-        directories=("sketch",),
-        hub="clip-benchmark/wds_imagenet_sketch",
-        archive="mkdir -p '{root}' && curl -L -o '{root}/sketch.zip' https://huggingface.co/datasets/songweig/"
-        "imagenet_sketch/resolve/main/data/ImageNet-Sketch.zip && unzip -q '{root}/sketch.zip' -d '{root}'",
-        class_list="imagenet",
-    ),
-)
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One of the paper's sets; ``classes`` and ``test_images`` are the paper's numbers, not those on disk."""
 
-REGISTRY: dict[str, DatasetSpec] = {spec.name: spec for spec in (*_DOWNSTREAM, *_IMAGENET)}
+    name: str
+    title: str
+    classes: int
+    test_images: int
+    group: Literal["downstream", "imagenet"]
+    page: str
+    split: str = "test"
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    per_class: int | None = None
+    """Photos per class in the test split; None takes all."""
+    official_splits: tuple[str, ...] = ("test",)
+    """Splits of the official release (the paper's test data is always called ``test`` here)."""
+    torchvision: str = ""
+    """Class of ``torchvision.datasets`` that reads or at least downloads the set."""
+    directories: tuple[str, ...] = ()
+    """Where the official archive puts its class folders, below the root; these hold the ``test`` split."""
+    hub: str = ""
+    """Hugging Face repository of shards or parquet files, fetched into ``<root>/<name>`` on request."""
+    hub_split: str = "test"
+    """Name of our ``test`` split in that repository."""
+    archive: str = ""
+    """Shell command that fetches the official archive, with ``{root}`` for the root folder."""
+    class_list: str = ""
+    """File in ``classes/``, where it is not the set's own."""
+    numbered: bool = False
+    """Whether class folders are named by index: ``0`` to ``999``."""
+    ignored: tuple[str, ...] = ()
+    """Folders of the release that are no class."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names for the prompts, in index order."""
+        return tuple(label for _, label in read_classes(self.class_list or self.name))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The release's own identifier of each class (folder name, WordNet id), in index order."""
+        return tuple(folder for folder, _ in read_classes(self.class_list or self.name))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where :func:`react_clip.data.load` looks, in order."""
+        sources = [f"folders <root>/{self.name}/<split>/<class>/"]
+        sources += [f"folders <root>/{directory}/<class>/" for directory in self.directories]
+        sources += [f"webdataset <root>/{self.name}/<split>/*.tar", f"parquet <root>/{self.name}/**/<split>*.parquet"]
+        sources += [f"torchvision.datasets.{self.torchvision}"] if self.torchvision else []
+        sources += [f"huggingface.co/datasets/{self.hub}"] if self.hub else []
+        return tuple(sources)
+
+    @property
+    def how_to_get(self) -> str:
+        """The command that fetches the set into the default root, and its page."""
+        return self.how_to_get_under(default_root())
+
+    def how_to_get_under(self, root: Path) -> str:
+        """The command that fetches the set into ``root``, and the page it comes from."""
+        command = (
+            self.archive.format(root=root)
+            or f"python -c \"from react_clip import data; data.load('{self.name}', root='{root}', download=True)\""
+        )
+        return f"run: {command} (about the set: {self.page})"
+
+
+@cache
+def read_classes(name: str) -> tuple[tuple[str, str], ...]:
+    """The ``(folder, class name)`` pairs of ``classes/<name>.txt``, in the official index order.
+
+    >>> read_classes("stl10")[2]
+    ('car', 'car')
+    """
+    text = files("react_clip.data").joinpath("classes", f"{name}.txt").read_text(encoding="utf-8")
+    pairs = (line.split("\t") for line in text.splitlines())
+    return tuple((folder, label) for folder, label in pairs)
+
+
+@cache
+def registry() -> dict[str, DatasetSpec]:
+    """Every set of ``sets.toml`` by name."""
+    table: dict[str, dict[str, Any]] = tomllib.loads(
+        files("react_clip.data").joinpath("sets.toml").read_text(encoding="utf-8")
+    )
+    specs = {}
+    for name, fields in table.items():
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        specs[name] = DatasetSpec(name, **values)
+    return specs
 
 
 def names() -> list[str]:
@@ -236,16 +114,21 @@ def names() -> list[str]:
     >>> len(names()), names()[0], names()[-1]
     (17, 'cifar10', 'imagenet_sketch')
     """
-    return list(REGISTRY)
+    return list(registry())
 
 
 def get(name: str) -> DatasetSpec:
-    """What the registry knows about a set.
+    """The registry's entry for a set.
 
     >>> get("eurosat").classes, get("eurosat").test_images, get("eurosat").templates
     (10, 27000, ('A centered satellite photo of {}.',))
     """
-    try:
-        return REGISTRY[name]
-    except KeyError:
-        raise ReactClipError(f"data set {name!r} is not known; it is one of {', '.join(REGISTRY)}") from None
+    if name not in registry():
+        raise ReactClipError(f"data set {name!r} is not known; it is one of {', '.join(registry())}")
+    return registry()[name]
+
+
+def default_root() -> Path:
+    """Folder of the data sets: ``$REACT_CLIP_DATA``, else ``data`` in the user's cache."""
+    chosen = os.environ.get("REACT_CLIP_DATA")
+    return Path(chosen).expanduser() if chosen else cache_dir() / "data"

@@ -1,6 +1,6 @@
-"""Drop-ins that defend CLIP where people already use it: transformers pipelines, open_clip, Chroma, LangChain.
+"""Defended CLIP for libraries in use: transformers pipelines, open_clip, Chroma, LangChain.
 
-Nothing of these libraries is imported before the drop-in that needs it is asked for.
+Each module imports its library, so each is imported on first use of one of its names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from react_clip.integrations.common import drift_only
 
 if TYPE_CHECKING:
-    from react_clip.integrations.embeddings import ChromaEmbeddings, LangChainEmbeddings
+    from react_clip.integrations.chroma import ChromaEmbeddings
+    from react_clip.integrations.langchain import LangChainEmbeddings
     from react_clip.integrations.open_clip import DefendedOpenCLIP
     from react_clip.integrations.transformers_pipeline import (
         DefendedZeroShotImageClassificationPipeline,
@@ -29,20 +30,20 @@ __all__ = [
     "zero_shot_pipeline",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("ChromaEmbeddings", "LangChainEmbeddings"), "embeddings"),
+_MODULES = {
+    "ChromaEmbeddings": "chroma",
+    "LangChainEmbeddings": "langchain",
     "DefendedOpenCLIP": "open_clip",
-    **dict.fromkeys(
-        ("DefendedZeroShotImageClassificationPipeline", "register_pipeline", "zero_shot_pipeline"),
-        "transformers_pipeline",
-    ),
+    "DefendedZeroShotImageClassificationPipeline": "transformers_pipeline",
+    "register_pipeline": "transformers_pipeline",
+    "zero_shot_pipeline": "transformers_pipeline",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

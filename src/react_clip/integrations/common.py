@@ -1,11 +1,11 @@
-"""What the drop-ins share: a model, its guard, and the classes over which the gate compares predictions."""
+"""Shared by the integrations: a model, its guard, and the classes over which the gate compares predictions."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import dataclasses
-import types
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ Anchored = TypeVar("Anchored", bound=ReACT)
 
 
 def drift_only(guard: Anchored, tau: float = DRIFT_TAU) -> Anchored:
-    """The guard without J(x): its gate looks at the drift alone, and so needs no class list.
+    """The guard without J(x): its gate uses the drift alone and needs no class list.
 
     >>> guard = drift_only(ReACT())
     >>> guard.instability, guard.tau
@@ -49,7 +49,7 @@ def resolve_encoder(model: Encoder | str | Path, device: str | torch.device | No
 
 
 def local_image(source: ImageSource) -> ImageSource:
-    """Refuse to fetch: a service that loads whatever address it is sent reaches into its own network."""
+    """Decode ``data:`` URIs and refuse URLs: fetching them would let callers reach into the service's own network."""
     if not isinstance(source, str):
         return source
     if source.lower().startswith(("http://", "https://", "ftp://")):
@@ -68,30 +68,43 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def inherit(mixin: type, base: type, name: str) -> Any:
-    """A class of ours on top of a library's, made when it is first asked for; found by pickle under its name."""
-    space = {"__doc__": mixin.__doc__, "__module__": mixin.__module__, "__qualname__": name}
-    return types.new_class(name, (mixin, base), exec_body=lambda body: body.update(space))
+def optional_base(module: str, name: str) -> Any:
+    """A library's base class, or ``object`` where the library is not installed: our classes work without it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        return object
 
 
 class DefendedFeatures:
-    """Defended image features for people without a fixed class list, and the text features beside them.
+    """Defended image features, and plain text features, for search and vector stores.
 
     The gate compares predictions over ``labels`` or ``class_features``. Without either, the offline tower compares over
-    the label bank's vocabulary, and any other encoder falls back to the drift alone (:func:`drift_only`).
+    the label bank's vocabulary, and any other encoder uses the drift alone (:func:`drift_only`).
+
+    Args:
+        model: any name that :func:`react_clip.load` takes, or a loaded encoder.
+        guard: a defence; ReACT with the encoder's constants by default.
+        labels: classes over which the gate compares predictions.
+        class_features: the same as ready features ``[K, dim]``.
+        seed: a number, or a secret as ``bytes``.
+        device: where to load the model; CUDA if there is one by default.
     """
 
     def __init__(
         self,
-        encoder: Encoder,
+        model: Encoder | str | Path,
         guard: Defense | None = None,
         *,
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
         seed: Seed = 0,
+        device: str | torch.device | None = None,
     ) -> None:
-        self.encoder = encoder
+        self.encoder = encoder = resolve_encoder(model, device)
         self.seed = seed
+        self.labels = None if labels is None else list(labels)
+        self.has_class_features = class_features is not None
         classes = _classes(encoder, labels, class_features)
         if guard is None:
             guard = ReACT.constants_for(encoder)
@@ -102,7 +115,7 @@ class DefendedFeatures:
                     f"the guard {guard.name!r} compares predictions, and there are no classes; give labels=[...], "
                     "class_features=..., or a guard that needs none: rc.integrations.drift_only(guard)"
                 )
-            # Such a guard never looks at the classes.
+            # Such a guard does not use the classes.
             classes = ZeroShotClassifier.from_features(encoder, ["anything"], torch.ones(1, encoder.dim))
         self.guard = guard
         self.classifier = classes
@@ -113,7 +126,7 @@ class DefendedFeatures:
 
     @torch.no_grad()
     def of_images(self, images: Sequence[ImageSource]) -> Tensor:
-        """Unit features of paths, bytes or PIL images, on the CPU; a few are in memory at a time."""
+        """Unit features of paths, bytes or PIL images, on the CPU; 32 images are in memory at a time."""
         size = self.encoder.image_size
         parts = [
             self.of_pixels(as_pixels([local_image(image) for image in images[i : i + _BATCH]], size)).cpu()

@@ -6,12 +6,18 @@ closed the scores are the stock pipeline's up to rounding. The scores carry the 
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForZeroShotImageClassification,
+    CLIPImageProcessor,
+    ZeroShotImageClassificationPipeline,
+)
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from react_clip import functional
 from react_clip.defenses import Defense, ReACT
@@ -20,7 +26,7 @@ from react_clip.encoders.base import quiet_libraries
 from react_clip.encoders.hf import HFEncoder, load_hf
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
-from react_clip.integrations.common import inherit, local_image, resolve_encoder
+from react_clip.integrations.common import local_image, resolve_encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import read_image
 from react_clip.zeroshot import ZeroShotClassifier, check_names
@@ -57,37 +63,29 @@ def zero_shot_pipeline(
         "tokenizer": encoder.text.tokenizer if encoder.has_text else None,
         "image_processor": _image_processor(encoder),
     }
-    kind: Any = _pipeline_class()
-    pipeline: DefendedZeroShotImageClassificationPipeline = kind(
+    return DefendedZeroShotImageClassificationPipeline(
         model=encoder.tower, device=encoder.device, encoder=encoder, guard=guard, seed=seed, **parts, **kwargs
     )
-    return pipeline
 
 
 def register_pipeline() -> str:
     """Make the defended pipeline a task of ``transformers.pipeline``, and return its name."""
-    from transformers import AutoModelForZeroShotImageClassification
-    from transformers.pipelines import PIPELINE_REGISTRY
-
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
             TASK,
-            pipeline_class=_pipeline_class(),
+            pipeline_class=DefendedZeroShotImageClassificationPipeline,
             pt_model=AutoModelForZeroShotImageClassification,
             type="multimodal",
         )
     return TASK
 
 
-class _DefendedPipeline:
+class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeline):  # type: ignore[misc]
     """Zero-shot image classification with a defended CLIP; called and answering as the stock pipeline.
 
     Takes ``guard`` and ``seed`` beside the stock arguments. Images are paths, PIL images, bytes or ``data:`` URIs; URLs
     are not fetched.
     """
-
-    model: Any
-    image_processor: Any
 
     def __init__(
         self,
@@ -140,8 +138,7 @@ class _DefendedPipeline:
 
     def postprocess(self, model_outputs: dict[str, Any], candidate_labels: Any = ()) -> list[dict[str, Any]]:
         """Labels with their scores, best first, as the stock pipeline writes them."""
-        stock: Any = super()
-        answer: list[dict[str, Any]] = stock.postprocess({**model_outputs, "candidate_labels": candidate_labels})
+        answer: list[dict[str, Any]] = super().postprocess({**model_outputs, "candidate_labels": candidate_labels})
         return answer
 
     def _classifier(self, labels: Any, template: str | None) -> ZeroShotClassifier:
@@ -186,8 +183,6 @@ def _wrap(model: nn.Module, tokenizer: Any, processor: Any) -> Encoder:
 
 def _image_processor(encoder: Encoder) -> Any:
     """The model's own processor; CLIP's for this size where the model brings none (bicubic, shorter side to size)."""
-    from transformers import AutoImageProcessor, CLIPImageProcessor
-
     name = encoder.name
     source, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("+")[0].partition("@")
     try:
@@ -202,28 +197,3 @@ def _image_processor(encoder: Encoder) -> Any:
             image_mean=encoder.mean.flatten().tolist(),
             image_std=encoder.std.flatten().tolist(),
         )
-
-
-@functools.cache
-def _pipeline_class() -> Any:
-    from transformers import ZeroShotImageClassificationPipeline
-
-    return inherit(
-        _DefendedPipeline, ZeroShotImageClassificationPipeline, "DefendedZeroShotImageClassificationPipeline"
-    )
-
-
-if TYPE_CHECKING:
-
-    class DefendedZeroShotImageClassificationPipeline(_DefendedPipeline):
-        """What :func:`_pipeline_class` makes, as type checkers see it."""
-
-        def __call__(self, image: Any, candidate_labels: Any, **kwargs: Any) -> Any:
-            """Scores per label, best first; one such list per image for several images."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name == "DefendedZeroShotImageClassificationPipeline":
-            return _pipeline_class()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

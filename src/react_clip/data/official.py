@@ -1,6 +1,6 @@
-"""The sets that torchvision reads in the form their authors published.
+"""The official releases: what torchvision reads as its authors published it, and downloads.
 
-We take the list of photos and labels from torchvision and open the photos ourselves, so that a label costs no decoding.
+The list of photos and labels comes from torchvision; the photos are opened by us, so that a label costs no decoding.
 CIFAR's files are pickles, torchvision's own format: it checks their MD5 before it opens them.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from react_clip.data.dataset import ImageDataset, Photo
 from react_clip.data.labels import ClassIndex
-from react_clip.data.spec import DatasetSpec
-from react_clip.errors import ReactClipError
+from react_clip.data.registry import DatasetSpec
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
 _BY_NAME = {"test": {"split": "test"}, "train": {"split": "train"}}
@@ -71,7 +71,7 @@ def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: boo
     return ImageDataset(spec.name, split, spec.class_names, spec.folders, spec.templates, tuple(photos))
 
 
-def fetch(spec: DatasetSpec, root: Path) -> None:
+def download_folders(spec: DatasetSpec, root: Path) -> None:
     """Let torchvision download and unpack a set that we then read as class folders."""
     _construct(spec, root, download=True)
 
@@ -100,3 +100,19 @@ def _pairs(source: Any, reader: _Reader) -> Iterable[tuple[Any, int]]:
     if isinstance(photos, np.ndarray) and photos.shape[-1] != 3:
         photos = photos.transpose(0, 2, 3, 1)  # STL10 keeps colour first
     return [(photo, int(label)) for photo, label in zip(photos, getattr(source, reader.labels), strict=True)]
+
+
+def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
+    """Download the split's shards or parquet files from the Hub into ``<root>/<name>``."""
+    hub = require("huggingface_hub", f"downloading {spec.hub}", extra="data")
+    theirs = spec.hub_split if split == "test" else split
+    try:
+        hub.snapshot_download(
+            spec.hub,
+            repo_type="dataset",
+            local_dir=root / spec.name,
+            allow_patterns=[f"{theirs}/*.tar", f"data/{theirs}*.parquet", "classnames.txt"],
+        )
+    except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
+        reason = first_line(error)
+        raise ReactClipError(f"cannot download {spec.hub} ({reason}); {spec.how_to_get_under(root)}") from error
