@@ -141,7 +141,7 @@ def _plot(result: Finetuned) -> None:
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)
     axes.set_xlabel("step")
-    axes.set_ylabel(f"loss of {result.record['method']['name']}")
+    axes.set_ylabel(f"loss of {pop_kind(dict(result.record['method']))}")
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
 
