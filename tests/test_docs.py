@@ -48,7 +48,8 @@ def test_make_has_the_targets_of_the_readme() -> None:
 
 
 def test_the_parser_takes_every_command_of_the_readme() -> None:
-    lines = re.findall(r"^react-clip .*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("react-clip ")]
     assert len(lines) >= 5
     for line in lines:
         assert callable(parse_args(shlex.split(line, comments=True)[1:]).run), line

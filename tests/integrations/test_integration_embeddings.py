@@ -203,8 +203,8 @@ def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Pat
 def test_both_classes_work_without_their_libraries(
     encoder: rc.Encoder, photos: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("chromadb", "langchain_core"):
-        monkeypatch.setitem(sys.modules, library, None)
+    for module in ("chromadb.api.types", "langchain_core.embeddings"):
+        monkeypatch.setitem(sys.modules, module, None)
     chroma = runpy.run_module("react_clip.integrations.chroma")["ChromaEmbeddings"]
     langchain = runpy.run_module("react_clip.integrations.langchain")["LangChainEmbeddings"]
     assert chroma.__bases__[1] is langchain.__bases__[1] is object

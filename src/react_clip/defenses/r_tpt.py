@@ -31,7 +31,7 @@ class RTPT(PromptTuning):
     colour = "#AA4499"
 
     neighbours: Count = 20
-    """Number of nearest other views whose similarity weights a view. The published code leaves out cosines of 1 or more,
+    """Nearest other views whose similarity weights a view. The published code leaves out cosines of 1 or more,
     which we take to mean the view itself."""
 
     def __post_init__(self) -> None:
