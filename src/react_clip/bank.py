@@ -1,4 +1,4 @@
-"""The label bank: class features made of photos, so that an image tower without a text tower can name things.
+"""The label bank: class features from photos, for image towers without a text tower.
 
 One safetensors file inside the package holds one unit feature per name (the normalised mean of the image features of a
 few labelled photos) and groups of names ("cat", "car") for what people ask for. ``tools/make_label_bank.py`` makes it.
@@ -87,7 +87,7 @@ class LabelBank:
         return self._default
 
     def resolve(self, label: str) -> str:
-        """The entry or group a label means.
+        """The name of the entry or group for a label.
 
         >>> LabelBank.load().resolve("Knives")
         'knife'

@@ -35,7 +35,7 @@ class ClassIndex:
 
 
 def folder_tags(folder: str) -> tuple[str, ...]:
-    """The names a class folder may go by.
+    """A folder's name and, for a numbered one, its two parts.
 
     >>> folder_tags("012.colt's foot")
     ("012.colt's foot", '012', "colt's foot")

@@ -23,7 +23,7 @@ def load(
     download: bool = False,
     seed: int = 0,
 ) -> ImageDataset:
-    """Photos of a set, in an order that never changes.
+    """Load the photos of a set, always in the same order.
 
     ``name`` is one of ``names()``, a directory below ``root``, or ``folder:PATH``. ``limit`` takes a class-balanced
     subset chosen by ``seed``; the ImageNet sets are cut to five per class as in the paper. Nothing is fetched unless

@@ -1,4 +1,4 @@
-"""The official releases: what torchvision reads as its authors published it, and downloads.
+"""Official releases: sets that torchvision reads, and downloads from torchvision or the Hugging Face hub.
 
 The list of photos and labels comes from torchvision; the photos are opened by us, so that a label costs no decoding.
 CIFAR's files are pickles, torchvision's own format: it checks their MD5 before it opens them.

@@ -103,18 +103,18 @@ class DefendedOpenCLIP(nn.Module):
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
         """Unit features of images and texts and the scale, as the model returns them: a tuple, or a dictionary."""
-        found = {
+        outputs = {
             "image_features": None if image is None else self.encode_image(image, normalize=True),
             "text_features": None if text is None else self.encode_text(text, normalize=True),
             "logit_scale": self.logit_scale.exp(),
         }
         if self.logit_bias is not None:
-            found["logit_bias"] = self.logit_bias
-        return found if getattr(self._model, "output_dict", False) else tuple(found.values())
+            outputs["logit_bias"] = self.logit_bias
+        return outputs if getattr(self._model, "output_dict", False) else tuple(outputs.values())
 
 
 def to_unit_range(normalised: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Undo ``(x - mean) / std``; what was a multiple of 1/255 before is exactly that again.
+    """Undo ``(x - mean) / std``; multiples of 1/255 are restored exactly.
 
     Rounding would otherwise leave pixels such as -3e-8, and change the noise, which follows the pixels bit for bit.
     """
@@ -156,7 +156,7 @@ def _wrap(model: nn.Module, tokenizer: Any) -> Encoder:
     size = int(size[0] if isinstance(size, tuple | list) else size)
     like = next(model.parameters())
     with torch.no_grad():
-        # Towers keep their width in different places; one pass asks all of them.
+        # Towers store their width in different places; one pass works for all of them.
         dim = parts.eval().encode_image(torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype)).shape[1]
     encoder = OpenCLIPEncoder(
         model,

@@ -1,4 +1,4 @@
-"""The zero-shot image classification pipeline of transformers, with the defence between its pixels and its scores.
+"""A defended zero-shot image classification pipeline for transformers.
 
 Pixels are those of the model's own image processor, less its normalisation, which the encoder does: with the guard
 closed the scores are the stock pipeline's up to rounding. The scores carry the model's own temperature, as there.
@@ -81,7 +81,7 @@ def register_pipeline() -> str:
 
 
 class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeline):  # type: ignore[misc]
-    """Zero-shot image classification with a defended CLIP; called and answering as the stock pipeline.
+    """Zero-shot image classification with a defended CLIP; same calls and answers as the stock pipeline.
 
     Takes ``guard`` and ``seed`` beside the stock arguments. Images are paths, PIL images, bytes or ``data:`` URIs; URLs
     are not fetched.
