@@ -145,7 +145,7 @@ def to_pixels(image: ImageSource, size: int, limits: Limits = DEFAULT_LIMITS) ->
 
 
 def as_pixels(images: Images, size: int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
-    """Images of any kind as one batch ``[B, 3, size, size]``; tensors are returned as they are (the encoder checks them).
+    """Images of any kind as one batch ``[B, 3, size, size]``; tensors stay as they are (the encoder checks them).
 
     >>> as_pixels([Image.new("L", (32, 32)), Image.new("RGB", (300, 200))], 224).shape
     torch.Size([2, 3, 224, 224])

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, compare, and only then let the folder appear."""
+    """Export and compare; the folder is created only if the features agree."""
     if not args.tolerance > 0:
         raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {TOLERANCE}")
     args.photos_in = args.photos_in or bundled_photos()
