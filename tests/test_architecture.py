@@ -26,12 +26,11 @@ ROOMS = [
         "augment",
         "preprocess",
     ),
-    *("encoders", "bank", "zeroshot", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation"),
+    *("encoders", "bank", "zeroshot", "linf", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation"),
     *("finetune", "bench", "report", "integrations", "serve", "scale", "cli", "__main__"),
 ]
 FORBIDDEN = {
     "serve": {"attacks", "adaptive", "evaluation"},
-    "attacks": {"defenses"},
     "data": {"defenses", "attacks", "calibration"},
 }
 OPTIONAL = {"open_clip", "torchvision", "onnx", "transformers", "skimage", "sklearn", "yaml", "pyarrow", "matplotlib"}

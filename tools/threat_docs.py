@@ -107,9 +107,9 @@ def _members(result: EvaluationResult) -> list[dict[str, Any]]:
 
 
 def _part(member: dict[str, Any]) -> str:
-    from react_clip import adaptive
+    from react_clip import attacks
 
-    return adaptive.from_dict(member).name
+    return attacks.from_dict(member).name
 
 
 def _name(member: dict[str, Any]) -> str:

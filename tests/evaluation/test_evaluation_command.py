@@ -21,7 +21,7 @@ from react_clip.cli import parse_args
 from react_clip.encoders.base import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
 from react_clip.evaluation.classes import class_source
-from react_clip.evaluation.cost import Passes, attack_cost, defense_cost, set_cost
+from react_clip.evaluation.cost import Passes, crafting_cost, defense_cost, set_cost
 from react_clip.evaluation.images import read_pixels
 from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.store import ShardStore
@@ -365,8 +365,8 @@ def test_costs_are_those_of_the_protocol() -> None:
     ):
         assert defense_cost(guard, clf, example) == Passes(forward, backward)
     assert not calls, "none of them had to be run"
-    assert attack_cost(rc.attacks.PGD(steps=100)) == Passes(101, 100)
-    assert attack_cost(rc.attacks.Square(queries=50)) == Passes(52)
+    assert crafting_cost(rc.attacks.PGD(steps=100), rc.Undefended(), Passes(1)) == Passes(101, 100)
+    assert crafting_cost(rc.attacks.Square(queries=50), rc.Undefended(), Passes(1)) == Passes(52)
 
     class TwoBackward:
         """A defence nobody has heard of."""

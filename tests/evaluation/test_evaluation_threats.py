@@ -30,7 +30,7 @@ def test_other_recipes_keep_their_fingerprint() -> None:
     assert "transfer_model" not in oblivious.to_dict()
     assert set(oblivious.to_dict()["defenses"][0]) == {
         *("kind", "sigma_low", "sigma_high", "probe_samples", "views", "alpha", "tau", "mapping", "instability"),
-        *("augmentation", "lazy", "max_batch", "label"),
+        *("augmentation", "lazy", "max_batch", "label", "family", "params"),
     }
 
 
@@ -43,8 +43,8 @@ def test_a_transfer_recipe_names_its_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"threat": "oblivious"}, "'adaptive-both-20 1/255' knows the defence; for it set threat: adaptive"),
-        ({"attacks": ["pgd"]}, "'pgd-10 4/255' does not know the defence; for it choose one of oblivious, transfer"),
+        ({"threat": "oblivious"}, "'adaptive-both-20 1/255' belongs to adaptive; for it set threat: adaptive"),
+        ({"attacks": ["pgd"]}, "'pgd-10 4/255' belongs to oblivious or transfer; for it set threat: oblivious"),
         ({"threat": "psychic"}, "choose one of oblivious, transfer, adaptive"),
         ({"threat": "transfer", "attacks": ["pgd"]}, "transfer_model is None; the model to craft on"),
         ({"transfer_model": "x"}, "belongs to threat: transfer, and only to it"),
@@ -52,8 +52,8 @@ def test_a_transfer_recipe_names_its_model() -> None:
         ({"defenses": ["aom"], "attacks": ["adaptive-evade"]}, "'adaptive-evade-20 4/255' cannot be run on .* 'aom'"),
         ({"attacks": [{"kind": "adaptive-both", "steps": "ten"}]}, "steps is 'ten'"),
         ({"attacks": [{"kind": "adaptive-both", "eps": []}]}, "empty list of eps"),
-        ({"attacks": [{"kind": "adaptive-suite", "members": []}]}, "members is .*; it needs at least 1"),
-        ({"attacks": ["adaptive-magic"]}, "does not exist; choose one of clean, apgd, .*, adaptive-both"),
+        ({"attacks": [{"kind": "adaptive-suite", "members": []}]}, "a suite has no members"),
+        ({"attacks": ["adaptive-magic"]}, "does not exist; choose one of clean, adaptive-both, .*, square"),
     ],
 )
 def test_what_does_not_go_together_is_one_clear_line(changes: dict[str, Any], says: str) -> None:

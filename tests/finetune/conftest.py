@@ -1,8 +1,7 @@
-"""The tiny CLIP, a second one to take towers from, a few striped photos, and a single thread for all tests."""
+"""The tiny CLIP, a second one to take towers from, and a few striped photos."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,8 @@ from torch import Tensor
 
 import react_clip as rc
 import tiny_clip
-from threads import one_thread
 
 CLASSES = 4
-
-
-# Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,20 @@ def root(photos: tuple[Tensor, Tensor], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def tuned(root: Path, tiny_folder: Path, command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tower finetuned by the real command in a process of its own."""
+def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tower finetuned by the command."""
     out = tmp_path_factory.mktemp("runs") / "tecoa"
     arguments = ["finetune", "tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", out]
     arguments += ["--steps", 6, "--batch", 8, "--lr", "1e-3", "--save-every", 3, "--device", "cpu"]
-    finished = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert "tecoa: 6 steps on 24 photos" in finished.stdout
-    assert f"use it with --model {out}" in finished.stderr
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as said,
+        redirect_stderr(StringIO()) as told,
+    ):
+        patch.setattr(sys, "argv", ["react-clip", *map(str, arguments)])
+        assert main(sys.argv[1:]) == 0, told.getvalue()
+    assert "tecoa: 6 steps on 24 photos" in said.getvalue()
+    assert f"use it with --model {out}" in told.getvalue()
     return out
 
 
@@ -76,7 +83,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert record["class_source"] == "prompts (This is a photo of a {}.)"
     assert record["dataset"]["name"] == "stripes"
     assert record["device"] == "cpu"
-    assert record["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["versions"]["torch"])
     assert (record["settings"]["steps"], record["settings"]["batch"], record["settings"]["lr"]) == (6, 8, 1e-3)
     assert record["final_loss"] < record["first_loss"]
     with (tuned / "log.csv").open() as stream:

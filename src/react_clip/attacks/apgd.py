@@ -1,8 +1,8 @@
-"""Auto-PGD (Croce and Hein, 2020): momentum steps whose size halves where progress stalls."""
+"""Auto-PGD (Croce and Hein, 2020): momentum steps whose size is halved when progress stalls."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from react_clip.attacks import losses
 from react_clip.attacks.base import Attack
 from react_clip.attacks.losses import Loss
-from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.attacks.problem import Attempt, Candidates, Problem, relay, select
 from react_clip.config import Count
 
 _MOMENTUM = 0.75
@@ -42,7 +42,7 @@ class APGD(Attack):
     tensor([True])
     """
 
-    kind = "apgd"
+    kind: ClassVar[str] = "apgd"
     loss: Literal["ce", "dlr", "dlr-targeted"] = "ce"
     steps: Count = 100
     restarts: Count = 1
@@ -64,57 +64,57 @@ class APGD(Attack):
         return _LOSSES[self.loss](logits, labels)
 
     def search(self, problem: Problem) -> Tensor:
-        """One run a restart, and for APGD-T a target."""
+        """The best image over all restarts, and for APGD-T over all targets."""
         clean = problem.logits(problem.x)
         if self.loss == "dlr-targeted":
             ranks = losses.ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
             attempts = [self._attempt(targets) for targets in ranks for _ in range(self.restarts)]
         else:
             attempts = [self._attempt(None)] * self.restarts
-        return relay(problem, clean, attempts).images
+        return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
     def _attempt(self, targets: Tensor | None) -> Attempt:
-        def attempt(part: Problem, rows: Tensor) -> Found:
+        def attempt(part: Problem, rows: Tensor) -> Candidates:
             return self._climb(part, self.own_loss if targets is None else _towards(targets[rows]))
 
         return attempt
 
-    def _climb(self, problem: Problem, loss: Loss) -> Found:
-        marks = checkpoints(self.steps)
-        x = before = problem.random_start()
+    def _climb(self, problem: Problem, loss: Loss) -> Candidates:
+        ball, marks = problem.ball, checkpoints(self.steps)
+        x = previous = problem.random_start()
         logits, value, slope = problem.gradient(x, loss, self.eot)
-        found, found_value = Found(x, logits), value
-        top, top_value, top_slope = x, value, slope
-        step = 2.0 * problem.eps
+        highest: tuple[Tensor, ...] = (x, value, slope)
+        # What is returned: the highest point among those that break the image, or among all if none does.
+        best: tuple[Tensor, ...] = (x, logits, value)
+        wrong = logits.argmax(1) != problem.y
+        step = 2.0 * ball.eps
         rises, last_mark = torch.zeros_like(value), 0
-        halved, top_at_mark = torch.ones_like(value, dtype=torch.bool), value
+        halved, highest_at_mark = torch.ones_like(value, dtype=torch.bool), value
 
         for k in range(1, self.steps + 1):
-            share = _MOMENTUM if k > 1 else 1.0  # the first step has no past to continue
-            aim = problem.project(x + step * slope.sign())
-            x, before = problem.project(x + share * (aim - x) + (1.0 - share) * (x - before)), x
+            share = _MOMENTUM if k > 1 else 1.0  # the first step has no previous one to continue
+            aim = ball.step(x, slope, step)
+            x, previous = ball.project(x + share * (aim - x) + (1.0 - share) * (x - previous)), x
             old_value = value
             logits, value, slope = problem.gradient(x, loss, self.eot)
             problem.steps.tick()
 
             rises = rises + (value > old_value)
-            higher = value > top_value
-            top, top_value, top_slope = _where(higher, (x, value, slope), (top, top_value, top_slope))
-            candidate = Found(x, logits)
-            breaks, broke = candidate.broken(problem.y), found.broken(problem.y)
-            better = (breaks & ~broke) | ((breaks == broke) & (value > found_value))
-            found, found_value = found.where(better, candidate), torch.where(better, value, found_value)
+            highest = select(value > highest[1], (x, value, slope), highest)
+            breaks = logits.argmax(1) != problem.y
+            better = (breaks & ~wrong) | ((breaks == wrong) & (value > best[2]))
+            best, wrong = select(better, (x, logits, value), best), wrong | breaks
 
             if k in marks:
-                stalled = (rises < _RISE_RATE * (k - last_mark)) | (~halved & (top_value == top_at_mark))
-                step = torch.where(_wide(stalled), step / 2.0, step)
-                x, value, slope = _where(stalled, (top, top_value, top_slope), (x, value, slope))
-                rises, last_mark, halved, top_at_mark = torch.zeros_like(rises), k, stalled, top_value
-        return found
+                stalled = (rises < _RISE_RATE * (k - last_mark)) | (~halved & (highest[1] == highest_at_mark))
+                step = torch.where(stalled[:, None, None, None], step / 2.0, step)
+                x, value, slope = select(stalled, highest, (x, value, slope))
+                rises, last_mark, halved, highest_at_mark = torch.zeros_like(rises), k, stalled, highest[1]
+        return Candidates.judged(best[0], best[1], problem.y)
 
 
 def checkpoints(steps: int) -> list[int]:
-    r"""Steps :math:`\lceil p_j N \rceil` after which progress is judged.
+    r"""Steps :math:`\lceil p_j N \rceil` after which the step size may be halved.
 
     :math:`p_0 = 0`, :math:`p_1 = 0.22`, :math:`p_{j+1} = p_j + \max(p_j - p_{j-1} - 0.03, 0.06)`, here in whole
     percents, since 0.41 is no binary fraction and its product with 100 must not round up to 42.
@@ -130,16 +130,3 @@ def checkpoints(steps: int) -> list[int]:
 
 def _towards(targets: Tensor) -> Loss:
     return lambda logits, labels: losses.dlr_targeted(logits, labels, targets)
-
-
-def _wide(mask: Tensor) -> Tensor:
-    return mask[:, None, None, None]
-
-
-State = tuple[Tensor, Tensor, Tensor]
-"""A point, its loss and its gradient."""
-
-
-def _where(mask: Tensor, yes: State, no: State) -> State:
-    wide = _wide(mask)
-    return torch.where(wide, yes[0], no[0]), torch.where(mask, yes[1], no[1]), torch.where(wide, yes[2], no[2])

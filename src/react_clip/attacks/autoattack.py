@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import Attack
 from react_clip.attacks.fab import FAB
-from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.attacks.problem import Problem, relay
 from react_clip.attacks.square import Square
 
 _VERSIONS: dict[str, tuple[Attack, ...]] = {
@@ -43,7 +43,7 @@ class AutoAttack(Attack):
     tensor([105, 208])
     """
 
-    kind = "autoattack"
+    kind: ClassVar[str] = "autoattack"
     version: Literal["ttc", "standard", "rand"] = "standard"
 
     @property
@@ -62,14 +62,6 @@ class AutoAttack(Attack):
         return sum(member.total_steps for member in self.members)
 
     def search(self, problem: Problem) -> Tensor:
-        """The members in turn."""
-        return relay(problem, problem.logits(problem.x), [_attempt(member) for member in self.members]).images
-
-
-def _attempt(member: Attack) -> Attempt:
-    def attempt(part: Problem, rows: Tensor) -> Found:
-        del rows
-        images = member.search(part)
-        return Found(images, part.logits(images))
-
-    return attempt
+        """The images that the first successful member found, or those of largest margin."""
+        attempts = [lambda part, _, member=member: part.candidates(member.search(part)) for member in self.members]
+        return relay(problem, problem.candidates(problem.x), attempts).images

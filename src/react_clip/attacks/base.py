@@ -1,20 +1,20 @@
-"""What all attacks share: a config object that is called on (model, x, y)."""
+"""What all attacks share: how they are called, and what they return."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from react_clip import noise
+from react_clip import linf, noise
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import (
-    Found,
-    Model,
+    Candidates,
     Problem,
     Progress,
     Steps,
@@ -22,63 +22,112 @@ from react_clip.attacks.problem import (
     check_images,
     check_labels,
 )
+from react_clip.attacks.targets import DefendedClassifier, Model, Passes, Target, times
 from react_clip.config import PixelLength, Registered, Registry
+from react_clip.defenses.base import Defense, as_module, derived_seed
+from react_clip.errors import ReactClipError
+from react_clip.zeroshot import ZeroShotClassifier
 
-__all__ = ["Attack", "AttackResult", "Model", "from_dict", "names"]
+OBLIVIOUS, TRANSFER, ADAPTIVE = "oblivious", "transfer", "adaptive"
+"""Threat models: the attacker knows CLIP but not the defence; only another model; CLIP and the defence."""
+
+JUDGE_DRAWS = 10
+"""Draws of the noise that decide whether an attack on a defence succeeded; no attack optimises on them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttackResult:
-    """What an attack hands back; every field has one entry per image.
+    """Adversarial images and what became of them; every field has one entry per image.
 
-    ``success`` and ``loss`` come from one last forward pass over ``images``. For a randomised model that pass is a
-    fresh draw, so an image that the search saw broken may count as unbroken, and the other way round.
+    A plain model is judged by one more answer on ``images``; if it is random, that answer is a fresh draw. A defended
+    classifier is judged by 10 fresh draws of the defence's noise.
     """
 
     images: Tensor
     """``[B, C, H, W]`` fp32 in [0, 1], within eps of the input."""
     success: Tensor
-    """``[B]`` bool: the model's answer on ``images`` differs from the label."""
+    """``[B]`` bool: more than half of the judging answers are wrong."""
     loss: Tensor
-    """``[B]`` fp32: final value of the attack's own loss."""
+    """``[B]`` fp32: the attack's own loss, or for a defended classifier the mean margin, over the judging answers."""
     queries: Tensor
-    """``[B]`` int64: forward passes spent on that image, the last one included. Backward passes are not counted."""
+    """``[B]`` int64: encoder forward passes, judging included; for a defended classifier an upper bound."""
+    backward: Tensor
+    """``[B]`` int64: encoder backward passes, likewise."""
+    broken: Tensor
+    """``[B]`` fp32: share of the judging answers that are wrong."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """For a suite: ``broken`` of each member's images by the member's name; NaN where it was not run."""
 
 
 class Attack(Registered, ABC):
-    """A configuration; call it on a model, images and labels. Its repr is the log line.
+    """A configuration; call it on a target, images and labels. Its repr is the log line.
 
-    The model runs as it is handed over (put it in eval mode); gradients are taken with respect to pixels only, and
-    neither its parameters nor ``x`` are touched. All randomness comes from streams keyed by an image's pixels and the
-    seed: no result depends on the batch an image sits in.
+    The target is any map from [0, 1] pixels to logits (put it in eval mode). Gradients are taken with respect to the
+    pixels only; neither the target's parameters nor ``x`` change. All randomness comes from streams keyed by an image's
+    pixels and the seed, so no result depends on the batch an image sits in.
     """
 
     registry: ClassVar[Registry[Attack]] = Registry("attack", "react_clip.attacks")
+    threats: ClassVar[tuple[str, ...]] = (OBLIVIOUS, TRANSFER)
+    """Threat models in which the attack can be used."""
     eps: PixelLength = 4 / 255
 
     @property
-    @abstractmethod
     def name(self) -> str:
-        """Short name for tables, such as ``pgd-10``."""
+        """Short name for tables, such as ``square-5000``."""
+        return f"{self.kind}-{self.total_steps}"
 
     @property
-    @abstractmethod
     def total_steps(self) -> int:
-        """Steps at most, for progress bars."""
+        """Most steps of a call, for progress bars; the field ``steps`` unless a class says otherwise."""
+        return int(getattr(self, "steps", 1))
 
     @abstractmethod
     def search(self, problem: Problem) -> Tensor:
-        """Look for adversarial images within the problem's balls; return the best candidates."""
+        """The best adversarial images found inside the problem's balls."""
 
     def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss reported in the result; the margin unless an attack climbs another one."""
+        """The loss in the result; the margin unless an attack climbs another one."""
         return margin(logits, labels)
+
+    def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
+        """What to call the attack on in order to attack this classifier behind this defence."""
+        del defense
+        return clf
+
+    def obstacle(self, defense: Defense) -> str:
+        """Why the attack makes no sense on a defence; empty where it does.
+
+        >>> from react_clip.attacks import Evade
+        >>> from react_clip.defenses import AOM
+        >>> Evade().obstacle(AOM())
+        'aom has no gate to keep shut'
+        """
+        del defense
+        return ""
+
+    def members_for(self, defense: Defense) -> tuple[Attack, ...]:
+        """For a suite, the members that make sense on a defence."""
+        del defense
+        return ()
+
+    def cost(self, defense: Defense, passes: Passes) -> Passes:
+        """Most encoder passes for one image, judging included; ``passes`` are those of the defence.
+
+        >>> from react_clip.attacks import PGD
+        >>> from react_clip.defenses import ReACT
+        >>> PGD(steps=10).cost(ReACT(), (14, 0))  # PGD does not run the defence
+        (11, 10)
+        """
+        del defense, passes
+        # An image that cannot be broken costs the same at every budget.
+        return _counted_cost(self.replace(eps=4 / 255))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(
         self,
-        model: Model,
+        target: Model,
         x: Tensor,
         y: Tensor,
         *,
@@ -96,26 +145,98 @@ class Attack(Registered, ABC):
         radius = budgets(self.eps if eps is None else eps, x)
         # Copies, so that the result never shares memory with the input and inference tensors can be differentiated.
         pixels, labels = x.detach().float().clone(), y.detach().to(x.device, torch.int64, copy=True)
-        queries = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         if len(x) == 0:
-            nothing = torch.zeros(0, device=x.device)
-            return AttackResult(pixels, nothing.bool(), nothing, queries)
+            empty = torch.zeros(0, device=x.device)
+            return AttackResult(pixels, empty.bool(), empty, empty.long(), empty.long(), empty)
+        defended = self._defended(target, seed, pixels[:1])
+        problem = Problem(
+            Target(target, target),
+            defended,
+            linf.Ball(pixels, radius),
+            labels,
+            keys=noise.stream_keys(pixels, seed if defended is None else defended.seed),
+            rows=torch.arange(len(x), device=x.device),
+            spent=torch.zeros(2, len(x), dtype=torch.int64, device=x.device),
+            steps=Steps(self.total_steps, progress),
+        )
+        best, parts = self.run(problem)
+        problem.steps.finish()
+        forward, backward = problem.spent
+        return AttackResult(best.images, best.wrong > 0.5, best.loss.float(), forward, backward, best.wrong, parts)
 
-        steps, rows = Steps(self.total_steps, progress), torch.arange(len(x), device=x.device)
-        problem = Problem(model, pixels, labels, radius, noise.stream_keys(pixels, seed), rows, queries, steps)
+    def run(self, problem: Problem) -> tuple[Candidates, dict[str, Tensor]]:
+        """Search, then judge what was found; also returns the ``parts`` of the result."""
         images = self.search(problem)
-        steps.finish()
-        final = Found(images, problem.logits(images))
-        return AttackResult(images, final.broken(labels), self.own_loss(final.logits, labels).float(), queries)
+        return self._judged(problem, images), {}
+
+    def _judged(self, problem: Problem, images: Tensor) -> Candidates:
+        logits = problem.logits(images)
+        return Candidates(images, (logits.argmax(1) != problem.y).float(), self.own_loss(logits, problem.y))
+
+    def _defended(self, target: Model, seed: noise.Seed, example: Tensor) -> DefendedClassifier | None:
+        del target, seed, example
+        return None
 
 
-def names() -> list[str]:
-    """The kinds that :func:`from_dict` knows.
+class DefendedAttack(Attack):
+    """An attack that knows the defence; its target is ``rc.as_module(clf, defense)``.
 
-    >>> names()
+    Every step draws new noise, from seeds that no evaluation uses (:func:`~react_clip.defenses.base.derived_seed`).
+    """
+
+    threats: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
+
+    @abstractmethod
+    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+        """Most encoder passes for one image without judging."""
+
+    def cost(self, defense: Defense, passes: Passes) -> Passes:
+        """Most encoder passes for one image, judging included; ``passes`` are those of the defence."""
+        searching, judging = self.search_cost(defense, passes), times(passes, JUDGE_DRAWS)
+        return searching[0] + judging[0], searching[1] + judging[1]
+
+    def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
+        """The defended classifier."""
+        return as_module(clf, defense)
+
+    def _defended(self, target: Model, seed: noise.Seed, example: Tensor) -> DefendedClassifier | None:
+        defended = DefendedClassifier.of(target, derived_seed(seed, "attack"), example)
+        if reason := self.obstacle(defended.defense):
+            raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
+        return defended
+
+    def _judged(self, problem: Problem, images: Tensor) -> Candidates:
+        defended = defended_of(problem)
+        problem.spend(times(defended.passes, JUDGE_DRAWS))
+        return Candidates(images, *defended.with_noise("judge").judge(images, problem.y, JUDGE_DRAWS))
+
+
+def defended_of(problem: Problem) -> DefendedClassifier:
+    """The target of a :class:`DefendedAttack` with its parts."""
+    assert problem.defended is not None
+    return problem.defended
+
+
+@cache
+def _counted_cost(attack: Attack) -> Passes:
+    """Passes for one image of a tiny model that nothing can break."""
+
+    def unbreakable(images: Tensor) -> Tensor:
+        wrong = images.flatten(1).sum(1, keepdim=True) * 1e-6 * torch.arange(10.0)
+        return torch.cat([wrong[:, :1] + 1.0, wrong[:, 1:]], dim=1)
+
+    result = attack(unbreakable, torch.full((1, 3, 4, 4), 0.5), torch.tensor([0]))
+    return int(result.queries), int(result.backward)
+
+
+def names(threat: str | None = None) -> list[str]:
+    """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
+
+    >>> names("oblivious")
     ['apgd', 'autoattack', 'cw', 'fab', 'pgd', 'square']
     """
-    return Attack.registry.names()
+    kinds = Attack.registry.names()
+    return kinds if threat is None else [kind for kind in kinds if threat in Attack.registry.get(kind).threats]
 
 
 def from_dict(config: Mapping[str, Any] | str) -> Attack:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
 from react_clip.attacks.losses import Loss, ranked_targets
-from react_clip.attacks.problem import Attempt, Found, Problem, relay
+from react_clip.attacks.problem import Attempt, Candidates, Problem, relay
 from react_clip.config import Count
 
 _BIAS = 0.1  # largest pull towards the original image
@@ -35,7 +37,7 @@ class FAB(Attack):
     (True, 0.01)
     """
 
-    kind = "fab"
+    kind: ClassVar[str] = "fab"
     steps: Count = 100
     targets: Count = 9
 
@@ -50,17 +52,18 @@ class FAB(Attack):
         return self.steps * self.targets
 
     def search(self, problem: Problem) -> Tensor:
-        """One walk a target."""
+        """The nearest adversarial images over all targets, clipped to the balls."""
         clean = problem.logits(problem.x)
         ranks = ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
-        return relay(problem, clean, [self._attempt(targets) for targets in ranks]).images
+        attempts = [self._attempt(targets) for targets in ranks]
+        return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
     def _attempt(self, targets: Tensor) -> Attempt:
         return lambda part, rows: self._walk(part, targets[rows])
 
-    def _walk(self, problem: Problem, target: Tensor) -> Found:
+    def _walk(self, problem: Problem, target: Tensor) -> Candidates:
         origin = x = problem.x
-        nearest, distance = origin, torch.full_like(problem.eps, torch.inf)
+        nearest, distance = origin, torch.full_like(x[:, :1, :1, :1], torch.inf)
         towards_target = _advantage(target)
         for _ in range(self.steps):
             _, height, normal = problem.gradient(x, towards_target)
@@ -78,8 +81,7 @@ class FAB(Attack):
             nearest, distance = torch.where(nearer, x, nearest), torch.where(nearer, length, distance)
             x = torch.where(broken, origin + _RETREAT * (x - origin), x)
             problem.steps.tick()
-        images = problem.project(nearest)
-        return Found(images, problem.logits(images))
+        return problem.candidates(problem.ball.project(nearest))
 
 
 def onto_plane(x: Tensor, normal: Tensor, height: Tensor) -> Tensor:

@@ -1,20 +1,17 @@
-"""What every attack works on: checked images, their budgets and streams, and a model that counts its own calls."""
+"""What an attack works on: checked images with their budgets and random streams, and a count of the passes spent."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from react_clip import noise
+from react_clip import linf, noise
 from react_clip.attacks.losses import Loss, margin
+from react_clip.attacks.targets import DefendedClassifier, Passes, Target
 from react_clip.errors import ReactClipError
-
-Model = Callable[[Tensor], Tensor]
-"""Any map from ``[B, C, H, W]`` pixels in [0, 1] to ``[B, K]`` logits."""
 
 Progress = Callable[[int, int], None]
 """Called as ``progress(done_steps, total_steps)``."""
@@ -22,78 +19,90 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Steps:
-    """Steps done so far, told to whoever watches."""
+    """Counts the steps done and reports each to ``progress``."""
 
     total: int
-    watcher: Progress | None = None
+    progress: Progress | None = None
     done: int = 0
 
     def tick(self) -> None:
-        """One more step is done."""
-        self._tell(self.done + 1)
+        """Count one step."""
+        self._report(self.done + 1)
 
     def finish(self) -> None:
-        """Jump to the end: steps that were planned but not needed count as done."""
+        """Count the steps that were planned but not needed."""
         if self.done < self.total:
-            self._tell(self.total)
+            self._report(self.total)
 
-    def _tell(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         self.done = done
-        if self.watcher is not None:
-            self.watcher(done, self.total)
+        if self.progress is not None:
+            self.progress(done, self.total)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """Images to break, each with its label, budget and random stream.
+    """Images to attack, each with its label, budget and random stream.
 
-    A subset made by :meth:`take` sees the same streams and counts into the same ``queries``, so an attack may drop
-    images at any time without changing what happens to the others.
+    A subset made by :meth:`take` has the same streams and counts into the same ``spent``, so an attack may drop images
+    at any time without changing what happens to the others.
     """
 
-    model: Model
-    x: Tensor
+    target: Target
+    defended: DefendedClassifier | None
+    """The target with its parts, for attacks that know the defence."""
+    ball: linf.Ball
     y: Tensor
-    eps: Tensor  # [n, 1, 1, 1]
     keys: Tensor
-    rows: Tensor  # where these images sit in the caller's batch
-    queries: Tensor  # [B], for the caller's whole batch; shared by all subsets
+    """Random streams ``[n]``."""
+    rows: Tensor
+    """Positions ``[n]`` of these images in the caller's batch."""
+    spent: Tensor
+    """Forward and backward passes ``[2, B]`` of the caller's whole batch; shared by all subsets."""
     steps: Steps
 
-    def __len__(self) -> int:
-        return len(self.x)
+    @property
+    def x(self) -> Tensor:
+        """The images ``[n, C, H, W]`` before the attack."""
+        return self.ball.centre
 
     def take(self, rows: Tensor) -> Problem:
         """The problem restricted to some of its images."""
-        return replace(
-            self, x=self.x[rows], y=self.y[rows], eps=self.eps[rows], keys=self.keys[rows], rows=self.rows[rows]
-        )
+        return replace(self, ball=self.ball.take(rows), y=self.y[rows], keys=self.keys[rows], rows=self.rows[rows])
 
     def fork(self, branch: int) -> Problem:
         """The same problem on another branch of the random streams."""
         return replace(self, keys=noise.fork(self.keys, branch))
+
+    def on(self, target: Target, seed: noise.Seed) -> Problem:
+        """The same images with another target and the random streams of another seed."""
+        return replace(self, target=target, keys=noise.stream_keys(self.x, seed))
 
     def uniform(self, count: int) -> Tensor:
         """``[n, count]`` numbers uniform in [0, 1), from each image's own stream."""
         return noise.uniform(self.keys, count)
 
     def random_start(self) -> Tensor:
-        """A point drawn uniformly from the ball, then clamped to the image range."""
-        unit = self.uniform(self.x[0].numel()).reshape(self.x.shape)
-        return self.project(self.x + self.eps * (2.0 * unit - 1.0))
+        """Images drawn uniformly from the balls."""
+        return self.ball.random_start(self.keys)
 
-    def project(self, images: Tensor) -> Tensor:
-        r"""Nearest point with :math:`\lVert x' - x \rVert_\infty \le \epsilon` and pixels in [0, 1].
+    def step_size(self, size: float | str) -> Tensor | float:
+        """A configured step size; ``"eps/4"`` is a quarter of each image's budget."""
+        return self.ball.eps / 4 if isinstance(size, str) else size
 
-        The two bounds are rounded once each, hence exact to 1 ulp of the larger pixel, and exactly x when eps is 0.
-        """
-        low, high = (self.x - self.eps).clamp(0.0, 1.0), (self.x + self.eps).clamp(0.0, 1.0)
-        return images.clamp(low, high)
+    def spend(self, passes: Passes) -> None:
+        """Count encoder passes for each of these images."""
+        self.spent[:, self.rows] += torch.tensor(passes, device=self.spent.device)[:, None]
 
     def logits(self, images: Tensor) -> Tensor:
-        """One counted forward pass, without gradients."""
+        """One counted answer of the target, without gradients."""
+        self.spend(self.target.answer_passes)
         with torch.no_grad():
-            return self._forward(images)
+            return _checked(self.target.answer(images), self.y)
+
+    def candidates(self, images: Tensor) -> Candidates:
+        """Images with the target's answers on them."""
+        return Candidates.judged(images, self.logits(images), self.y)
 
     def gradient(self, images: Tensor, loss: Loss, eot: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, loss per image and the gradient of the summed loss, each averaged over ``eot`` passes."""
@@ -104,89 +113,87 @@ class Problem:
         return logits / eot, value / eot, slope / eot
 
     def _one_gradient(self, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            pixels = images.detach().requires_grad_()
-            logits = self._forward(pixels)
-            value = loss(logits, self.y)
-            slope = torch.autograd.grad(value.sum(), pixels, allow_unused=True)[0] if value.requires_grad else None
-            if slope is None:
-                raise ReactClipError(
-                    "the model's logits carry no gradient to the pixels, which this attack needs; "
-                    "remove the no_grad or detach inside the model, or use attacks.Square, which needs none"
-                )
-        if not bool(slope.isfinite().all()):
-            raise ReactClipError(
-                "the model's gradient holds NaN or infinite values; run the model in float32, or use attacks.Square"
-            )
-        return logits.detach(), value.detach(), slope
+        answers: list[Tensor] = []
 
-    def _forward(self, images: Tensor) -> Tensor:
-        logits = self.model(images)
-        self.queries[self.rows] += 1
-        check_logits(logits, self.y)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        def loss_of(pixels: Tensor) -> Tensor:
+            answers.append(_checked(self.target.differentiable(pixels), self.y))
+            return loss(answers[0], self.y)
+
+        self.spend(self.target.gradient_passes)
+        value, slope = linf.gradient(loss_of, images)
+        return answers[0].detach(), value, checked_gradient(slope, "attacks.Square")
 
 
-@dataclass(frozen=True)
-class Found:
-    """Candidate images and what the model said about them."""
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """One image per row and how the target answers it."""
 
     images: Tensor
-    logits: Tensor
+    wrong: Tensor
+    """Share ``[n]`` of the answers that are wrong; a tie is decided by argmax."""
+    loss: Tensor
+    """Which of two candidates is better if both are wrong equally often; the larger the better."""
 
-    def broken(self, y: Tensor) -> Tensor:
-        """Whether the model's answer differs from the label; a tie goes to argmax's choice, not to the attacker."""
-        return self.logits.argmax(dim=1) != y
+    @classmethod
+    def none(cls, images: Tensor) -> Candidates:
+        """Candidates that any other beats."""
+        return cls(images, *torch.full((2, len(images)), -torch.inf, device=images.device))
 
-    def where(self, better: Tensor, other: Found) -> Found:
-        """The other's images where ``better``, these elsewhere."""
-        return Found(
-            torch.where(better[:, None, None, None], other.images, self.images),
-            torch.where(better[:, None], other.logits, self.logits),
-        )
+    @classmethod
+    def judged(cls, images: Tensor, logits: Tensor, labels: Tensor) -> Candidates:
+        """Candidates with one answer each; the loss is the margin."""
+        return cls(images, (logits.argmax(1) != labels).float(), margin(logits, labels))
 
-    def put(self, rows: Tensor, other: Found) -> Found:
-        """These images with the given rows replaced."""
-        return Found(self.images.index_copy(0, rows, other.images), self.logits.index_copy(0, rows, other.logits))
+    def or_better(self, other: Candidates) -> Candidates:
+        """Per image the other candidate if it is wrong more often or, if equally often, has the larger loss."""
+        better = (other.wrong > self.wrong) | ((other.wrong == self.wrong) & (other.loss > self.loss))
+        return Candidates(*select(better, vars(other).values(), vars(self).values()))
+
+    def take(self, rows: Tensor) -> Candidates:
+        """Some of the rows."""
+        return Candidates(*(values[rows] for values in vars(self).values()))
+
+    def put(self, rows: Tensor, other: Candidates) -> Candidates:
+        """These candidates with the given rows replaced."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Candidates(*(mine.index_copy(0, rows, new) for mine, new in pairs))
 
 
-Attempt = Callable[[Problem, Tensor], Found]
-"""One try at some images of a problem; the second argument says which rows of it they are."""
+def select(mask: Tensor, yes: Iterable[Tensor], no: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """``torch.where`` for several tensors with one row per image; ``mask`` is ``[n]``."""
+    return tuple(torch.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(yes, no, strict=True))
 
 
-def relay(problem: Problem, clean: Tensor, attempts: Sequence[Attempt]) -> Found:
-    """Run the attempts in turn, each only on images that still stand, on its own branch of the streams.
+Attempt = Callable[[Problem, Tensor], Candidates]
+"""One attack on some images of a problem; the second argument is which rows of it they are."""
 
-    An image that the model already gets wrong is returned as it is. One that survives everything comes back as the
-    candidate with the largest margin.
+
+def relay(problem: Problem, best: Candidates, attempts: Sequence[Attempt], *, spare_broken: bool = True) -> Candidates:
+    """Run the attempts in turn on their own branches of the random streams; returns the best candidates of each image.
+
+    With ``spare_broken`` an attempt gets only images that are not wrong in every answer so far.
     """
-    kept = Found(problem.x, clean)
     for number, attempt in enumerate(attempts):
-        rows = (~kept.broken(problem.y)).nonzero().squeeze(1)
-        if len(rows) == 0:
-            break
-        part = problem.take(rows)
-        found, before = attempt(part.fork(number), rows), Found(kept.images[rows], kept.logits[rows])
-        better = found.broken(part.y) | (margin(found.logits, part.y) > margin(before.logits, part.y))
-        kept = kept.put(rows, before.where(better, found))
-    return kept
+        rows = (best.wrong < (1.0 if spare_broken else torch.inf)).nonzero().squeeze(1)
+        if len(rows):
+            found = attempt(problem.take(rows).fork(number), rows)
+            best = best.put(rows, best.take(rows).or_better(found))
+    return best
+
+
+# ---------------------------------------------------------------------- checks
 
 
 def check_images(x: Tensor) -> None:
     """Refuse anything but ``[B, C, H, W]`` floats in [0, 1]."""
     if not isinstance(x, Tensor) or x.ndim != 4:
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ReactClipError(f"images have {got}, but an attack takes [batch, channels, height, width]")
+        raise ReactClipError(f"images have {_shape(x)}, but an attack takes [batch, channels, height, width]")
     if not x.is_floating_point():
         raise ReactClipError(f"images are {x.dtype}, but an attack takes floats in [0, 1]; divide bytes by 255")
     if x.numel() == 0:
         return
-    if bool(x.isnan().any()):
-        raise ReactClipError(
-            "images hold NaN pixels, but an attack takes floats in [0, 1]; look at how they were loaded"
-        )
     low, high = x.min().item(), x.max().item()
-    if low < 0.0 or high > 1.0:
+    if not (low >= 0.0 and high <= 1.0):  # true for NaN as well
         raise ReactClipError(
             f"pixels lie in [{low:.4g}, {high:.4g}], but an attack takes [0, 1]; divide bytes by 255, "
             "and leave mean/std normalisation to the model"
@@ -196,19 +203,49 @@ def check_images(x: Tensor) -> None:
 def check_labels(y: Tensor, count: int) -> None:
     """Refuse anything but ``[B]`` non-negative integers."""
     if not isinstance(y, Tensor) or y.shape != (count,):
-        got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise ReactClipError(f"labels have {got}, but {count} images need shape ({count},): one class index each")
+        raise ReactClipError(f"labels have {_shape(y)}, but {count} images need shape ({count},): one class index each")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise ReactClipError(f"labels are {y.dtype}, but class indices are integers; use labels.long()")
     if count and int(y.min()) < 0:
         raise ReactClipError(f"a label is {int(y.min())}, but class indices start at 0; drop images without a label")
 
 
-def check_logits(logits: Tensor, y: Tensor) -> None:
-    """Refuse a model that answers with anything but finite ``[n, K]`` logits that cover the labels."""
+def budgets(eps: Tensor | float, x: Tensor) -> Tensor:
+    """One checked budget per image, ``[B, 1, 1, 1]``, from a number or a ``[B]`` tensor."""
+    if not isinstance(eps, Tensor | int | float):
+        raise ReactClipError(f"eps is {eps!r}, but it must be a number from 0 to 1, such as 4/255")
+    values = eps.detach() if isinstance(eps, Tensor) else torch.tensor(float(eps))
+    if values.ndim != 0 and values.shape != (len(x),):
+        raise ReactClipError(
+            f"eps has shape {tuple(values.shape)}, but {len(x)} images need one number or shape ({len(x)},)"
+        )
+    values = values.to(x.device, torch.float32).expand(len(x))
+    for value in values[~((values >= 0) & (values <= 1))].tolist():
+        way_out = f"write {value:g}/255" if value > 1 else "write for example 4/255"
+        raise ReactClipError(f"eps is {value:g}, but pixels lie in [0, 1], so it must be from 0 to 1; {way_out}")
+    return values.reshape(-1, 1, 1, 1).clone()
+
+
+def checked_gradient(slope: Tensor | None, way_out: str) -> Tensor:
+    """The gradient, refused if it is missing or not finite; ``way_out`` names an attack that needs none."""
+    if slope is None:
+        raise ReactClipError(
+            "the target's logits carry no gradient to the pixels, which this attack needs; remove the no_grad or "
+            f"detach inside the model, or use {way_out}, which needs none"
+        )
+    if not bool(slope.isfinite().all()):
+        raise ReactClipError(
+            f"the target's gradient holds NaN or infinite values; run the model in float32, or use {way_out}"
+        )
+    return slope
+
+
+def _checked(logits: Tensor, y: Tensor) -> Tensor:
+    """The logits as floats, refused unless they are finite, ``[n, K]``, and cover the labels."""
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(y):
-        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ReactClipError(f"the model answered {len(y)} images with {got}, but an attack needs logits [{len(y)}, K]")
+        raise ReactClipError(
+            f"the model answered {len(y)} images with {_shape(logits)}, but an attack needs logits [{len(y)}, K]"
+        )
     classes = logits.shape[1]
     if classes < 2:
         raise ReactClipError(
@@ -220,29 +257,8 @@ def check_logits(logits: Tensor, y: Tensor) -> None:
         raise ReactClipError(
             "the model's logits hold NaN or infinite values; run the model in float32 and check its weights"
         )
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def check_size(name: str, value: float, positive: bool = False) -> None:
-    """Refuse a length in pixel values outside [0, 1]: the classic 8 instead of 8/255."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ReactClipError(f"{name} is {value!r}, but it must be a number from 0 to 1, such as 4/255")
-    if value > 1:
-        raise ReactClipError(f"{name} is {value:g}, but pixels lie in [0, 1], so the limit is 1; write {value:g}/255")
-    if value < 0 or (positive and value == 0):
-        limit = "above 0" if positive else "0 or more"
-        raise ReactClipError(f"{name} is {value:g}, but it must be {limit}; write for example 4/255")
-
-
-def budgets(eps: Tensor | float, x: Tensor) -> Tensor:
-    """One checked budget per image, ``[B, 1, 1, 1]``, from a number or a ``[B]`` tensor."""
-    if not isinstance(eps, Tensor):
-        check_size("eps", eps)
-        return torch.full((len(x), 1, 1, 1), float(eps), device=x.device)
-    if eps.ndim != 0 and eps.shape != (len(x),):
-        raise ReactClipError(
-            f"eps has shape {tuple(eps.shape)}, but {len(x)} images need one number or shape ({len(x)},)"
-        )
-    values = eps.detach().to(x.device, torch.float32).expand(len(x))
-    for extreme in (values.min(), values.max()) if len(values) else ():
-        check_size("eps", float(extreme))
-    return values.reshape(-1, 1, 1, 1).clone()
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
-from react_clip.attacks.losses import margin
-from react_clip.attacks.problem import Found, Problem, relay
+from react_clip.attacks.problem import Candidates, Problem, relay
 from react_clip.config import Count
 
 _FIRST_SHARE = 0.8
@@ -32,13 +32,8 @@ class Square(Attack):
     tensor([True])
     """
 
-    kind = "square"
+    kind: ClassVar[str] = "square"
     queries: Count = 5000
-
-    @property
-    def name(self) -> str:
-        """``square-5000``."""
-        return f"square-{self.queries}"
 
     @property
     def total_steps(self) -> int:
@@ -46,47 +41,43 @@ class Square(Attack):
         return self.queries
 
     def search(self, problem: Problem) -> Tensor:
-        """One run over the images that the model gets right."""
-        return relay(problem, problem.logits(problem.x), [self._paint]).images
+        """The images of largest margin; images that the target gets wrong already are returned as they are."""
+        return relay(problem, problem.candidates(problem.x), [self._paint]).images
 
-    def _paint(self, problem: Problem, rows: Tensor) -> Found:
+    def _paint(self, problem: Problem, rows: Tensor) -> Candidates:
         del rows
-        images = _stripes(problem.fork(0))
-        kept = Found(images, problem.logits(images))
+        best = problem.candidates(_stripes(problem.fork(0)))
         problem.steps.tick()
         for query in range(1, self.queries):
-            active = (~kept.broken(problem.y)).nonzero().squeeze(1)
+            active = (best.wrong < 1).nonzero().squeeze(1)
             if len(active) == 0:
                 break
-            part = problem.take(active)
-            current = Found(kept.images[active], kept.logits[active])
-            images = _repaint(part.fork(query), current.images, _side(query, problem.x.shape))
-            tried = Found(images, part.logits(images))
-            better = margin(tried.logits, part.y) > margin(current.logits, part.y)
-            kept = kept.put(active, current.where(better | tried.broken(part.y), tried))
+            part, current = problem.take(active), best.take(active)
+            painted = _repaint(part.fork(query), current.images, _side(query, problem.x.shape))
+            best = best.put(active, current.or_better(part.candidates(painted)))
             problem.steps.tick()
-        return kept
+        return best
 
 
 def _stripes(problem: Problem) -> Tensor:
     batch, channels, _, width = problem.x.shape
     signs = _signs(problem.uniform(channels * width)).reshape(batch, channels, 1, width)
-    return problem.project(problem.x + problem.eps * signs)
+    return problem.ball.step(problem.x, signs, problem.ball.eps)
 
 
 def _repaint(problem: Problem, images: Tensor, side: int) -> Tensor:
-    """One square per image, at its own place, in its own signs."""
+    """The images with one square repainted, at a random position with random signs."""
     batch, channels, height, width = images.shape
     draws = problem.uniform(2 + channels)
     inside_rows = _interval(draws[:, 0], side, height)[:, None, :, None]
     inside_columns = _interval(draws[:, 1], side, width)[:, None, None, :]
     signs = _signs(draws[:, 2:]).reshape(batch, channels, 1, 1)
-    painted = problem.project(problem.x + problem.eps * signs)
+    painted = problem.ball.step(problem.x, signs, problem.ball.eps)
     return torch.where(inside_rows & inside_columns, painted, images)
 
 
 def _interval(draw: Tensor, side: int, length: int) -> Tensor:
-    """``[n, length]``: which positions lie in a run of ``side`` (at most all), its start picked by a uniform draw."""
+    """``[n, length]``: which positions lie in a run of ``side`` (at most all), starting where a uniform draw says."""
     side = min(side, length)
     start = (draw * (length - side + 1)).long()[:, None]
     positions = torch.arange(length, device=draw.device)

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
-    parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(attacks.names())} (%(default)s)")
+    parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(attacks.names('oblivious'))} (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
     parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
     add_model_options(parser)
@@ -39,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Attack the answer that undefended CLIP gives; images are written at the encoder's size."""
     config = {"kind": args.attack, "eps": args.eps} | ({"steps": args.steps} if args.steps is not None else {})
     attack = attacks.from_dict(config)
+    if "oblivious" not in attack.threats:
+        known = ", ".join(attacks.names("oblivious"))
+        raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
     reader = PhotoReader(args, batch=_BATCH)
     _refuse_equal_names([path.stem for path in reader.files])
     encoder = load_encoder(args)

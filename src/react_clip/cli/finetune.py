@@ -24,10 +24,8 @@ from react_clip.cli.progress import Progress
 from react_clip.config import pop_kind
 from react_clip.evaluation.images import read_pixels
 from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
-from react_clip.finetune.folder import LOG
-from react_clip.finetune.loss_log import read_log
+from react_clip.finetune.folder import read_log
 from react_clip.finetune.photos import check_memory
-from react_clip.finetune.settings import AUGMENTATIONS
 
 _PLOT = "loss.png"
 
@@ -50,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attack-steps", type=int, default=InnerAttack.steps, help="its iterations (%(default)s)")
     parser.add_argument("--clean-weight", type=float, help="pmg-aft: weight of KL(clean || adversarial) (1)")
     parser.add_argument("--original-weight", type=float, help="pmg-aft: weight of KL(original || adversarial) (1)")
-    parser.add_argument("--augment", default=Settings.augment, help=f"{', '.join(AUGMENTATIONS)} (%(default)s)")
+    parser.add_argument("--augment", default=Settings.augment, help="none, flip, crop (%(default)s)")
     parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps a checkpoint (%(default)s)")
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
     parser.add_argument("--seed", type=int, default=0, help="of order, augmentation and attack (%(default)s)")
@@ -136,7 +134,7 @@ def _plot(result: Finetuned) -> None:
         return
     from react_clip.report.style import COLOURS, new_figure, save_figure
 
-    rows = read_log(result.folder / LOG)
+    rows = read_log(result.folder / "log.csv")
     figure = new_figure(height=2.6)
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)

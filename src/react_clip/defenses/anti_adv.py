@@ -7,7 +7,8 @@ from torch import Tensor
 from react_clip import functional
 from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.counterattack import Ball, Counterattack, ascend
+from react_clip.defenses.counterattack import Counterattack, ascend
+from react_clip.linf import Ball
 from react_clip.zeroshot import ZeroShotClassifier
 
 

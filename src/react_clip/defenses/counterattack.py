@@ -11,17 +11,18 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
 
-from react_clip import functional, noise
+from react_clip import functional, linf, noise
 from react_clip.config import Count
 from react_clip.defenses.base import Defended
 from react_clip.defenses.config import BaseDefense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
+from react_clip.linf import Ball
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
@@ -59,36 +60,6 @@ class Counterattack(BaseDefense):
         """Answers for at most ``max_batch`` images; ``keys`` are their random streams."""
 
 
-@dataclass(frozen=True)
-class Ball:
-    """The images within ``eps`` of some images, pixel by pixel, that have all pixels in [0, 1].
-
-    >>> ball = Ball(torch.tensor([[[[0.0, 0.5, 0.98]]]]), eps=0.1)
-    >>> ball.project(torch.tensor([[[[-0.1, 0.7, 1.1]]]]))
-    tensor([[[[0.0000, 0.6000, 1.0000]]]])
-    """
-
-    centre: Tensor
-    eps: float
-
-    def take(self, rows: Tensor) -> Ball:
-        """The ball around some of the images."""
-        return Ball(self.centre[rows], self.eps)
-
-    def project(self, images: Tensor) -> Tensor:
-        """The nearest images inside."""
-        return images.clamp((self.centre - self.eps).clamp_min(0.0), (self.centre + self.eps).clamp_max(1.0))
-
-    def step(self, images: Tensor, direction: Tensor, size: float) -> Tensor:
-        """One sign step that stays inside."""
-        return self.project(images + size * direction.sign())
-
-    def random_start(self, keys: Tensor) -> Tensor:
-        """Uniform in the ball around each image, then clamped to [0, 1]."""
-        draw = noise.uniform(keys, self.centre[0].numel()).reshape(self.centre.shape).to(self.centre.dtype)
-        return self.project(self.centre + self.eps * (2.0 * draw - 1.0))
-
-
 def distance_from(anchor: Tensor) -> Objective:
     r"""The objective :math:`\lVert F(x') - F(x) \rVert^2` for given raw features of x.
 
@@ -110,28 +81,28 @@ def relative_distance(features: Tensor, anchor: Tensor) -> Tensor:
 
 def gradient(encoder: Encoder, images: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Raw features of images and the gradient of the objective in their pixels: one forward, one backward pass."""
-    with torch.enable_grad():
-        pixels = images.detach().requires_grad_()
-        features = encoder.raw_features(pixels)
-        # A sum, never a mean: half-precision gradients vanish in large batches, and images must not share a scale.
-        value = objective(features).sum()
-        if not value.requires_grad:
-            raise ReactClipError(
-                f"features of {encoder.name!r} carry no gradient to the pixels, which this defence needs; use an "
-                "encoder that runs in torch, or a defence without gradients such as ReACT"
-            )
-        (slope,) = torch.autograd.grad(value, pixels)
-    return features.detach(), slope
+    features: list[Tensor] = []
+
+    def loss(pixels: Tensor) -> Tensor:
+        features.append(encoder.raw_features(pixels))
+        return objective(features[0])
+
+    _, slope = linf.gradient(loss, images)
+    if slope is None:
+        raise ReactClipError(
+            f"features of {encoder.name!r} carry no gradient to the pixels, which this defence needs; use an "
+            "encoder that runs in torch, or a defence without gradients such as ReACT"
+        )
+    return features[0].detach(), slope
 
 
 def ascend(
     encoder: Encoder, images: Tensor, objective: Objective, ball: Ball, *, steps: int, step_size: float
 ) -> Tensor:
     """The images after ``steps`` sign steps up the objective, inside the ball."""
-    for _ in range(steps):
-        _, slope = gradient(encoder, images, objective)
-        images = ball.step(images, slope, step_size)
-    return images
+    return linf.ascend(
+        lambda current: gradient(encoder, current, objective)[1], images, ball, steps=steps, step_size=step_size
+    )
 
 
 def _join(parts: Sequence[Defended]) -> Defended:

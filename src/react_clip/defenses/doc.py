@@ -9,7 +9,8 @@ from torch import Tensor
 from react_clip import functional, noise
 from react_clip.config import Count, NonNegative, PixelLength
 from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.counterattack import Ball, Counterattack, distance_from, gradient
+from react_clip.defenses.counterattack import Counterattack, distance_from, gradient
+from react_clip.linf import Ball
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream.

@@ -11,8 +11,9 @@ from react_clip import functional, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.config import Count, PixelLength, Positive
 from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.counterattack import Ball, Counterattack, ascend, distance_from, relative_distance
+from react_clip.defenses.counterattack import Counterattack, ascend, distance_from, relative_distance
 from react_clip.encoders.base import Encoder
+from react_clip.linf import Ball
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream, and of each view's.

@@ -9,13 +9,13 @@ from react_clip import functional, noise
 from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defended, answer
 from react_clip.defenses.counterattack import (
-    Ball,
     Counterattack,
     ascend,
     distance_from,
     gradient,
     relative_distance,
 )
+from react_clip.linf import Ball
 from react_clip.zeroshot import ZeroShotClassifier
 
 # Branch of an image's random stream.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
+from react_clip.attacks.targets import defense_passes
 from react_clip.defenses import Defense
-from react_clip.defenses.base import Priced
 from react_clip.evaluation.recipe import LabelledAttack, Recipe
-from react_clip.evaluation.threats import AnyAttack
 from react_clip.zeroshot import ZeroShotClassifier
 
 _BYTES = {"float16": 2, "uint8": 1, "none": 0}
@@ -41,46 +37,14 @@ class Passes:
         return self.forward + 2 * self.backward
 
 
-def attack_cost(attack: Attack) -> Passes:
-    """Passes per image at most, counted by letting the attack loose on a tiny model that nothing can break.
-
-    >>> from react_clip.attacks import PGD
-    >>> attack_cost(PGD(steps=10))
-    Passes(forward=11, backward=10)
-    """
-    # What cannot be broken costs the same at every budget: count each kind once.
-    return _count_passes(replace(attack, eps=4 / 255))
-
-
-@cache
-def _count_passes(attack: Attack) -> Passes:
-    count = {"forward": 0, "backward": 0}
-
-    def unbreakable(images: Tensor) -> Tensor:
-        count["forward"] += 1
-        if images.requires_grad:
-            images = images * 1.0
-            images.register_hook(lambda _: count.update(backward=count["backward"] + 1))  # type: ignore[no-untyped-call]
-        wrong = images.flatten(1).sum(1, keepdim=True) * 1e-6 * torch.arange(10.0)
-        return torch.cat([wrong[:, :1] + 1.0, wrong[:, 1:]], dim=1)
-
-    attack(unbreakable, torch.full((1, 3, 4, 4), 0.5), torch.tensor([0]), seed=0)
-    return Passes(count["forward"], count["backward"])
-
-
-def crafting_cost(attack: AnyAttack, defense: Defense, passes: Passes) -> Passes:
+def crafting_cost(attack: Attack, defense: Defense, passes: Passes) -> Passes:
     """Passes per image at most; an attack that knows the defence runs it too, whose own ``passes`` these are."""
-    if isinstance(attack, AdaptiveAttack):
-        return Passes(*attack.cost(defense, (passes.forward, passes.backward)))
-    return attack_cost(attack)
+    return Passes(*attack.cost(defense, (passes.forward, passes.backward)))
 
 
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
     """Passes per image: the most a defence says it can need, or what one that does not say needs on an example."""
-    if isinstance(defense, Priced):
-        return Passes(*defense.cost())
-    defended = defense(clf, example, seed=0)
-    return Passes(int(defended.passes.max()), int(defended.backward_passes.max()))
+    return Passes(*defense_passes(clf, defense, example))
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
-from react_clip.adaptive import AdaptiveAttack
-from react_clip.attacks import PGD
+from react_clip.attacks import PGD, Attack
 from react_clip.config import pop_kind
 from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import grid, threats, yaml_text
-from react_clip.evaluation.threats import OBLIVIOUS, THREATS, AnyAttack
+from react_clip.evaluation.threats import ADAPTIVE, OBLIVIOUS, THREATS
 
 SCORINGS = ("leakage_free", "attack_all")
 STORES = ("float16", "uint8", "none")
@@ -52,7 +52,7 @@ class LabelledAttack:
     """An attack and what tables call it; ``None`` attacks nothing."""
 
     label: str
-    attack: AnyAttack | None
+    attack: Attack | None
 
     @property
     def eps(self) -> float:
@@ -62,7 +62,7 @@ class LabelledAttack:
     @property
     def adaptive(self) -> bool:
         """Whether each defence meets images of its own."""
-        return isinstance(self.attack, AdaptiveAttack)
+        return self.attack is not None and ADAPTIVE in self.attack.threats
 
     @property
     def title(self) -> str:
@@ -262,7 +262,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     if entry == CLEAN.label:
         return []
     values = {"kind": entry} if isinstance(entry, str) else dict(entry)
-    kinds = threats.kinds()
+    kinds = attack_room.names()
     kind = values.get("kind")
     if not isinstance(kind, str) or (kind not in kinds and ":" not in kind):
         raise ReactClipError(f"attack {_short(kind)} does not exist; choose one of {CLEAN.label}, {', '.join(kinds)}")
@@ -274,7 +274,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
     for eps in budgets if isinstance(budgets, list) else [budgets]:
         config = values if budgets is None else {**values, "eps": eps}
         try:
-            attack = threats.read(config)
+            attack = attack_room.from_dict(config)
         except TypeError as error:
             raise ReactClipError(f"attack {kind!r} is not understood: {error}") from None
         if label is not None:

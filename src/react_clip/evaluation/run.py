@@ -14,7 +14,6 @@ import torch
 
 from react_clip import data as data_room
 from react_clip import encoders
-from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
 from react_clip.defenses import Defense
 from react_clip.encoders.base import DTYPES, Encoder
@@ -29,7 +28,7 @@ from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationRes
 from react_clip.evaluation.runner import Block, SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import ShardStore, log
-from react_clip.evaluation.threats import ADAPTIVE, THREATS, TRANSFER, AnyAttack
+from react_clip.evaluation.threats import ADAPTIVE, THREATS, TRANSFER
 from react_clip.zeroshot import ZeroShotClassifier
 
 
@@ -39,7 +38,7 @@ def evaluate(
     data: Data,
     *,
     run_dir: str | Path,
-    attacks: Sequence[AnyAttack | str] | Mapping[str, AnyAttack] = (),
+    attacks: Sequence[Attack | str] | Mapping[str, Attack] = (),
     attack_clf: ZeroShotClassifier | None = None,
     title: str = "Evaluation",
     draws: int = 1,
@@ -60,7 +59,7 @@ def evaluate(
         defenses: several share the images; a mapping gives them labels of their own.
         data: a set from :func:`react_clip.data.load`, or ``(pixels [N, 3, S, S], labels [N])``.
         run_dir: where the run lives. The same call on the same folder continues a run that was interrupted.
-        attacks: crafted against undefended CLIP or, those of :mod:`react_clip.adaptive`, against each defence. Clean
+        attacks: crafted against undefended CLIP or, those that know the defence, against each defence. Clean
             images are always evaluated and need no mention.
         attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
             encoder where the threat is ``transfer``).
@@ -277,13 +276,13 @@ def _dtype_name(clf: ZeroShotClassifier) -> str:
     raise ReactClipError(f"the encoder computes in {clf.encoder.dtype}; an evaluation runs in {', '.join(DTYPES)}")
 
 
-def _labelled_attacks(attacks: Sequence[AnyAttack | str] | Mapping[str, AnyAttack]) -> tuple[LabelledAttack, ...]:
+def _labelled_attacks(attacks: Sequence[Attack | str] | Mapping[str, Attack]) -> tuple[LabelledAttack, ...]:
     pairs = attacks.items() if isinstance(attacks, Mapping) else [(None, attack) for attack in attacks]
     found = []
     for label, attack in pairs:
         if attack == CLEAN.label:
             continue
-        if not isinstance(attack, Attack | AdaptiveAttack):
+        if not isinstance(attack, Attack):
             raise ReactClipError(f"an attack is {attack!r}; give 'clean' or an object such as attacks.PGD(eps=4/255)")
         found.append(LabelledAttack(label or attack.name, attack))
     return tuple(found)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from react_clip.adaptive import AdaptiveAttack, AdaptiveResult, Suite
-from react_clip.attacks import AttackResult
-from react_clip.defenses import Defended, Defense
+from react_clip.attacks import Attack
+from react_clip.defenses import Defended
 from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, crafting_cost
@@ -27,7 +26,6 @@ from react_clip.evaluation.progress import Tally
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import Shard, ShardStore, Tensors
-from react_clip.evaluation.threats import AnyAttack
 
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
@@ -191,7 +189,7 @@ class SetRunner:
             self.store.write(images, about, {IMAGES: photos, "index": torch.arange(*span)})
         return self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
 
-    def _attacked(self, item: LabelledAttack, attack: AnyAttack, span: Span, clean: Shard, number: int) -> Victims:
+    def _attacked(self, item: LabelledAttack, attack: Attack, span: Span, clean: Shard, number: int) -> Victims:
         """The images that the protocol attacks, attacked."""
         labels = self.subject.labels[slice(*span)]
         right = clean.tensors["prediction"] == labels
@@ -231,13 +229,13 @@ class SetRunner:
         parts = {name: share for name, share in kept.items() if name.startswith(PART)}
         return Victims(rows, source, kept["plain"], kept["found"], kept["queries"], parts)
 
-    def _craft(self, attack: AnyAttack, number: int, clean: Tensor, labels: Tensor) -> Tensors:
+    def _craft(self, attack: Attack, number: int, clean: Tensor, labels: Tensor) -> Tensors:
         """Adversarial images as they are stored, and the undefended answers on them."""
         defense = self.recipe.defenses[number].defense
         if not len(clean):
             none = torch.zeros(0, dtype=torch.int64)
             return {
-                **{PART + name: none.float() for name in _part_names(attack, defense)},
+                **{PART + member.name: none.float() for member in attack.members_for(defense)},
                 "images": rounded(clean, clean, attack.eps, self.recipe.store),
                 "plain": none,
                 "found": none.bool(),
@@ -254,19 +252,13 @@ class SetRunner:
 
         with _one_line_when_memory_is_short(self.recipe.batch):
             clf, y, seed = self.subject.attack_clf, labels.to(clean.device), self.recipe.seed
-            result: AttackResult | AdaptiveResult
-            if isinstance(attack, AdaptiveAttack):
-                result = attack(clf, defense, clean, y, seed=seed, progress=tick)
-            else:
-                result = attack(clf, clean, y, seed=seed, progress=tick)
+            result = attack(attack.target(clf, defense), clean, y, seed=seed, progress=tick)
         self.progress.done(work - reported)
         images = rounded(result.images, clean, attack.eps, self.recipe.store)
         plain = self._plain(to_float(images))
-        found = {"images": images, "plain": plain, "found": result.success.cpu(), "queries": result.queries.cpu()}
-        if isinstance(result, AdaptiveResult):
-            found |= {"backward": result.backward.cpu()}
-            found |= {PART + name: share.float().cpu() for name, share in result.parts.items()}
-        return found
+        counts = {"queries": result.queries.cpu(), "backward": result.backward.cpu()}
+        parts = {PART + name: share.cpu() for name, share in result.parts.items()}
+        return {"images": images, "plain": plain, "found": result.success.cpu(), **counts, **parts}
 
     def _clean_source(self, span: Span, clean: Shard) -> Source:
         return Source(lambda: self.subject.batch(*span), span[1] - span[0], clean.digest)
@@ -315,10 +307,6 @@ class SetRunner:
             "scoring": self.recipe.scoring,
         }
         return {**protocol, **self._identity, **details}
-
-
-def _part_names(attack: AnyAttack, defense: Defense) -> list[str]:
-    return [member.name for member in attack.able(defense)] if isinstance(attack, Suite) else []
 
 
 @contextmanager

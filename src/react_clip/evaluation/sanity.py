@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from react_clip.adaptive import GradientAttack, Queries, Suite
-from react_clip.attacks import PGD
+from react_clip.attacks import PGD, Attack, GradientAttack, Queries, Suite
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import LabelledAttack, LabelledDefense, Recipe, format_eps
@@ -25,7 +24,7 @@ from react_clip.evaluation.result import AttackRow, Check, Row
 from react_clip.evaluation.runner import Block
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import ShardStore, Tensors
-from react_clip.evaluation.threats import ADAPTIVE, AnyAttack
+from react_clip.evaluation.threats import ADAPTIVE
 
 HUGE = 64 / 255
 LIMIT = 0.1
@@ -101,14 +100,14 @@ class _Few:
 
     def _accuracy(self, attack: GradientAttack) -> float:
         clf, defense, seed = self.subject.attack_clf, self.chosen.defense, self.recipe.seed
-        return 1.0 - self._stored(attack, lambda x, y: attack(clf, defense, x, y, seed=seed).broken)
+        return 1.0 - self._stored(attack, lambda x, y: attack(attack.target(clf, defense), x, y, seed=seed).broken)
 
     def _replay(self, attack: PGD, x: Tensor, y: Tensor) -> Tensor:
         images = attack(self.subject.attack_clf, x, y, seed=self.recipe.seed).images
         wrong = [self.chosen.defense(self.subject.clf, images, seed=seed).labels != y for seed in self.recipe.seeds]
         return torch.stack(wrong).float().mean(0)
 
-    def _stored(self, attack: AnyAttack, broken: Measure) -> float:
+    def _stored(self, attack: Attack, broken: Measure) -> float:
         """The share of wrong answers, measured once."""
         path = (self.subject.name, "checks", self.chosen.label, f"{attack.name} {format_eps(attack.eps)}")
         about = {
@@ -194,6 +193,6 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _with_gradients(attack: AnyAttack | None, chosen: LabelledDefense) -> GradientAttack | None:
-    members = attack.able(chosen.defense) if isinstance(attack, Suite) else (attack,)
+def _with_gradients(attack: Attack | None, chosen: LabelledDefense) -> GradientAttack | None:
+    members = () if attack is None else attack.members_for(chosen.defense) or (attack,)
     return next((member for member in members if isinstance(member, GradientAttack)), None)

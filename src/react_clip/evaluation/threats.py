@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from react_clip import adaptive as adaptive_room
-from react_clip import attacks as attack_room
-from react_clip.adaptive import AdaptiveAttack
 from react_clip.attacks import Attack
+from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.defenses import Defense
 from react_clip.errors import ReactClipError
 
-OBLIVIOUS, TRANSFER, ADAPTIVE = "oblivious", "transfer", "adaptive"
+__all__ = ["ADAPTIVE", "OBLIVIOUS", "THREATS", "TRANSFER", "check"]
+
 THREATS = {
     OBLIVIOUS: "the attacker knows CLIP, its weights and its prompts, but not the defence",
     TRANSFER: "the attacker knows neither CLIP's weights nor the defence, and crafts on another model",
@@ -20,33 +18,11 @@ THREATS = {
     "defence with images of its own",
 }
 
-AnyAttack = Attack | AdaptiveAttack
-
-
-def kinds() -> list[str]:
-    """Everything that an attack of a recipe may be.
-
-    >>> kinds()[0], kinds()[-1]
-    ('apgd', 'adaptive-transfer')
-    """
-    return [*attack_room.names(), *adaptive_room.names()]
-
-
-def read(config: Mapping[str, Any]) -> AnyAttack:
-    """An attack of either family from plain values.
-
-    >>> read({"kind": "adaptive-through", "steps": 5}).name
-    'adaptive-through-5'
-    """
-    if config.get("kind") in adaptive_room.names():
-        return adaptive_room.from_dict(config)
-    return attack_room.from_dict(config)
-
 
 def check(
     threat: str,
     transfer_model: str | None,
-    attacks: Iterable[tuple[str, AnyAttack | None]],
+    attacks: Iterable[tuple[str, Attack | None]],
     defenses: Iterable[tuple[str, Defense]],
 ) -> None:
     """Refuse attacks that do not go with the threat model, or not with a defence."""
@@ -57,15 +33,15 @@ def check(
         )
     defenses = list(defenses)
     for title, attack in attacks:
-        knows = isinstance(attack, AdaptiveAttack)
-        if attack is not None and knows != (threat == ADAPTIVE):
-            other = f"choose one of {OBLIVIOUS}, {TRANSFER}" if threat == ADAPTIVE else f"set threat: {ADAPTIVE}"
+        if attack is None:
+            continue
+        if threat not in attack.threats:
             raise ReactClipError(
-                f"threat is {threat!r}, but attack {title!r} {'knows' if knows else 'does not know'} the defence; for "
-                f"it {other}"
+                f"threat is {threat!r}, but attack {title!r} belongs to {' or '.join(attack.threats)}; for it set "
+                f"threat: {attack.threats[0]}"
             )
         for label, defense in defenses:
-            if isinstance(attack, AdaptiveAttack) and (reason := attack.obstacle(defense)):
+            if reason := attack.obstacle(defense):
                 raise ReactClipError(
                     f"attack {title!r} cannot be run on defence {label!r}: {reason}; put it into an adaptive-suite, "
                     "which leaves out what makes no sense"

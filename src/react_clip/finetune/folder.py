@@ -1,10 +1,15 @@
-"""A run's folder: one process at a time, one configuration for ever, and checkpoints that are whole or not there."""
+"""The folder of a finetuning run: settings, checkpoint, loss log, finished tower.
+
+Only one process at a time uses it, it belongs to one configuration, and every file in it is complete or absent.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +23,16 @@ from react_clip import storage
 from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
 from react_clip.errors import ReactClipError, first_line
 
-LOG = "log.csv"
+Progress = Callable[[int, int, float], None]
+"""Called with the steps done, the steps in all, and the latest loss."""
+
 _CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Place:
-    """How far a run has come."""
+class Checkpoint:
+    """Steps done and seconds spent on them."""
 
     step: int = 0
     seconds: float = 0.0
@@ -33,54 +40,55 @@ class Place:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one finetuning run; ``identity`` is all that decides its outcome."""
+    """The folder of one run; ``identity`` holds all values that decide its outcome."""
 
     path: Path
     identity: Mapping[str, Any]
 
+    @property
+    def log(self) -> Path:
+        """The loss of every step."""
+        return self.path / "log.csv"
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder for this process and this configuration."""
+        """Lock the folder for this process; refuse one that belongs to another configuration."""
         with storage.held_folder(self.path):
-            self._claim()
+            self._check_identity()
             yield
 
     def record(self) -> dict[str, Any] | None:
-        """What a finished run says about itself; ``None`` before it is finished."""
+        """The record of a finished run; ``None`` before it is finished."""
         if not (self.path / RECORD).is_file():
             return None
-        self.drop_checkpoint()
+        self._drop_checkpoint()
         way_out = "remove the folder and finetune again"
         record: dict[str, Any] = storage.read_json(self.path / RECORD, missing=way_out, invalid=way_out)
         return record
 
     def finish(self, tower: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the tower, then the record that makes the run count as finished; the checkpoint has served."""
+        """Write the tower, then the record, with which the run counts as finished; returns the record."""
         tensors = {f"visual.{key}": tensor.cpu() for key, tensor in tower.items()}
         storage.write_tensors(self.path / TOWER, tensors, {"format": "pt"})
-        whole = {**record, "sha256": storage.sha256_of(self.path / TOWER)}
-        storage.write_text(self.path / RECORD, json.dumps(whole, indent=2) + "\n")
-        self.drop_checkpoint()
-        return whole
+        complete = {**record, "sha256": storage.sha256_of(self.path / TOWER)}
+        storage.write_text(self.path / RECORD, json.dumps(complete, indent=2) + "\n")
+        self._drop_checkpoint()
+        return complete
 
-    def drop_checkpoint(self) -> None:
-        """Three times the size of the tower, and of no use once the tower is there."""
-        (self.path / _CHECKPOINT).unlink(missing_ok=True)
-
-    def save(self, place: Place, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> None:
-        """Keep everything that the next step depends on, in one file."""
+    def save(self, checkpoint: Checkpoint, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> None:
+        """Write everything that the next step depends on into one file."""
         tensors = {f"weights/{name}": weight.detach().cpu() for name, weight in weights.items()}
         for name, weight in weights.items():
             tensors |= {f"{moment}/{name}": optimiser.state[weight][moment].cpu() for moment in _MOMENTS}
-        header = {"step": place.step, "seconds": place.seconds, "identity": self._digest()}
+        header = {"step": checkpoint.step, "seconds": checkpoint.seconds, "identity": self._digest()}
         # One entry, because safetensors writes several in no fixed order.
         storage.write_tensors(self.path / _CHECKPOINT, tensors, {"react-clip": json.dumps(header)})
 
-    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> Place:
-        """Put weights and optimiser where the last checkpoint left them; a fresh run stays as it is."""
+    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> Checkpoint:
+        """Set weights and optimiser to the last checkpoint; without one they stay as they are."""
         path = self.path / _CHECKPOINT
         if not path.is_file():
-            return Place()
+            return Checkpoint()
         try:
             with safe_open(path, framework="pt") as stored:
                 header = json.loads((stored.metadata() or {})["react-clip"])
@@ -93,24 +101,27 @@ class RunFolder:
                     moments = {moment: stored.get_tensor(f"{moment}/{name}") for moment in _MOMENTS}
                     state[number] = {"step": torch.tensor(float(header["step"])), **moments}
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-            return Place(int(header["step"]), float(header["seconds"]))
+            return Checkpoint(int(header["step"]), float(header["seconds"]))
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            reason = first_line(error)
-            raise ReactClipError(f"{path} is damaged ({reason}); remove it to begin again") from None
+            raise ReactClipError(f"{path} is damaged ({first_line(error)}); remove it to begin again") from None
 
-    def _claim(self) -> None:
-        """Write the configuration into a fresh folder; refuse a folder that holds another one."""
-        place, ours = self.path / SETTINGS, json.loads(json.dumps(self.identity))
-        if not place.is_file():
-            if taken := [name for name in (RECORD, TOWER, _CHECKPOINT, "config.json") if (self.path / name).exists()]:
-                raise ReactClipError(f"{self.path} has a {taken[0]} but no {SETTINGS}; choose another --out")
-            storage.write_text(place, json.dumps(ours, indent=2) + "\n")
+    def _drop_checkpoint(self) -> None:
+        """Remove the checkpoint: three times the size of the tower, and not needed beside it."""
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+
+    def _check_identity(self) -> None:
+        """Write the identity into a fresh folder; refuse a folder that holds another one."""
+        path, ours = self.path / SETTINGS, json.loads(json.dumps(self.identity))
+        if not path.is_file():
+            if other := [name for name in (RECORD, TOWER, _CHECKPOINT, "config.json") if (self.path / name).exists()]:
+                raise ReactClipError(f"{self.path} has a {other[0]} but no {SETTINGS}; choose another --out")
+            storage.write_text(path, json.dumps(ours, indent=2) + "\n")
             return
-        theirs = storage.read_json(place, missing="choose another --out", invalid="choose another --out")
-        if other := sorted(_differences(theirs, ours)):
+        theirs = storage.read_json(path, missing="choose another --out", invalid="choose another --out")
+        if different := sorted(_differences(theirs, ours)):
             raise ReactClipError(
-                f"{self.path} holds another run (other {', '.join(other)}); give the same values to continue it, or "
-                "choose another --out"
+                f"{self.path} holds another run (other {', '.join(different)}); give the same values to continue it, "
+                "or choose another --out"
             )
 
     def _digest(self) -> str:
@@ -128,3 +139,79 @@ def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[str]:
             yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
     elif theirs != ours:
         yield name or "everything"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of the loss log, counted from 1."""
+
+    step: int
+    loss: float
+    lr: float
+
+    def __str__(self) -> str:
+        # repr keeps every bit, so that two logs can be compared.
+        return f"{self.step},{self.loss!r},{self.lr!r}\n"
+
+
+def read_log(path: Path) -> list[Row]:
+    """The rows of a loss log up to the first gap; a row cut off by a kill does not count."""
+    rows: list[Row] = []
+    lines = path.read_text(encoding="ascii", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    for line in lines[1:]:
+        try:
+            step, loss, lr = line.split(",")
+            row = Row(int(step), float(loss), float(lr))
+        except ValueError:
+            break
+        if not line.endswith("\n") or row.step != len(rows) + 1:
+            break
+        rows.append(row)
+    return rows
+
+
+class LossLog:
+    """Writes the loss of every step to a CSV file.
+
+    Rows are written one step late: reading a loss at once would leave the device idle until the next step.
+    """
+
+    def __init__(self, path: Path, *, done: int, total: int, progress: Progress | None) -> None:
+        """Continue a log after ``done`` steps; later rows are dropped, because their steps will be done again."""
+        storage.write_text(path, "".join(["step,loss,lr\n", *map(str, read_log(path)[:done])]))
+        self._path, self._total, self._progress = path, total, progress
+        self._pending: tuple[int, Tensor, float] | None = None
+        self._stream = path.open("a", encoding="ascii")
+
+    def add(self, step: int, loss: Tensor, lr: float) -> None:
+        """Note a step, counted from 1, and write the one before it."""
+        pending, self._pending = self._pending, (step, loss, lr)
+        self._write(pending)
+
+    def flush(self) -> None:
+        """Write the noted step and wait until the file is on the disk."""
+        pending, self._pending = self._pending, None
+        self._write(pending, sync=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def _write(self, pending: tuple[int, Tensor, float] | None, *, sync: bool = False) -> None:
+        row = None if pending is None else Row(pending[0], float(pending[1]), pending[2])
+        if row is not None and not math.isfinite(row.loss):
+            raise ReactClipError(
+                f"the loss is {row.loss} at step {row.step}; the last checkpoint is kept: try a smaller learning rate "
+                "(--lr) or --dtype fp32, in another --out"
+            )
+        try:
+            self._stream.write("" if row is None else str(row))
+            self._stream.flush()
+            if sync:
+                os.fsync(self._stream.fileno())
+        except OSError as error:
+            raise ReactClipError(
+                f"cannot write {self._path}: {error.strerror}; free some space and run it again"
+            ) from error
+        if row is not None and self._progress is not None:
+            self._progress(row.step, self._total, row.loss)

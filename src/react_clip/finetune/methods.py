@@ -1,8 +1,6 @@
-"""The finetuned methods, each a small configuration: what its inner attack climbs, and what its tower descends.
+"""The finetuning methods. Each says what its inner attack maximises and what training minimises.
 
-A method sees a :class:`Batch` and says two things. ``objective`` is what the attack maximises over the pixels, from
-the raw features of the attacked images; ``loss`` is what training minimises over the weights. Both give one value per
-image.
+``logits`` are ``[B, K]``, features ``[B, D]``, ``labels`` class indices ``[B]``; every loss is one value per image.
 """
 
 from __future__ import annotations
@@ -14,35 +12,38 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from react_clip import functional
 from react_clip.attacks.losses import cross_entropy
 from react_clip.config import NonNegative, Registered, Registry
-from react_clip.finetune import losses
 
 Tower = Callable[[Tensor], Tensor]
 """From pixels ``[B, 3, S, S]`` to raw features ``[B, D]``."""
+Objective = Callable[[Tensor], Tensor]
+"""From raw features ``[B, D]`` to one value per image ``[B]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Clean pixels with what the methods need to judge them; without labels, those that need none still work."""
+    """Clean pixels with everything that the losses need; methods without labels ignore labels and class features."""
 
     student: Tower
     """The tower in training."""
     original: Tower
-    """The tower as it was, frozen."""
+    """The tower before training, frozen."""
     clean: Tensor
     labels: Tensor
     class_features: Tensor
 
     def logits(self, features: Tensor) -> Tensor:
-        """Zero-shot logits of raw features."""
-        return losses.logits(features, self.class_features)
+        r"""Zero-shot logits :math:`100 \cos(F, t_k)` of raw features."""
+        return functional.logits(functional.normalize(features), self.class_features)
 
     @cached_property
     def original_clean(self) -> Tensor:
-        """Raw features that the original tower gives the clean images; computed once, without gradients."""
+        """Raw features of the clean images in the original tower, without gradients."""
         with torch.no_grad():
             return self.original(self.clean)
 
@@ -53,42 +54,34 @@ class Method(Registered, ABC):
     registry: ClassVar[Registry[Method]] = Registry("method")
     needs_labels: ClassVar[bool] = True
 
-    @abstractmethod
-    def objective(self, batch: Batch) -> Tower:
-        """What the inner attack climbs, one value per image, from the raw features of the attacked images."""
+    def objective(self, batch: Batch) -> Objective:
+        """What the inner attack maximises; the cross-entropy of the true class unless a method has its own."""
+        return lambda features: cross_entropy(batch.logits(features), batch.labels)
 
     @abstractmethod
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """What training descends, one value per image, from the attacked pixels."""
+        """What training minimises, from the attacked pixels ``[B, 3, S, S]``."""
 
 
-class _LabelAttacked(Method):
-    """Methods whose inner attack climbs the cross-entropy of the true class."""
-
-    def objective(self, batch: Batch) -> Tower:
-        """Cross-entropy of the true class."""
-        return lambda features: cross_entropy(batch.logits(features), batch.labels)
-
-
-class TeCoA(_LabelAttacked):
+class TeCoA(Method):
     r"""Text-guided contrastive adversarial training (Mao et al., 2023): :math:`\mathrm{CE}(z(x_{adv}), y)`."""
 
     kind = "tecoa"
     colour = "#7F7FD5"
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """Cross-entropy under attack."""
+        """Cross-entropy of the attacked images."""
         return cross_entropy(batch.logits(batch.student(adversarial)), batch.labels)
 
 
-class PMGAFT(_LabelAttacked):
+class PMGAFT(Method):
     r"""Pre-trained model guided adversarial finetuning (Wang et al., 2024).
 
     .. math:: \mathrm{CE}(z(x_{adv}), y) + \lambda_c\, \mathrm{KL}(p(x) \,\|\, p(x_{adv}))
         + \lambda_o\, \mathrm{KL}(p_{orig}(x_{adv}) \,\|\, p(x_{adv}))
 
-    with distributions over the classes. Gradients flow through both sides of the clean term, none through the original
-    tower.
+    with distributions over the classes. Gradients flow through both sides of the clean term, but not through the
+    original tower.
     """
 
     kind = "pmg-aft"
@@ -98,38 +91,38 @@ class PMGAFT(_LabelAttacked):
     original_weight: NonNegative = 1.0
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """Cross-entropy under attack, held near the clean answers and near the original tower's."""
+        """Cross-entropy of the attacked images, plus divergences from the clean and from the original answers."""
         logits = batch.logits(batch.student(adversarial))
         clean = batch.logits(batch.student(batch.clean))
         with torch.no_grad():
             original = batch.logits(batch.original(adversarial))
         return (
             cross_entropy(logits, batch.labels)
-            + self.clean_weight * losses.kl_divergence(clean, logits)
-            + self.original_weight * losses.kl_divergence(original, logits)
+            + self.clean_weight * kl_divergence(clean, logits)
+            + self.original_weight * kl_divergence(original, logits)
         )
 
 
 class FARE(Method):
     r"""Unsupervised robust embeddings (Schlarmann et al., 2024): :math:`\lVert F(x_{adv}) - F_{orig}(x) \rVert_2^2`.
 
-    Raw features, no labels and no class names; the attack climbs the same distance.
+    Raw features, no labels and no class names; the inner attack maximises the same distance.
     """
 
     kind = "fare"
     colour = "#6F4FA8"
     needs_labels = False
 
-    def objective(self, batch: Batch) -> Tower:
-        """The distance from the original clean feature."""
-        return lambda features: losses.squared_distance(features, batch.original_clean)
+    def objective(self, batch: Batch) -> Objective:
+        """The squared distance from the original clean features."""
+        return lambda features: (features - batch.original_clean).square().sum(dim=-1)
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """The same distance, in the weights."""
-        return losses.squared_distance(batch.student(adversarial), batch.original_clean)
+        """The squared distance from the original clean features."""
+        return self.objective(batch)(batch.student(adversarial))
 
 
-class CLIPFT(_LabelAttacked):
+class CLIPFT(Method):
     """CLIP's own contrastive loss on attacked images and the texts of their classes, within the batch.
 
     This reading is a guess. The paper only says "an adversarially finetuned version of vanilla CLIP obtained using a
@@ -143,17 +136,47 @@ class CLIPFT(_LabelAttacked):
     colour = "#A6604A"
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """The symmetric contrastive loss under attack."""
-        return losses.contrastive(batch.student(adversarial), batch.class_features, batch.labels)
+        """The symmetric contrastive loss of the attacked images."""
+        return contrastive(batch.student(adversarial), batch.class_features, batch.labels)
+
+
+def kl_divergence(target_logits: Tensor, logits: Tensor) -> Tensor:
+    r"""Divergence :math:`\mathrm{KL}(p \,\|\, q) = \sum_k p_k (\log p_k - \log q_k)` of two softmaxes, p first.
+
+    >>> kl_divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([0.1201])
+    """
+    log_p, log_q = F.log_softmax(target_logits, dim=-1), F.log_softmax(logits, dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+
+def contrastive(features: Tensor, class_features: Tensor, labels: Tensor) -> Tensor:
+    r"""CLIP's symmetric contrastive loss within a batch; all samples of a class are positives of one another.
+
+    With unit image features :math:`f_i`, text features :math:`t_{y_j}`, :math:`S_{ij} = 100 f_i \cdot t_{y_j}` and
+    :math:`P_i = \{j : y_j = y_i\}`:
+
+    .. math::
+        \ell_i = -\frac{1}{2 |P_i|} \sum_{j \in P_i}
+            \Big(\log \frac{e^{S_{ij}}}{\sum_k e^{S_{ik}}} + \log \frac{e^{S_{ji}}}{\sum_k e^{S_{ki}}}\Big)
+
+    >>> contrastive(torch.ones(2, 1), torch.ones(1, 1), torch.tensor([0, 0]))
+    tensor([0.6931, 0.6931])
+    """
+    scores = functional.logits(functional.normalize(features), class_features[labels])
+    positives = torch.eq(labels[:, None], labels[None, :]).to(scores.dtype)
+    positives = positives / positives.sum(dim=1, keepdim=True)
+    to_text, to_image = F.log_softmax(scores, dim=1), F.log_softmax(scores, dim=0).T
+    return -0.5 * (positives * (to_text + to_image)).sum(dim=1)
 
 
 def names() -> list[str]:
-    """The kinds of finetuning."""
+    """The kinds that :func:`get` knows."""
     return Method.registry.names()
 
 
 def get(kind: str, **values: Any) -> Method:
-    """A method by its kind, with its values.
+    """A method by its kind, with its fields.
 
     >>> get("pmg-aft", clean_weight=0.5)
     PMGAFT(clean_weight=0.5, original_weight=1.0)

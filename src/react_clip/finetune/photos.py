@@ -1,4 +1,4 @@
-"""The training photos: read once as bytes, dealt out in an order and with changes that depend on the seed alone."""
+"""The training photos: their order, augmentation and random streams, all of which depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from react_clip import noise
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 
-_ORDER, _START, _CHANGE = range(3)
+_ORDER, _START, _AUGMENT = range(3)
 _SMALLEST_CROP = 0.5
 _RATIO = 4 / 3
 
@@ -30,11 +30,11 @@ class Photos:
         return len(self.pixels)
 
     def indices(self, step: int, size: int, seed: int) -> Tensor:
-        """The photos of a step: the next ``size`` of an endless row of shuffled passes over all photos."""
+        """Indices of a step's photos: the next ``size`` of an endless sequence of shuffled passes over all photos."""
         begin, count = step * size, len(self)
         passes = range(begin // count, (begin + size - 1) // count + 1)
-        row = torch.cat([_shuffled(count, number, seed) for number in passes])
-        return row[begin % count : begin % count + size]
+        order = torch.cat([_shuffled(count, number, seed) for number in passes])
+        return order[begin % count : begin % count + size]
 
     def batch(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Float pixels in [0, 1] and labels, on the device."""
@@ -43,19 +43,19 @@ class Photos:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for the work already queued there, which unpinned memory would."""
+    """Copy to the device; from pinned memory, so that the copy does not wait for the work queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def stream_keys(indices: Tensor, step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random streams of the photos of a step, for the attack's start and for the augmentation."""
+    """Random streams ``[B]`` of a step's photos: for the attack's start, and for the augmentation."""
     root = torch.full_like(indices, seed)
     keys = noise.fork(noise.fork(root, step), indices)
-    return noise.fork(keys, _START), noise.fork(keys, _CHANGE)
+    return noise.fork(keys, _START), noise.fork(keys, _AUGMENT)
 
 
 def augmented(pixels: Tensor, keys: Tensor, kind: str) -> Tensor:
-    """Photos mirrored half of the time; with ``crop`` also cut to 50-100 % of their area and resized."""
+    """Photos, half of them mirrored; with ``crop`` also cut to 50-100 % of their area and resized."""
     if kind == "none":
         return pixels
     draws = noise.uniform(keys, 5)
@@ -65,7 +65,7 @@ def augmented(pixels: Tensor, keys: Tensor, kind: str) -> Tensor:
 
 
 def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, classes: int | None) -> Photos:
-    """Refuse what cannot be trained on; floats in [0, 1] become the bytes they came from."""
+    """Photos as uint8, or an error if they cannot be trained on; floats in [0, 1] are rounded to bytes."""
     if pixels.dtype != torch.uint8:
         encoder.check(pixels)
         pixels = pixels.detach().mul(255).round().to(torch.uint8)
@@ -88,7 +88,7 @@ def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, clas
 
 
 def check_memory(photos: int, size: int, available: int) -> None:
-    """Refuse sets whose bytes would fill the memory: photos are read once and kept.
+    """Refuse sets that need more than half of the memory: photos are read once and kept.
 
     >>> check_memory(2000, 224, available=8 * 2**30)
     """
@@ -109,13 +109,13 @@ def _shuffled(count: int, number: int, seed: int) -> Tensor:
 
 
 def _cropped(pixels: Tensor, draws: Tensor) -> Tensor:
-    """A rectangle of random area, shape and place, resized bilinearly to the whole."""
+    """A rectangle of random area, shape and position, resized bilinearly to the image size."""
     area = _SMALLEST_CROP + (1 - _SMALLEST_CROP) * draws[:, 0]
     ratio = ((2 * draws[:, 1] - 1) * math.log(_RATIO)).exp()
     width, height = (area * ratio).sqrt().clamp_max(1), (area / ratio).sqrt().clamp_max(1)
     left, top = (2 * draws[:, 2] - 1) * (1 - width), (2 * draws[:, 3] - 1) * (1 - height)
-    nothing = torch.zeros_like(width)
-    rows = [torch.stack([width, nothing, left], dim=1), torch.stack([nothing, height, top], dim=1)]
+    zero = torch.zeros_like(width)
+    rows = [torch.stack([width, zero, left], dim=1), torch.stack([zero, height, top], dim=1)]
     grid = F.affine_grid(torch.stack(rows, dim=1), list(pixels.shape), align_corners=False)
     # Bilinear weights sum to one only up to rounding.
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False).clamp(0, 1)

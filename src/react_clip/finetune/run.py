@@ -1,11 +1,11 @@
-"""One call from an encoder and photos to a folder with a finetuned tower."""
+"""``finetune``: from an encoder and photos to a folder with a finetuned tower."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -20,12 +20,10 @@ from react_clip.encoders.checkpoints import TOWER, image_parameters, image_tower
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.store import digest_of
-from react_clip.finetune.folder import LOG, RunFolder
-from react_clip.finetune.loss_log import Progress, read_log
+from react_clip.finetune.folder import Progress, RunFolder, read_log
 from react_clip.finetune.methods import Method, get
 from react_clip.finetune.photos import Photos, checked_photos
-from react_clip.finetune.settings import Settings
-from react_clip.finetune.training import Task, train
+from react_clip.finetune.training import Settings, Task, train
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +36,7 @@ class Finetuned:
     record: dict[str, Any]
     """The content of ``finetune.json``."""
     was_finished: bool
-    """The folder was finished before; nothing was done."""
+    """The folder was finished before this call, which did nothing."""
 
 
 def finetune(
@@ -87,7 +85,7 @@ def finetune(
             task = Task(student, encoder, method, photos, features, settings)
             seconds = train(task, run, progress)
             record = run.finish(_for_disk(student, settings), _record(task, run, seconds, about or {}))
-        # Read back, so that this encoder is the one that everybody else will load.
+        # Read back, so that the returned encoder is bit for bit the one that rc.load gives.
         load_tower(student, folder / TOWER)
     student.name = str(folder)
     return Finetuned(student, folder, record, was_finished)
@@ -112,11 +110,11 @@ def _checked_classes(encoder: Encoder, method: Method, labels: Tensor | None, cl
 def _identity(
     encoder: Encoder, method: Method, photos: Photos, class_features: Tensor, settings: Settings
 ) -> dict[str, Any]:
-    """All that decides the outcome, as plain values."""
+    """All values that decide the outcome, as JSON values."""
     image_parameters(encoder)  # refuses an encoder without a tower to train
     return {
         "method": method.to_dict(),
-        "settings": settings.to_dict(),
+        "settings": settings.identity(),
         "weights": encoder.fingerprint(),
         "data": {"photos": digest_of(photos.pixels), "labels": digest_of(photos.labels)},
         "classes": digest_of(class_features),
@@ -129,7 +127,7 @@ def _for_disk(student: Encoder, settings: Settings) -> dict[str, Tensor]:
 
 
 def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]) -> dict[str, Any]:
-    losses = [row.loss for row in read_log(run.path / LOG)]
+    losses = [row.loss for row in read_log(run.log)]
     tail = math.ceil(len(losses) / 10)
     return {
         "method": task.method.to_dict(),
@@ -138,7 +136,7 @@ def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]
         "photos": len(task.photos),
         "classes": len(task.class_features) if task.method.needs_labels else 0,
         "data": run.identity["data"],
-        "settings": asdict(task.settings),
+        "settings": task.settings.to_dict(),
         "first_loss": losses[0] if losses else None,
         "final_loss": fmean(losses[-tail:]) if losses else None,
         "final_loss_is": f"the mean of the last {tail} steps",

@@ -1,26 +1,98 @@
-"""The training loop: attack the photos, descend the method's loss, keep what a kill must not destroy."""
+"""The settings of a finetuning run and its training loop: attack the photos, then descend the method's loss."""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from react_clip import linf
+from react_clip.config import Configuration, Count, PositiveLength, Whole
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import image_parameters
 from react_clip.errors import ReactClipError
-from react_clip.finetune.folder import LOG, Place, RunFolder
-from react_clip.finetune.loss_log import LossLog, Progress
+from react_clip.finetune.folder import Checkpoint, LossLog, Progress, RunFolder
 from react_clip.finetune.methods import Batch, Method, Tower
 from react_clip.finetune.photos import Photos, augmented, stream_keys, upload
-from react_clip.finetune.settings import Settings
+
+
+class InnerAttack(Configuration):
+    """Sign-gradient ascent on a method's objective within ``eps`` of each image, from a uniform start."""
+
+    eps: PositiveLength = 1 / 255
+    step: PositiveLength = 1 / 255
+    steps: Count = 2
+
+    def __call__(self, method: Method, batch: Batch, keys: Tensor) -> Tensor:
+        """Attacked pixels ``[B, 3, S, S]``; ``keys`` are random streams ``[B]``."""
+        ball, objective = linf.Ball(batch.clean, self.eps), method.objective(batch)
+
+        def slope_at(pixels: Tensor) -> Tensor:
+            _, slope = linf.gradient(lambda moved: objective(batch.student(moved)), pixels)
+            assert slope is not None, "image towers are differentiable"
+            return slope
+
+        return linf.ascend(slope_at, ball.random_start(keys), ball, steps=self.steps, step_size=self.step)
+
+
+class Settings(Configuration):
+    """Everything but the method and the data. One step uses ``batch * accumulate`` photos."""
+
+    steps: Count = 300
+    batch: Count = 64
+    accumulate: Count = 1
+    """Batches whose gradients are added before the weights are updated."""
+    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    weight_decay: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    warmup: Whole | None = None
+    """Steps until the full learning rate; a tenth of all by default."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What the towers compute in; the weights are fp32 in either case."""
+    augment: Literal["none", "flip", "crop"] = "flip"
+    """``flip``: mirror half of the photos; ``crop``: a random crop as well."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    attack: InnerAttack = field(default_factory=InnerAttack)
+    half: bool = False
+    """Write the finished tower in fp16."""
+    save_every: Count = 50
+    """Steps between checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.warmup is not None and self.warmup >= self.steps:
+            raise ReactClipError(
+                f"warmup is {self.warmup}; it lies in 0 to {self.steps - 1}, below the {self.steps} steps"
+            )
+
+    @property
+    def photos_per_step(self) -> int:
+        """Photos that one step uses."""
+        return self.batch * self.accumulate
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to zero; steps count from 0.
+
+        >>> settings = Settings(steps=20, warmup=2, lr=1e-5)
+        >>> [f"{settings.learning_rate(step):.1e}" for step in (0, 1, 2, 11, 19)]
+        ['5.0e-06', '1.0e-05', '1.0e-05', '5.0e-06', '7.6e-08']
+        """
+        warmup = self.steps // 10 if self.warmup is None else self.warmup
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup)))
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide the outcome, as JSON values: all but ``save_every``."""
+        return {name: value for name, value in self.to_dict().items() if name != "save_every"}
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained on what: the student's image tower moves, all else stands still."""
+    """What is trained on what; only the student's image tower changes."""
 
     student: Encoder
     original: Encoder
@@ -33,7 +105,7 @@ class Task:
 
 @torch.enable_grad()
 def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> float:
-    """Train from where the folder stands to the last step; returns the seconds spent on it in all."""
+    """Train from the folder's last checkpoint to the last step; returns the seconds of all steps so far."""
     settings, began = task.settings, time.monotonic()
     weights = image_parameters(task.student)
     optimiser = torch.optim.AdamW(
@@ -42,10 +114,10 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
         weight_decay=settings.weight_decay,
         fused=task.student.device.type == "cuda",
     )
-    place = folder.restore(weights, optimiser)
-    log = LossLog(folder.path / LOG, done=place.step, total=settings.steps, progress=progress)
+    last = folder.restore(weights, optimiser)
+    log = LossLog(folder.log, done=last.step, total=settings.steps, progress=progress)
     try:
-        for step in range(place.step, settings.steps):
+        for step in range(last.step, settings.steps):
             rate = settings.learning_rate(step)
             for group in optimiser.param_groups:
                 group["lr"] = rate
@@ -55,7 +127,7 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
             if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
                 log.flush()
                 _check_finite(list(weights.values()), step + 1)
-                folder.save(Place(step + 1, place.seconds + time.monotonic() - began), weights, optimiser)
+                folder.save(Checkpoint(step + 1, last.seconds + time.monotonic() - began), weights, optimiser)
     except torch.cuda.OutOfMemoryError:
         raise ReactClipError(
             f"a batch of {settings.batch} does not fit into the device's memory; halve --batch and double --accumulate"
@@ -63,20 +135,20 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
     finally:
         log.close()
         task.student.requires_grad_(False)
-    return place.seconds + time.monotonic() - began
+    return last.seconds + time.monotonic() - began
 
 
 def gradients(task: Task, step: int) -> Tensor:
-    """Add the gradients of one step to the student's weights; returns its mean loss, still on the device."""
+    """Add the gradients of one step to the student's weights; returns its mean loss, on the device."""
     settings, device = task.settings, task.student.device
     student, original = _tower(task.student, settings.dtype), _tower(task.original, settings.dtype)
     indices = task.photos.indices(step, settings.photos_per_step, settings.seed)
-    start_keys, change_keys = stream_keys(indices, step, settings.seed)
+    start_keys, augment_keys = stream_keys(indices, step, settings.seed)
     total = torch.zeros((), device=device)
     for begin in range(0, len(indices), settings.batch):
         part = slice(begin, begin + settings.batch)
         pixels, labels = task.photos.batch(indices[part], device)
-        pixels = augmented(pixels, upload(change_keys[part], device), settings.augment)
+        pixels = augmented(pixels, upload(augment_keys[part], device), settings.augment)
         batch = Batch(student, original, pixels, labels, task.class_features)
         attacked = settings.attack(task.method, batch, upload(start_keys[part], device))
         loss = task.method.loss(batch, attacked).mean() / settings.accumulate
@@ -89,8 +161,8 @@ def _tower(encoder: Encoder, precision: str) -> Tower:
     """Raw features in fp32 from a tower that computes in ``precision``."""
 
     def features(pixels: Tensor) -> Tensor:
-        # A context for every pass: autocast remembers cast weights, and those of a pass without gradients would
-        # silence the gradients of the next one.
+        # A context for every pass: autocast caches cast weights, and those cached without gradients would be used in
+        # the next pass, whose gradients would then be missing.
         with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
             return encoder.raw_features(pixels)
 
@@ -98,7 +170,7 @@ def _tower(encoder: Encoder, precision: str) -> Tower:
 
 
 def _check_finite(weights: list[torch.nn.Parameter], step: int) -> None:
-    """A finite loss can still have had a gradient that was not; such weights must not replace a good checkpoint."""
+    """Refuse to save weights that are not finite: a finite loss can have an infinite gradient."""
     if not bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all()):
         raise ReactClipError(
             f"the weights are not finite after step {step}; the last checkpoint is kept: try a smaller learning rate "

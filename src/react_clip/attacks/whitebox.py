@@ -1,0 +1,281 @@
+"""Gradient attacks on a defended classifier, one per loss: through the correction, around the gate, or both.
+
+All of them are sign-gradient ascent in which every gradient is the sum over ``eot`` fresh draws of the defence's noise.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from react_clip import linf
+from react_clip.attacks.base import DefendedAttack, defended_of
+from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
+from react_clip.attacks.problem import Candidates, Problem, checked_gradient
+from react_clip.attacks.targets import DefendedClassifier, Draw, Passes, draw_passes, gradient_passes, times, with_views
+from react_clip.config import Count, NonNegative, Positive, PositiveLength
+from react_clip.defenses.base import Defense
+from react_clip.defenses.react import ReACT
+from react_clip.encoders.base import Gradients
+from react_clip.errors import ReactClipError
+
+_LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin, "dlr": dlr}
+
+
+class GradientAttack(DefendedAttack):
+    r"""Sign-gradient ascent from a uniform start on an objective of the defended classifier.
+
+    .. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign} \textstyle\sum_{j=1}^{K} \nabla_x\, o(x_k, \eta_{kj})\big)
+
+    Returns the iterate whose defended answer is wrong in most of its K draws and, among these, has the largest loss.
+    The draws are those of the gradient at that iterate, hence new to it: one lucky draw neither stops the attack nor
+    decides its result.
+    """
+
+    steps: Count = 20
+    step_size: PositiveLength | Literal["eps/4"] = "eps/4"
+    loss: Literal["ce", "margin", "dlr"] = "ce"
+    eot: Count = 4
+    """Draws per gradient."""
+    sigma: Literal["differentiated", "detached"] = "differentiated"
+    """Whether the gradient includes that the anchor's noise scale depends on the pixels."""
+    checkpoint: bool = True
+    """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
+    views: Count | None = None
+    """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
+
+    @property
+    def name(self) -> str:
+        """The kind with the number of steps and what differs from the default, such as ``adaptive-both-20-margin``."""
+        options = (self.loss, self.sigma, *self.name_options())
+        return "-".join([self.kind, str(self.steps), *(o for o in options if o not in _DEFAULT_OPTIONS)])
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of all variants."""
+        return self.steps * len(self.variants())
+
+    @abstractmethod
+    def objective(self, draw: Draw) -> Tensor:
+        """What is maximised, one value per image."""
+
+    def name_options(self) -> tuple[str, ...]:
+        """Options of a subclass that belong into the name unless they are defaults."""
+        return ()
+
+    def variants(self) -> Sequence[Self]:
+        """Attacks with one search each, whose best candidates are returned."""
+        return (self,)
+
+    def defended_loss(self, draw: Draw) -> Tensor:
+        """The loss by which iterates are compared."""
+        return _LOSSES[self.loss](draw.defended, draw.labels)
+
+    def is_wrong(self, draw: Draw) -> Tensor:
+        """Mask ``[n]``: whose defended answer is wrong."""
+        return draw.defended.argmax(1) != draw.labels
+
+    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+        """Gradients at every iterate but the last, one evaluation of the last, and the clean features."""
+        copy = with_views(defense, self.views, passes)
+        step, last = times(gradient_passes(*copy, self.checkpoint), self.steps), draw_passes(*copy)
+        searches = len(self.variants()) * self.eot
+        return searches * (step[0] + last[0]) + 1, searches * (step[1] + last[1])
+
+    def search(self, problem: Problem) -> Tensor:
+        """The best images over all variants."""
+        defended, best = defended_of(problem), Candidates.none(problem.x)
+        problem.spend((1, 0))
+        clean_features = defended.clf.encoder(problem.x)
+        copy, passes = with_views(defended.defense, self.views, defended.passes)
+        how = Gradients(self.checkpoint, self.sigma == "detached")
+        for number, variant in enumerate(self.variants()):
+            noisy = replace(defended.with_noise(f"{self.kind} {number}"), defense=copy, passes=passes, how=how)
+            best = best.or_better(variant._climb(problem.on(problem.target, noisy.seed), noisy, clean_features))
+        return best.images
+
+    def _climb(self, problem: Problem, defended: DefendedClassifier, clean_features: Tensor) -> Candidates:
+        best = Candidates.none(problem.x)
+        without_gradient = draw_passes(defended.defense, defended.passes)
+        with_gradient = gradient_passes(defended.defense, defended.passes, self.checkpoint)
+
+        def evaluate(images: Tensor, *, last: bool = False) -> Tensor:
+            """Compare the images with the best ones so far; returns their gradient, except for the last iterate."""
+            nonlocal best
+            slope = torch.zeros_like(images)
+            wrong, loss = torch.zeros(2, len(images), device=images.device)
+
+            def objective(pixels: Tensor) -> Tensor:
+                nonlocal wrong, loss
+                draw = defended.draw(pixels, problem.y, clean_features)
+                wrong, loss = wrong + self.is_wrong(draw), loss + self.defended_loss(draw).detach().float()
+                return self.objective(draw)
+
+            for _ in range(self.eot):
+                problem.spend(without_gradient if last else with_gradient)
+                if last:
+                    objective(images)
+                else:
+                    slope = slope + checked_gradient(linf.gradient(objective, images)[1], "adaptive-square")
+            best = best.or_better(Candidates(images, wrong / self.eot, loss / self.eot))
+            return slope
+
+        def slope_at(images: Tensor) -> Tensor:
+            problem.steps.tick()
+            return evaluate(images)
+
+        start, step_size = problem.random_start(), problem.step_size(self.step_size)
+        evaluate(linf.ascend(slope_at, start, problem.ball, steps=self.steps, step_size=step_size), last=True)
+        return best
+
+
+_DEFAULT_OPTIONS = {"ce", "differentiated", "mean", "plain"}
+
+
+class Through(GradientAttack):
+    r"""The loss of the corrected answer, as if the gate were open: :math:`o = \ell(z_{open}(x), y)`.
+
+    >>> Through(eps=4/255, steps=10).name
+    'adaptive-through-10'
+    """
+
+    kind: ClassVar[str] = "adaptive-through"
+
+    def objective(self, draw: Draw) -> Tensor:
+        """The loss of the corrected answer."""
+        return _LOSSES[self.loss](draw.opened, draw.labels)
+
+    def obstacle(self, defense: Defense) -> str:
+        """It needs a correction."""
+        return "" if isinstance(defense, ReACT) else f"{defense.name} has no anchor correction to see through"
+
+
+class Both(GradientAttack):
+    r"""Plain and corrected answer at once, so that the gate does not matter.
+
+    .. math:: o = \mathrm{mean} \text{ or } \max \text{ or } \min \{\ell(z_{closed}, y),\ \ell(z_{open}, y)\}
+
+    ``min`` works on whichever of the two has the smaller loss.
+
+    >>> Both(combine="min").name
+    'adaptive-both-20-min'
+    """
+
+    kind: ClassVar[str] = "adaptive-both"
+    combine: Literal["mean", "max", "min"] = "mean"
+
+    def name_options(self) -> tuple[str, ...]:
+        """How the two losses are combined."""
+        return (self.combine,)
+
+    def objective(self, draw: Draw) -> Tensor:
+        """Both losses combined."""
+        pair = _both_losses(_LOSSES[self.loss], draw)
+        return {"mean": pair.mean(0), "max": pair.amax(0), "min": pair.amin(0)}[self.combine]
+
+
+class Evade(GradientAttack):
+    r"""Fool the plain answer and keep the gate shut.
+
+    .. math:: o = \ell(z_{closed}, y) - \lambda\,\mathrm{relu}(s(x) - \tau + m)
+
+    Each :math:`\lambda` is a search of its own, and the best image of all is returned. ``on="both"`` puts the mean of
+    both losses into the first term, ``instability=False`` keeps J out of the gradient (it is still part of the score).
+
+    >>> Evade(lambdas=(1.0, 10.0)).total_steps
+    40
+    """
+
+    kind: ClassVar[str] = "adaptive-evade"
+    lambdas: tuple[Positive, ...] = (1.0, 10.0, 100.0)
+    margin: NonNegative = 0.05
+    on: Literal["plain", "both"] = "plain"
+    instability: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.lambdas:
+            raise ReactClipError("lambdas is empty; give at least one number > 0, such as [1, 10]")
+
+    def name_options(self) -> tuple[str, ...]:
+        """Which answers should be wrong."""
+        return (self.on,)
+
+    def variants(self) -> Sequence[Self]:
+        """One for each lambda."""
+        return [self.replace(lambdas=(weight,)) for weight in self.lambdas]
+
+    def objective(self, draw: Draw) -> Tensor:
+        """The loss less the penalty for a score near or above the threshold."""
+        pair = _both_losses(_LOSSES[self.loss], draw)
+        fooled = pair[0] if self.on == "plain" else pair.mean(0)
+        score = draw.score if self.instability else draw.drift + (draw.score - draw.drift).detach()
+        return fooled - self.lambdas[0] * torch.relu(score - draw.threshold + self.margin)
+
+    def obstacle(self, defense: Defense) -> str:
+        """It needs a gate."""
+        gated = isinstance(defense, ReACT) and defense.tau is not None
+        return "" if gated else f"{defense.name} has no gate to keep shut"
+
+
+class BPDA(GradientAttack):
+    r"""The defended answer itself: the hard gate in the forward pass, a soft one in the backward pass.
+
+    .. math:: z = z_{closed} + g\,(z_{open} - z_{closed}), \quad g = 1[s \ge \tau], \quad
+              \partial g := \partial\, \mathrm{sigmoid}((s - \tau) / T)
+
+    For a defence without gradients those of undefended CLIP are used (BPDA with the identity).
+
+    >>> BPDA(temperature=0.05)
+    BPDA(eps=4/255, steps=20, step_size=eps/4, loss=ce, eot=4, sigma=differentiated, checkpoint=True, temperature=0.05)
+    """
+
+    kind: ClassVar[str] = "adaptive-bpda"
+    temperature: Positive = 0.1
+
+    def objective(self, draw: Draw) -> Tensor:
+        """The loss of the defended answer through the soft gate."""
+        logits = draw.defended
+        if bool(draw.threshold.isfinite().all()):
+            soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
+            gate = (draw.score >= draw.threshold).to(soft.dtype) + (soft - soft.detach())
+            logits = draw.closed + gate[:, None] * (draw.opened - draw.closed)
+        return _LOSSES[self.loss](logits, draw.labels)
+
+
+class Feature(GradientAttack):
+    r"""Without labels: move the plain and the corrected feature away from the clean one.
+
+    .. math:: o = 2 - \cos(f_{closed}(x'), f(x)) - \cos(f_{open}(x'), f(x))
+
+    >>> Feature(steps=10).name
+    'adaptive-feature-10'
+    """
+
+    kind: ClassVar[str] = "adaptive-feature"
+
+    def objective(self, draw: Draw) -> Tensor:
+        """The sum of both distances."""
+        return _distance(draw.closed_features, draw) + _distance(draw.opened_features, draw)
+
+    def defended_loss(self, draw: Draw) -> Tensor:
+        """The distance of the defended feature."""
+        return _distance(draw.defended_features, draw)
+
+    def is_wrong(self, draw: Draw) -> Tensor:
+        """Never: without labels it is not known."""
+        return torch.zeros_like(draw.labels, dtype=torch.bool)
+
+
+def _both_losses(loss: Loss, draw: Draw) -> Tensor:
+    """``[2, n]``: the losses with the gate closed and open."""
+    return torch.stack([loss(draw.closed, draw.labels), loss(draw.opened, draw.labels)])
+
+
+def _distance(features: Tensor, draw: Draw) -> Tensor:
+    return 1.0 - F.cosine_similarity(features, draw.clean_features)
