@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import react_clip as rc
-from react_clip.adaptive import Both, Evade, Queries, Suite, Transfer
+from react_clip.attacks import Both, Evade, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, yaml_text
 

@@ -232,7 +232,7 @@ def test_the_small_self_check_passes_a_fragile_model(tmp_path: Path) -> None:
         ({"attacks": ["pgd"]}, "give 'clean' or an object"),
         ({"defenses": ["react"]}, "give an object such as"),
         ({"scoring": "fair"}, "choose one of leakage_free, attack_all"),
-        ({"threat": "adaptive"}, "choose one of oblivious"),
+        ({"threat": "adaptive"}, "belongs to oblivious or transfer"),
         ({"store": "png"}, "choose one of float16, uint8, none"),
         ({"draws": 0}, "whole number >= 1"),
         ({"batch": True}, "whole number >= 1"),

@@ -111,7 +111,7 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("dtype: [fp32]", "choose one of fp32"),
         ("attack_dtype: int8", "attack_dtype is 'int8'"),
         ("scoring: leaky", "choose one of leakage_free, attack_all"),
-        ("threat: adaptive", "choose one of oblivious"),
+        ("threat: adaptive", "belongs to oblivious or transfer"),
         ("images: {store: png}", "choose one of float16, uint8, none"),
         ("images: {save: png}", "no key 'save'; the keys are store"),
         ("images: float16", r"write images: \{store: float16\}"),
