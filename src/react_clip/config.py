@@ -171,8 +171,8 @@ class Configuration:
 
 
 def _fields(cls: type[Any]) -> dict[str, Any]:
-    """Pydantic's descriptions of the fields of a dataclass or model, in order."""
-    return cast("dict[str, Any]", getattr(cls, "__pydantic_fields__", {}))
+    """Pydantic's descriptions of the fields of a dataclass or model, in order, keyword-only ones last."""
+    return dict(sorted(getattr(cls, "__pydantic_fields__", {}).items(), key=lambda item: bool(item[1].kw_only)))
 
 
 def _is_length(field: Any) -> bool:
