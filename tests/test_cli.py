@@ -17,6 +17,7 @@ import react_clip as rc
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.common import bundled_photos
 from react_clip.cli.progress import Progress
+from react_clip.environment import has_fast_bf16
 from react_clip.preprocess import to_pixels
 
 
@@ -169,6 +170,22 @@ def test_the_demo_brings_its_own_photos() -> None:
     photos = bundled_photos()
     assert len(photos) >= 6
     assert all(to_pixels(path, 224).shape == (3, 224, 224) for path in photos)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_vnni", False),
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_bf16", True),
+        ("Features\t: fp asimd asimddp", False),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert has_fast_bf16(tmp_path / "cpuinfo") is expected
+    assert not has_fast_bf16(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def has_fast_bf16() -> bool:
+def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
 
     Read from the flags that Linux lists (x86: AVX512-BF16 or AMX, Arm: BF16); False on other systems.
     """
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return False
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}

@@ -73,7 +73,14 @@ def run(args: argparse.Namespace) -> int:
                 write(_row(result, outcome))
             results.append(result)
     page = args.out / "index.html"
-    write_page(page, results, model=encoder.name, guard=_summary(guard), steps=args.steps, classes=len(clf.names))
+    write_page(
+        page,
+        results,
+        model=f"{encoder.name} in {args.dtype}",
+        guard=_summary(guard),
+        steps=args.steps,
+        classes=len(clf.names),
+    )
     if args.json:
         print(json.dumps({"page": str(page), "photos": [result.to_dict() for result in results]}, indent=2))
     else:
