@@ -144,7 +144,7 @@ def test_the_command_on_a_tiny_model(
     [
         (["--images", "0"], "--images is 0; it must be at least 1"),
         (["--attacked", "1.5"], "--attacked is 1.5; it is a share between 0 and 1"),
-        (["--defenses", "magic"], "defence 'magic' is unknown"),
+        (["--defenses", "magic"], "defence 'magic' does not exist"),
         (["--shapes", "ViT-Z-1"], "no shapes are called 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16"),
         (["--shapes", "ViT-B-32", "--model", "x/y"], "--shapes ViT-B-32 and --model x/y are both given"),
         (["--shapes", "ViT-B-32", "--labels", "cat"], "for which --labels means nothing"),
