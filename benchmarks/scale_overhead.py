@@ -1,17 +1,16 @@
-"""What a cluster costs and brings: one collection, defended by the local engine and by Ray with one and two workers.
+"""Speed of ``react-clip embed`` on one collection: the local engine, and Ray with one and two workers.
 
     python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 10000 --small
-    python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 320 --parcel 16 \\
+    python benchmarks/scale_overhead.py --photos photos/oxford_pets/test --images 192 --chunk 12 \\
         --out scale-overhead-tower.json -- --model clip-vit-b-16 --dtype bf16
 
 Everything after ``--`` goes to ``react-clip embed``; ``--small`` stands for an image tower with random weights that
-is some sixty times cheaper than ViT-B/16, so that the engine weighs more than it ever will. The collection is
-``--images`` small JPEGs, random cuts of the photos given, in tar shards. Every side is ``react-clip embed`` in
-processes of its own; sides take turns. On CPUs the local engine is given one thread for the comparison, as much as a
-worker has, and once all of them. Speed is that of the steady state: from the end of the first parts to the end of the
-last one, so start-up and loading are left out (they are in ``seconds``). Memory is the peak of every process, for a
-quarter of the images and for all: it must not grow. Sides must agree on every gate and every pass. The result is
-benchmarks/results/scale-overhead.json.
+is some sixty times cheaper than ViT-B/16, so that the engine's share is larger than in practice. The collection is
+``--images`` small JPEGs, random cuts of the photos given, in tar shards. Every engine is ``react-clip embed`` in
+processes of its own. On CPUs the local engine is measured with one thread, as many as a worker has, and with all. Speed
+is that of the steady state: from the end of the first parts to the end of the last, without start-up and loading (they
+are in ``seconds``). Memory is the peak of every process, for a quarter of the images and for all: it must not grow.
+Engines must agree on every gate and every pass. The result is benchmarks/results/scale-overhead.json.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ from serve_fuzz import where, write
 import react_clip as rc
 from react_clip.cli.common import expand_inputs
 from react_clip.preprocess import read_image
-from react_clip.scale.files import find
-from react_clip.scale.parcels import Parcel, cut_shard
-from react_clip.scale.work import decode
+from react_clip.scale import collection
+from react_clip.scale.embedding import decode
 
 SIDE, PER_SHARD = 256, 2500
 SIDES = {"local": (1, []), "local, all cores": (0, [])}
@@ -95,12 +93,10 @@ class Run:
     seconds: float
     summary: dict[str, Any]
     memory: dict[str, int]
-    driver_seconds: float
-    """CPU time of the driver."""
     written_bytes: int
 
 
-def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int) -> Run:
+def run(side: str, sources: list[Path], out: Path, flags: list[str], chunk: int) -> Run:
     threads, engine = SIDES[side]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else dict(os.environ)
     if engine:
@@ -108,12 +104,10 @@ def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int
     command = [sys.executable, "-m", "react_clip", "embed", *map(str, sources), "--out", str(out), "--json", "--quiet"]
     began = time.time()
     process = subprocess.Popen(
-        [*command, "--parcel", str(parcel), *engine, *flags], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, "--chunk", str(chunk), *engine, *flags], stdout=subprocess.PIPE, text=True, env=environment
     )
     peaks: defaultdict[str, int] = defaultdict(int)
-    busy = 0.0
     while process.poll() is None:
-        busy = max(busy, cpu_seconds(process.pid))
         for kind, peak in memory_below(process.pid).items():
             peaks[kind] = max(peaks[kind], peak)
         time.sleep(0.2)
@@ -123,27 +117,19 @@ def run(side: str, sources: list[Path], out: Path, flags: list[str], parcel: int
     workers = int(engine[-1]) if engine else 1
     summary = json.loads(process.stdout.read())
     written = sum(path.stat().st_size for path in out.glob("part-*.parquet"))
-    return Run(speed(out, workers), seconds, summary, dict(peaks), busy, written)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Time that a process has spent on a core; 0 once it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    return Run(speed(out, workers), seconds, summary, dict(peaks), written)
 
 
 def speed(out: Path, workers: int) -> float:
-    """Images a second after every worker has had its first parcel."""
+    """Images per second after every worker has finished its first chunk."""
     parts = sorted((path.stat().st_mtime, parquet.read_metadata(path).num_rows) for path in out.glob("part-*.parquet"))
-    assert len(parts) > workers, "too few parcels to see a steady state; give more --images or a smaller --parcel"
+    assert len(parts) > workers, "too few chunks to see a steady state; give more --images or a smaller --chunk"
     first = parts[workers - 1][0]
     return sum(rows for _, rows in parts[workers:]) / (parts[-1][0] - first)
 
 
 def memory_below(root: int) -> dict[str, int]:
-    """Peak resident bytes of the driver, and the largest among decoders and among workers."""
+    """Peak resident bytes of the driver, and of the largest worker."""
     parents, found = {}, {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -156,27 +142,25 @@ def memory_below(root: int) -> dict[str, int]:
         above = pid
         while above in parents and above != root:
             above = parents[above]
-        kind = "driver" if pid == root else "decoder" if "_Decoder" in title else "worker" if "_Worker" in title else ""
+        kind = "driver" if pid == root else "worker" if "_Actor" in title else ""
         if above == root and kind and "VmHWM:" in status:
             peaks[kind] = max(peaks[kind], 1024 * int(status.split("VmHWM:")[1].split()[0]))
     return peaks
 
 
-def decode_costs(folder: Path, size: int) -> dict[str, float]:
-    """Seconds to decode an image on one core, and bytes that it then puts into the object store."""
-    file = find([str(folder)], "/")[0]
-    start, stop, count = cut_shard(file, "/", 256, "image")[0]
+def decode_seconds(folder: Path, size: int) -> float:
+    """Seconds to read and decode an image on one core."""
+    [chunk, *_], _ = collection.cut(collection.find_files([str(folder)]), 256, "image")
     began = time.perf_counter()
-    decoded = decode(Parcel(0, count, (file.url,), start, stop), size, "/", "image")
-    seconds = (time.perf_counter() - began) / count
-    return {"decode_seconds_per_image": seconds, "object_store_bytes_per_image": decoded.pixels.nbytes / count}
+    decode(chunk, size, "image")
+    return (time.perf_counter() - began) / chunk.count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", type=Path, required=True, help="a folder of real photos")
     parser.add_argument("--images", type=int, default=10_000)
-    parser.add_argument("--parcel", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--small", action="store_true", help="a small tower with random weights, made on the spot")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -189,30 +173,26 @@ def main() -> None:
         work = Path(name)
         make_collection(expand_inputs([args.photos]), work / "in", args.images, args.seed)
         flags = [*small_tower(work / "tower", args.photos), *args.flags] if args.small else args.flags
-        costs = decode_costs(work / "in" / "quarter", args.size)
+        costs = {"decode_seconds_per_image": decode_seconds(work / "in" / "quarter", args.size)}
         costs["read_bytes_per_image"] = sum(path.stat().st_size for path in work.rglob("*.tar")) / args.images
         for turn in range(args.rounds):
             for side in SIDES:
                 out = work / f"out-{turn}-{side.replace(', ', '-').replace(' ', '-')}"
-                runs[side].append(run(side, [work / "in"], out, flags, args.parcel))
+                runs[side].append(run(side, [work / "in"], out, flags, args.chunk))
         few = {
-            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", flags, args.parcel)
+            side: run(side, [work / "in" / "quarter"], work / f"few-{i}", flags, args.chunk)
             for i, side in enumerate(SIDES)
         }
     one = runs["ray, 1 worker"][0]
     costs["written_bytes_per_image"] = one.written_bytes / args.images
-    # What the driver does once, such as loading the model, cancels out between all images and a quarter of them. Most
-    # of the rest is Ray Data's loop, which turns while a parcel takes its time; scale_driver.py tells the two apart.
-    more = one.driver_seconds - few["ray, 1 worker"].driver_seconds
-    costs["driver_cpu_seconds_per_parcel"] = more / (one.summary["parts"] - few["ray, 1 worker"].summary["parts"])
-    answers = {(one.summary["opened"], one.summary["passes"]) for side in runs.values() for one in side}
+    answers = {(one.summary["gated"], one.summary["passes"]) for side in runs.values() for one in side}
     rate = {side: statistics.median(one.images_per_second for one in these) for side, these in runs.items()}
     about = where()
     about["versions"] |= {name: version(name) for name in ("ray", "pyarrow")}
     result = {
         **about,
         "images": args.images,
-        "parcel": args.parcel,
+        "chunk": args.chunk,
         "rounds": args.rounds,
         "seed": args.seed,
         "images_per_second": {side: round(value, 3) for side, value in rate.items()},
@@ -220,7 +200,7 @@ def main() -> None:
         "overhead": round(rate["local"] / rate["ray, 1 worker"], 3),
         "efficiency_two_workers": round(rate["ray, 2 workers"] / (2 * rate["ray, 1 worker"]), 3),
         "same_gates_and_passes": len(answers) == 1,
-        "opened": runs["local"][0].summary["opened"],
+        "gated": runs["local"][0].summary["gated"],
         "passes": runs["local"][0].summary["passes"],
         **{name: round(value, 6) for name, value in costs.items()},
         "peak_bytes_all": {side: these[0].memory for side, these in runs.items()},

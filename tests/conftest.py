@@ -28,11 +28,11 @@ settings.register_profile("no deadline", deadline=None, suppress_health_check=[H
 settings.load_profile("no deadline")
 
 LONGEST = (
-    "test_scale_embed_faults.py",
+    "test_scale_embed_ray.py",
     "test_tower.py",
     "test_scale_evaluate.py",
     "test_scale_serve.py",
-    "test_scale_cluster.py",
+    "test_scale_runner.py",
     "test_export.py",
 )
 """The slowest files, which run first, so that no process is left alone with one of them at the end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 RUNS = {"scale-overhead.json": "a small CLIP", "scale-overhead-tower.json": "the real ViT-B/16"}
-"""The smaller the model, the more the engine weighs."""
+"""Result files and what was measured; the smaller the model, the larger the share of the engine."""
 
 
 def overhead(folder: Path) -> str:
@@ -27,7 +27,6 @@ def overhead(folder: Path) -> str:
     row("one Ray worker against the local engine, time", [f"{run['overhead']:.2f} x" for run in each])
     row("efficiency of the second worker", [f"{100 * run['efficiency_two_workers']:.0f} %" for run in each])
     row("decoding, ms an image", [f"{1000 * run['decode_seconds_per_image']:.2f}" for run in each])
-    row("through the object store, KB an image", [_kb(run["object_store_bytes_per_image"]) for run in each])
     row("read and written, KB an image", [_traffic(run) for run in each])
     row("peak memory of a worker, all images / a quarter", [_memory(run) for run in each])
     lines += [""]
@@ -35,7 +34,7 @@ def overhead(folder: Path) -> str:
         if what in runs:
             run = runs[what]
             lines.append(
-                f"*{what[0].upper() + what[1:]}: {run['cores']} cores ({run['device']}), parcels of {run['parcel']}, "
+                f"*{what[0].upper() + what[1:]}: {run['cores']} cores ({run['device']}), chunks of {run['chunk']}, "
                 f"seed {run['seed']}. `benchmarks/results/{file}`, made by `{run['command']}`.*"
             )
             lines.append("")

@@ -1,11 +1,9 @@
-"""Collections on one machine: what is read, what a row holds, what is kept, and what is refused."""
+"""``defend_dataset`` in one process: sources, rows, resuming, and refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,24 +14,17 @@ from pyarrow import parquet
 
 import react_clip as rc
 from react_clip.cli import main
-from react_clip.scale import Summary, defend_dataset
-from react_clip.scale.files import File, find
-from react_clip.scale.parcels import cut_shard
-from react_clip.scale.ray_data import _Pool
+from react_clip.scale import Summary, collection, defend_dataset
+from scale_toys import picture, read_parts, write_tar
 
 GUARD = rc.ReACT(tau=0.8, views=3, max_batch=16)
-Pictures = Callable[[int], bytes]
-WriteTar = Callable[[Path, dict[str, bytes]], Path]
-ReadParts = Callable[[Path], Any]
 
 
 def defend(source: Any, out: Any, clf: rc.ZeroShotClassifier, **options: Any) -> Summary:
-    return defend_dataset(source, out, clf, GUARD, **{"engine": "local", "parcel": 8, **options})
+    return defend_dataset(source, out, clf, GUARD, **{"engine": "local", "chunk": 8, **options})
 
 
-def test_rows_are_the_answers_of_the_library(
-    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_rows_are_the_answers_of_the_library(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     summary = defend(photos, tmp_path / "out", clf, seed=3, top=2)
     rows = read_parts(tmp_path / "out").to_pylist()
     files = sorted(photos.rglob("*.png"))
@@ -57,13 +48,11 @@ def test_rows_are_the_answers_of_the_library(
     assert [row["passes"] for row in good] == expected.passes.tolist()
     assert [row["instability"] is None for row in good] == expected.instability.isnan().tolist()
     assert 0 < sum(row["gated"] for row in good) < len(good), "both answers of the gate are seen"
-    counts = (summary.images, summary.errors, summary.opened, summary.passes, summary.parts)
+    counts = (summary.images, summary.errors, summary.gated, summary.passes, summary.parts)
     assert counts == (20, 1, int(expected.gated.sum()), int(expected.passes.sum()), 3)
 
 
-def test_every_kind_of_source_gives_the_same_rows(
-    clf: rc.ZeroShotClassifier, picture: Pictures, write_tar: WriteTar, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_every_kind_of_source_gives_the_same_rows(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
     images = {f"{i:02d}.png": picture(i) for i in range(11)}
     folder, memory = tmp_path / "folder", fsspec.filesystem("memory")
     folder.mkdir()
@@ -80,7 +69,7 @@ def test_every_kind_of_source_gives_the_same_rows(
     nested = tmp_path / "nested.parquet"
     parquet.write_table(pa.table({"image": struct}), nested, row_group_size=20)
 
-    defend(folder, tmp_path / "out", clf, parcel=4)
+    defend(folder, tmp_path / "out", clf, chunk=4)
     expected = read_parts(tmp_path / "out")
     keys = {
         f"file://{folder}": [f"file://{folder}/{name}" for name in images],
@@ -92,16 +81,14 @@ def test_every_kind_of_source_gives_the_same_rows(
     }
     for i, (source, wanted) in enumerate(keys.items()):
         out = tmp_path / f"out{i}"
-        defend(source, out, clf, parcel=4, column="photo" if source == str(plain) else "image")
+        defend(source, out, clf, chunk=4, column="photo" if source == str(plain) else "image")
         found = read_parts(out)
         assert found.column("key").to_pylist() == wanted
         assert found.drop(["key"]).equals(expected.drop(["key"])), source
         assert len(list(out.glob("part-*.parquet"))) == 3
 
 
-def test_output_can_be_an_object_store(
-    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_output_can_be_an_object_store(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/out"
     first = defend(photos, url, clf)
     local = defend(photos, tmp_path / "out", clf)
@@ -112,13 +99,11 @@ def test_output_can_be_an_object_store(
     assert defend(photos, url, clf, resume=True) == first
 
 
-def test_finished_parts_are_never_made_again(
-    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_finished_parts_are_never_made_again(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = defend(photos, out, clf)
     rows = read_parts(out)
-    (out / "part-000001.parquet").unlink()
+    (out / "part-000000-000001.parquet").unlink()
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
     with pytest.raises(rc.ReactClipError, match="2 finished parts of this job; continue it with --resume"):
         defend(photos, out, clf)
@@ -127,9 +112,9 @@ def test_finished_parts_are_never_made_again(
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
-@pytest.mark.parametrize("what", ["seed", "top", "parcel", "guard", "classes", "photos"])
+@pytest.mark.parametrize("what", ["seed", "top", "chunk", "guard", "classes", "photos"])
 def test_a_folder_of_another_job_is_refused(
-    clf: rc.ZeroShotClassifier, photos: Path, picture: Pictures, tmp_path: Path, what: str
+    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, what: str
 ) -> None:
     out = tmp_path / "out"
     defend(photos, out, clf)
@@ -144,39 +129,21 @@ def test_a_folder_of_another_job_is_refused(
     else:
         options = {what: 1}
     with pytest.raises(rc.ReactClipError, match=rf"out holds another job \(other {what}\)"):
-        defend_dataset(photos, out, clf, guard, **{"engine": "local", "parcel": 8, "resume": True, **options})
+        defend_dataset(photos, out, clf, guard, **{"engine": "local", "chunk": 8, "resume": True, **options})
     assert {path: path.read_bytes() for path in out.iterdir() if path.suffix} == before
 
 
-def test_a_plan_without_parts_gives_way(
-    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_a_plan_without_parts_gives_way(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     defend(photos, out, clf, seed=1)
     for path in out.glob("part-*"):
         path.unlink()
-    defend(photos, out, clf, parcel=3)
+    defend(photos, out, clf, chunk=3)
     assert len(list(out.glob("part-*"))) == 7
-    assert json.loads((out / "plan.json").read_text())["asked"]["parcel"] == 3
+    assert json.loads((out / "plan.json").read_text())["chunk"] == 3
 
 
-@pytest.mark.parametrize(
-    ("cores", "gpus", "asked", "workers", "share", "decoders"),
-    [(2, 0, None, 2, 0, 1), (16, 0, 5, 5, 0, 2), (16, 1, None, 2, 0.5, 16), (32, 2, 3, 3, 0.5, 32), (8, 4, 2, 2, 1, 8)],
-)
-def test_workers_and_decoders_find_room_together(
-    cores: int, gpus: int, asked: int | None, workers: int, share: float, decoders: int
-) -> None:
-    have = SimpleNamespace(cluster_resources=lambda: {"CPU": float(cores), "GPU": float(gpus)})
-    pool = _Pool.of(have, asked, None, parcels=1000)
-    assert (pool.workers, pool.worker_gpus, pool.decoders) == (workers, share, decoders)
-    assert pool.workers * pool.worker_cpus + pool.decoders * pool.decoder_cpus <= cores
-    assert pool.workers * pool.worker_gpus <= gpus
-
-
-def test_an_unreadable_shard_costs_itself_and_is_tried_again(
-    clf: rc.ZeroShotClassifier, picture: Pictures, write_tar: WriteTar, tmp_path: Path, read_parts: ReadParts
-) -> None:
+def test_an_unreadable_shard_costs_itself_and_is_tried_again(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
     members = {f"{i}.png": picture(i) for i in range(10)}
@@ -203,32 +170,44 @@ def test_an_unreadable_shard_costs_itself_and_is_tried_again(
     assert read_parts(out).sort_by(by_key).equals(read_parts(tmp_path / "whole").sort_by(by_key))
 
 
-def test_a_damaged_header_is_not_taken_for_the_end(picture: Pictures, write_tar: WriteTar, tmp_path: Path) -> None:
+def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "s.tar", {f"{i}.png": picture(i) for i in range(4)})
-    [file] = find([str(shard)], str(tmp_path))
-    assert [count for *_, count in cut_shard(file, str(tmp_path), 3, "image")] == [3, 1]
+    files = collection.find_files([str(shard)])
+    chunks, problems = collection.cut(files, 3, "image")
+    assert ([chunk.count for chunk in chunks], problems) == ([3, 1], [])
     content = bytearray(shard.read_bytes())
     second = 512 + -(-len(picture(0)) // 512) * 512
     content[second : second + 100] = b"x" * 100
     shard.write_bytes(content)
-    with pytest.raises(rc.ReactClipError, match=f"header at byte {second:,} is damaged"):
-        cut_shard(File(str(shard), len(content)), str(tmp_path), 3, "image")
+    chunks, [problem] = collection.cut(files, 3, "image")
+    assert not chunks
+    assert f"header at byte {second:,} is damaged" in problem
 
 
-def test_a_shard_that_breaks_while_it_is_read_is_a_missing_piece(
-    clf: rc.ZeroShotClassifier, picture: Pictures, write_tar: WriteTar, tmp_path: Path
-) -> None:
-    shard = write_tar(tmp_path / "s.tar", {f"{i}.png": picture(i) for i in range(12)})
-    defend(tmp_path / "s.tar", tmp_path / "out", clf, parcel=4)
-    for number in (1, 2):
-        (tmp_path / "out" / f"part-00000{number}.parquet").unlink()
-    content = shard.read_bytes()
-    shard.write_bytes(content[: len(content) // 2] + b"\xff" * (len(content) - len(content) // 2))
-    summary = defend(tmp_path / "s.tar", tmp_path / "out", clf, parcel=4, resume=True)
-    assert summary.images < 12
-    assert all("s.tar" in line for line in summary.missing)
-    shard.write_bytes(content)
-    assert defend(tmp_path / "s.tar", tmp_path / "out", clf, parcel=4, resume=True).images == 12
+def test_a_shard_that_changes_after_it_was_listed_is_one_line(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "s.tar", {f"{i}.png": picture(i) for i in range(8)})
+    table = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"image": [picture(i) for i in range(8)]}), table)
+    chunks, _ = collection.cut(collection.find_files([str(shard), str(table)]), 4, "image")
+    parquet.write_table(pa.table({"image": [picture(i) for i in range(6)]}), table)
+    whole = shard.read_bytes()
+    for content in (whole[: len(whole) // 3], whole[:512] + b"\xff" * len(whole), b""):
+        shard.write_bytes(content)
+        for chunk in (chunks[0], chunks[1], chunks[3]):
+            with pytest.raises(
+                rc.ReactClipError, match=r"cannot be read|holds \d+ images and held 4 when it was listed"
+            ):
+                list(collection.read_chunk(chunk, "image"))
+
+
+def test_parts_of_another_version_of_a_shard_are_refused(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
+    shard, out = tmp_path / "s.tar", tmp_path / "out"
+    write_tar(shard, {f"{i}.png": picture(i) for i in range(12)})
+    assert defend(shard, out, clf).parts == 2
+    (out / "part-000001-000001.parquet").unlink()
+    write_tar(shard, {f"{i}.png": picture(i) for i in range(13)})
+    with pytest.raises(rc.ReactClipError, match=r"part-000001-000000.parquet was made from another .*s.tar; choose"):
+        defend(shard, out, clf, resume=True)
 
 
 def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
@@ -241,11 +220,11 @@ def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp
         "holds none of .jpg": {"source": empty},
         "nothing://there cannot be reached": {"source": "nothing://there"},
         "no column 'image' with the bytes of images; choose --column jpg": {"source": table},
-        "--parcel is 0; give 1 to 4096": {"parcel": 0},
+        "--chunk is 0; give 1 to 4096": {"chunk": 0},
         "--top is 0; give at least 1": {"top": 0},
+        "--workers is 0; give at least 1": {"workers": 0},
         "engine is 'dask'; choose local or ray": {"engine": "dask"},
         "choose an --out outside of it": {"out": photos / "out"},
-        "memory of this process, which no worker sees": {"out": "memory://x", "engine": "ray"},
     }
     for line, options in refused.items():
         place = {"source": options.pop("source", photos), "out": options.pop("out", tmp_path / "out")}
@@ -269,18 +248,17 @@ def test_the_command_writes_parts(
     tiny_folder: Path,
     photos: Path,
     tmp_path: Path,
-    read_parts: ReadParts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--model", str(tiny_folder), "--device", "cpu", "--config", "paper", "--labels", "cat, dog, teapot"]
-    command = ["embed", "photos", *options, "--parcel", "6", "--batch", "16", "--quiet"]
+    command = ["embed", "photos", *options, "--chunk", "6", "--batch", "16", "--quiet"]
     assert main([*command, "--out", "out", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["images"], summary["errors"], summary["parts"], summary["missing"]) == (20, 1, 4, [])
     assert read_parts(tmp_path / "out").column("key")[0].as_py() == "photos/a/00.png"
     guard = rc.ReACT(max_batch=16)
-    defend_dataset("photos", "again", clf, guard, engine="local", parcel=6)
+    defend_dataset("photos", "again", clf, guard, engine="local", chunk=6)
     assert read_parts(tmp_path / "again").equals(read_parts(tmp_path / "out"))
 
     assert main([*command, "--out", "out"]) == 2

@@ -1,35 +1,36 @@
-"""``serve --engine ray``: two replicas behind Ray's proxy give the library's answers, one of them killed or not."""
+"""``serve --engine ray``: two replicas behind Ray's proxy answer like the library, also after one was killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 
 import react_clip as rc
 from react_clip.cli import main
 from react_clip.scale import serving
+from scale_toys import picture, wait_for
 
 SECRET = "a secret of the tests, long enough"
 KEY = {"authorization": "Bearer a-key-of-some-length"}
 LABELS = ("cat", "dog", "teapot")
 GUARD = rc.ReACT(tau=1.48)
-"""In the middle of the small CLIP's drifts, so that gates open and stay closed."""
+"""The threshold is in the middle of the tiny CLIP's drifts, so that some gates open."""
 
 
 class Server:
-    """A running command, a client for it, and the processes below it."""
+    """A running ``react-clip serve`` and a client of it."""
 
     def __init__(self, words: list[str], variables: dict[str, str]) -> None:
         self.process = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
@@ -38,30 +39,19 @@ class Server:
         assert line, f"the server ended with {self.process.wait()}"
         self.client = httpx.Client(base_url=json.loads(line)["url"], timeout=60, headers=KEY)
 
-    def replicas(self) -> list[int]:
-        """Processes of replicas that were started by this command."""
-        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        return [process for process in found if b"ServeReplica" in words_of(process) and self._owns(process)]
-
-    def _owns(self, process: int) -> bool:
-        while process > 1 and process != self.process.pid:
-            try:
-                process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                return False
-        return process == self.process.pid
+    def replicas(self) -> set[int]:
+        """Processes of the replicas."""
+        found = set()
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "ServeReplica" in " ".join(process.cmdline()):
+                    found.add(process.pid)
+        return found
 
     def classify(self, photo: bytes) -> httpx.Response:
-        """One request on a connection of its own."""
+        """One request on a new connection."""
         url, headers = f"{self.client.base_url}/v1/classify", {**KEY, "connection": "close"}
         return httpx.post(url, files={"images": photo}, headers=headers, timeout=60)
-
-
-def words_of(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +76,20 @@ def server(tiny_folder: Path, command: list[str], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def pictures(picture: Callable[[int], bytes]) -> list[bytes]:
+def pictures() -> list[bytes]:
     return [picture(seed) for seed in range(6)]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_folder: Path, pictures: list[bytes]) -> torch.Tensor:
-    """What the library says, called directly with the server's secret."""
+    """Probabilities of the library, called directly with the server's secret."""
     clf = rc.ZeroShotClassifier(rc.load(tiny_folder, device="cpu"), LABELS)
     with torch.no_grad():
         return GUARD(clf, pictures, seed=SECRET.encode()).probs
 
 
 def assert_right(answer: httpx.Response, probs: torch.Tensor) -> None:
-    """Up to rounding, which depends on who shared the batch."""
+    """Up to rounding, which depends on the other images of the batch."""
     [result] = answer.json()["results"]
     said = {entry["label"]: entry["probability"] for entry in result["answers"]}
     assert [said[label] for label in LABELS] == pytest.approx(probs.tolist(), abs=1e-4)
@@ -134,53 +124,52 @@ def test_a_killed_replica_costs_its_own_requests_only(
 ) -> None:
     before = server.replicas()
     answers: list[tuple[int, httpx.Response]] = []
-    over = threading.Event()
+    stop = threading.Event()
 
-    def caller(number: int) -> None:
-        while not over.is_set():
+    def call(number: int) -> None:
+        while not stop.is_set():
             answers.append((number, server.classify(pictures[number])))
 
-    callers = [threading.Thread(target=caller, args=(number,)) for number in range(len(pictures))]
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(len(pictures))]
     for thread in callers:
         thread.start()
     wait_for(lambda: len(answers) > 20)
-    os.kill(before[0], signal.SIGKILL)
-    wait_for(lambda: len(set(server.replicas()) - set(before)) == 1, "a replica in place of the dead one")
-    there = len(answers)
-    wait_for(lambda: len(answers) > there + 20)
-    over.set()
+    os.kill(min(before), signal.SIGKILL)
+    wait_for(lambda: len(server.replicas() - before) == 1)
+    count = len(answers)
+    wait_for(lambda: len(answers) > count + 20)
+    stop.set()
     for thread in callers:
         thread.join()
     statuses = [answer.status_code for _, answer in answers]
-    assert set(statuses) <= {200, 500, 503}, "500 is the proxy's word for a replica that died with the request"
-    assert set(statuses[there:]) == {200}
-    assert sum(status != 200 for status in statuses) <= len(callers), "nobody but those it was busy with"
+    assert set(statuses) <= {200, 500, 503}, "500 is the proxy's answer if a replica dies with the request"
+    assert set(statuses[count:]) == {200}
+    assert sum(status != 200 for status in statuses) <= len(callers), "only requests that the dead replica had"
     for number, answer in answers:
         if answer.status_code == 200:
             assert_right(answer, expected[number])
-    for photo, probs in zip(pictures, expected, strict=True):
-        assert_right(server.classify(photo), probs)
 
 
-def test_sigterm_answers_what_was_accepted(server: Server, pictures: list[bytes], expected: torch.Tensor) -> None:
-    """The last test: it ends the server."""
+def test_sigterm_answers_accepted_requests(server: Server, pictures: list[bytes], expected: torch.Tensor) -> None:
+    """The last test of the server, because it ends it."""
     answers: list[httpx.Response] = []
     dropped: list[str] = []
 
-    def caller() -> None:
-        while not answers or answers[-1].status_code == 200:  # whoever is refused goes elsewhere
+    def call() -> None:
+        while not answers or answers[-1].status_code == 200:
             try:
                 answers.append(server.classify(pictures[0]))
             except httpx.ConnectError:
-                return  # the door is closed
+                return  # the proxy no longer listens
             except httpx.HTTPError as error:
                 dropped.append(repr(error))
                 return
 
-    callers = [threading.Thread(target=caller) for _ in range(4)]
+    callers = [threading.Thread(target=call) for _ in range(4)]
     for thread in callers:
         thread.start()
     wait_for(lambda: len(answers) > 8)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
     for thread in callers:
@@ -190,14 +179,7 @@ def test_sigterm_answers_what_was_accepted(server: Server, pictures: list[bytes]
     for answer in answers:
         if answer.status_code == 200:
             assert_right(answer, expected[0])
-    assert not server.replicas()
-
-
-def wait_for(what: Callable[[], Any], name: str = "it") -> None:
-    until = time.monotonic() + 300
-    while not what():
-        assert time.monotonic() < until, f"{name} never came"
-        time.sleep(0.1)
+    assert not psutil.wait_procs(processes, timeout=60)[1], "no process is left"
 
 
 @pytest.mark.parametrize(

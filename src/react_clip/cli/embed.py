@@ -21,12 +21,13 @@ from react_clip.cli.common import (
     load_encoder,
     notice,
 )
+from react_clip.defenses import Defense
 from react_clip.scale import defend_dataset
 from react_clip.storage import atomic_path, write_tensors, write_text
+from react_clip.zeroshot import ZeroShotClassifier
 
-_FILES = (".npy", ".safetensors")
-_OF_PARTS = ("parcel", "top", "column", "resume")
-_OF_RAY = ("address", "workers")
+_RAY_OPTIONS = ("address", "workers")
+_FOLDER_OPTIONS = ("chunk", "top", "column", "resume", *_RAY_OPTIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,53 +48,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="views in one encoder call (what the defence's constants say)")
     group = parser.add_argument_group("collections")
     group.add_argument("--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster")
-    group.add_argument("--address", help="of the Ray cluster, as host:port or auto (one is started here without it)")
-    group.add_argument("--workers", type=int, help="copies of the model in the cluster (two a GPU, or one a CPU core)")
-    group.add_argument("--parcel", type=int, help="images that are read, defended and written as one (256)")
+    group.add_argument("--address", help="host:port of the Ray cluster, or auto (by default one on this machine)")
+    group.add_argument(
+        "--workers", type=int, help="copies of the model in the cluster (two per GPU, else one per core)"
+    )
+    group.add_argument("--chunk", type=int, help="images that are read, defended and written together (256)")
     group.add_argument("--top", type=int, help="answers listed in a row (5)")
-    group.add_argument("--column", help="of Parquet files: where the images are (image)")
+    group.add_argument("--column", help="of Parquet files, with the images (image)")
     group.add_argument("--resume", action="store_true", default=None, help="continue in a folder with finished parts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Embed into one file, or into a folder of parts."""
-    suffix = PurePosixPath(args.out).suffix
-    if suffix not in _FILES:
-        if suffix and "://" not in args.out and not args.out.endswith("/") and not Path(args.out).is_dir():
-            raise ReactClipError(
-                f"--out is {args.out}; its name must end in .npy or .safetensors, or have no ending: then it is a "
-                "folder for Parquet parts"
-            )
-        return _embed_collection(args)
-    for name in (*_OF_PARTS, *_OF_RAY):
-        if getattr(args, name) is not None:
-            raise ReactClipError(f"--{name} is for collections; give --out a folder, not {args.out}")
-    if args.engine != "local":
-        raise ReactClipError(f"--engine {args.engine} writes Parquet parts; give --out a folder, not {args.out}")
-    return _embed_files(args)
-
-
-def _embed_collection(args: argparse.Namespace) -> int:
-    """A collection into a folder of parts; what cannot be read costs a line, and exit code 2."""
-    if args.engine == "local":
-        for name in _OF_RAY:
-            if getattr(args, name) is not None:
-                raise ReactClipError(f"--{name} is for --engine ray; add that, or leave it out")
-    # In a cluster the model runs elsewhere; here it only says what its classes are.
-    encoder = load_encoder(args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"}))
+    """Write features to one file, or to a folder of Parquet parts; exit code 2 if something could not be read."""
+    to_file = PurePosixPath(args.out).suffix in (".npy", ".safetensors")
+    _check_options(args, to_file)
+    if to_file:
+        args.photos_in = [Path(source) for source in args.photos_in]
+    # On a cluster the workers load the model; here it only encodes the labels.
+    here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
+    reader = PhotoReader(args) if to_file else None
+    encoder = load_encoder(here)
     clf = build_classifier(args, encoder)
     guard = build_guard(args, encoder, features=True)
-    chosen = {name: getattr(args, name) for name in (*_OF_PARTS, *_OF_RAY) if getattr(args, name) is not None}
+    guard = guard if args.batch is None else guard.replace(max_batch=args.batch)
+    return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
+
+
+def _check_options(args: argparse.Namespace, to_file: bool) -> None:
+    given = [name for name in _FOLDER_OPTIONS if getattr(args, name) is not None]
+    if to_file:
+        if given:
+            raise ReactClipError(f"--{given[0]} is for collections; give --out a folder, not {args.out}")
+        if args.engine != "local":
+            raise ReactClipError(f"--engine {args.engine} writes Parquet parts; give --out a folder, not {args.out}")
+        return
+    local = "://" not in args.out and not args.out.endswith("/") and not Path(args.out).is_dir()
+    if local and PurePosixPath(args.out).suffix:
+        raise ReactClipError(
+            f"--out is {args.out}; its name must end in .npy or .safetensors, or have no ending: then it is a "
+            "folder for Parquet parts"
+        )
+    if args.engine == "local" and (for_ray := [name for name in given if name in _RAY_OPTIONS]):
+        raise ReactClipError(f"--{for_ray[0]} is for --engine ray; add that, or leave it out")
+
+
+def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense) -> int:
+    options = {name: getattr(args, name) for name in _FOLDER_OPTIONS if getattr(args, name) is not None}
     summary = defend_dataset(
         args.photos_in,
         args.out,
         clf,
-        guard if args.batch is None else guard.replace(max_batch=args.batch),
+        guard,
         seed=args.seed,
         engine=args.engine,
         device=args.device,
         progress=not args.quiet,
-        **chosen,
+        **options,
     )
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)
@@ -107,34 +117,27 @@ def _embed_collection(args: argparse.Namespace) -> int:
     return 2 if summary.missing else 0
 
 
-def _embed_files(args: argparse.Namespace) -> int:
-    """Embed in batches; a file that cannot be read costs one line and its row, not the job."""
-    out = Path(args.out)
-    args.photos_in = [Path(source) for source in args.photos_in]
-    reader = PhotoReader(args)
-    encoder = load_encoder(args)
-    clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder, features=True)
-    guard = guard if args.batch is None else guard.replace(max_batch=args.batch)
-    done: list[str] = []
+def _to_file(args: argparse.Namespace, reader: PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
+    """Batch by batch; a photo that cannot be read is a line on stderr and no row."""
+    out, dim = Path(args.out), clf.encoder.dim
+    files: list[str] = []
     features: list[Tensor] = []
-    for paths, pixels in reader.batches(encoder.image_size):
+    for paths, pixels in reader.batches(clf.encoder.image_size):
         features.append(guard(clf, pixels, seed=args.seed).features.cpu())
-        done += [str(path) for path in paths]
-    if not done:
+        files += [str(path) for path in paths]
+    if not files:
         raise ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
-    write_features(out, torch.cat(features), done, encoder.name)
+    write_features(out, torch.cat(features), files, clf.encoder.name)
     failed = [failure["file"] for failure in reader.failed]
-    summary = {"out": str(out), "photos": len(done), "failed": failed, "dim": encoder.dim}
     if args.json:
-        print(json.dumps(summary))
+        print(json.dumps({"out": str(out), "photos": len(files), "failed": failed, "dim": dim}))
     else:
-        notice(args, f"{len(done)} x {encoder.dim} features in {out}" + (f", {len(failed)} failed" if failed else ""))
+        notice(args, f"{len(files)} x {dim} features in {out}" + (f", {len(failed)} failed" if failed else ""))
     return reader.exit_code
 
 
 def write_features(path: Path, features: Tensor, files: list[str], model: str) -> None:
-    """Features and the file each row belongs to, whole or not at all."""
+    """Write features ``[N, dim]`` and the file name of each row; a failed write leaves no partial file."""
     if path.suffix == ".safetensors":
         write_tensors(path, {"features": features}, {"files": json.dumps(files), "model": model})
         return

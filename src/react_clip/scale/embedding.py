@@ -1,38 +1,56 @@
-"""Defended features of a collection that no memory holds: ``defend_dataset``, on this machine or on a Ray cluster."""
+"""``defend_dataset``: defended features of a whole collection, by this process or by the workers of a Ray cluster.
+
+Both engines run the same worker on the same chunks. A chunk is defended in one call, so that the plain and probing
+passes of its images fill batches together, and so do the anchor views of its gated images. No batch spans two chunks:
+a part holds the same bits whichever worker made it, in whatever order, however often the job was interrupted.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import islice
+import platform
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.defenses import Defense, ReACT
+from react_clip.defenses import ReACT
+from react_clip.defenses.base import Defended, Defense
+from react_clip.encoders import load
+from react_clip.environment import __version__, device_name
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.scale.files import in_this_process, local_path
-from react_clip.scale.parcels import Parcel
-from react_clip.scale.parts import Parts, Tally
-from react_clip.scale.plan import Plan
-from react_clip.scale.work import Defender, decode
+from react_clip.preprocess import crop_to_size, read_image
+from react_clip.scale import collection
+from react_clip.scale.cluster import connected
+from react_clip.scale.collection import Chunk
+from react_clip.scale.output import OutputFolder, PartStats, part_name
+from react_clip.scale.runner import Allocation, WorkerPool
 from react_clip.zeroshot import ZeroShotClassifier
 
-Engine = Literal["local", "ray"]
-Outcome = Tally | ReactClipError
-"""What came of a parcel: its sums, or why it is missing."""
+MAX_CHUNK = 4096
+_THREADS = {"cpu": 2, "cuda": 4}
+"""Chunks that a worker has in hand: one is computed while the others are read, decoded or written."""
 
-MOST_IN_PARCEL = 4096
-_DECODERS = 2
-"""Parcels that the local engine decodes ahead of the encoder."""
+_WORKERS_PER_GPU = 2
+"""One prepares and writes while the other computes."""
+
+_MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma", "passes")
+
+log = logging.getLogger("react_clip.scale")
 
 
 @dataclass(frozen=True)
@@ -42,14 +60,14 @@ class Summary:
     out: str
     images: int
     errors: int
-    """Images among them that could not be decoded: rows with an error and nothing else."""
-    opened: int
+    """Images that could not be decoded: rows with an error and nothing else."""
+    gated: int
     """Images whose gate opened."""
     passes: int
-    """Encoder passes spent on all of them."""
+    """Encoder passes spent on all images."""
     parts: int
     missing: tuple[str, ...]
-    """One line for each parcel or shard that could not be read; a job that continues tries them again."""
+    """One line for each chunk or shard that could not be read; a resumed job tries them again."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -63,11 +81,11 @@ def defend_dataset(
     guard: Defense | None = None,
     *,
     seed: Seed = 0,
-    engine: Engine = "ray",
+    engine: Literal["local", "ray"] = "ray",
     address: str | None = None,
     workers: int | None = None,
     device: str | None = None,
-    parcel: int = 256,
+    chunk: int = 256,
     top: int = 5,
     column: str = "image",
     resume: bool = False,
@@ -75,159 +93,257 @@ def defend_dataset(
 ) -> Summary:
     """Defend every image of a collection and write its feature, answers and diagnostics to Parquet.
 
-    The numbers are those of ``guard(clf, images, seed)``, image by image, on whatever machines. Every finished part
-    stays, whatever happens later, and is never made again.
+    The numbers are those of ``guard(clf, images, seed)``, image by image, on whatever machines. A finished part is
+    kept whatever happens later and never computed again.
 
     Args:
         source: photos, webdataset shards (``.tar``), Parquet files with encoded images, folders of these, or patterns
             with ``*``; several may be given, as paths or fsspec URLs (``s3://...``).
         out: a folder, or an fsspec URL, that all workers see.
         clf: CLIP with its classes. Workers load its encoder by name.
-        guard: the defence; what was calibrated for the encoder by default.
+        guard: the defence; by default the one calibrated for the encoder.
         seed: of the noise.
         engine: ``"ray"``, or ``"local"`` for this process alone. Both write the same parts.
-        address: the Ray cluster's, as ``host:port``; without it one is started on this machine.
-        workers: model copies in the cluster; by default two a GPU, or one a CPU core where there is no GPU.
-        device: where Ray workers run the model; GPUs where the cluster has any by default.
-        parcel: images that are read, defended and written as one.
-        top: how many answers a row lists.
-        column: where Parquet files keep the images: bytes, or a struct with a field ``bytes``.
+        address: of the Ray cluster, as ``host:port``; without it one is started on this machine.
+        workers: model copies in the cluster; by default two per GPU, or one per CPU core if there is no GPU.
+        device: where Ray workers run the model; by default GPUs if the cluster has any.
+        chunk: images that are read, defended and written together.
+        top: number of answers in a row.
+        column: of Parquet files, with the images: bytes, or a struct with a field ``bytes``.
         resume: continue in a folder that holds finished parts of this very job.
         progress: show a bar.
     """
-    base = str(Path.cwd())
     sources = [os.fspath(one) for one in ([source] if isinstance(source, str | Path) else source)]
+    if not 1 <= chunk <= MAX_CHUNK:
+        raise ReactClipError(f"--chunk is {chunk}; give 1 to {MAX_CHUNK}")
+    for name, value in (("top", top), ("workers", workers)):
+        if value is not None and value < 1:
+            raise ReactClipError(f"--{name} is {value}; give at least 1")
+    output = OutputFolder(os.fspath(out))
+    _check_locations(sources, output, engine)
     guard = ReACT.constants_for(clf.encoder) if guard is None else guard
-    _check(parcel=parcel, top=top, workers=1 if workers is None else workers)
-    parts = Parts(os.fspath(out), base)
-    _check_places(sources, parts.url, base, engine)
-    with parts.held():
-        earlier = parts.read_plan()
-        asked = _asked(sources, clf, guard, seed=seed, parcel=parcel, top=top, column=column)
-        plan = Plan.make(sources, base, asked, earlier)
-        if not any(plan.parcels()):
-            raise ReactClipError(next(iter(plan.broken.values()), f"{', '.join(sources)}: there is no image in them"))
-        done: dict[int, Outcome] = {**parts.claim(plan, earlier, resume=resume)}
-        waiting = [piece for piece in plan.parcels() if piece.number not in done]
-        job = Job(clf, guard, parts.url, plan.identity, base, column, seed, top)
+    with output.locked():
+        files = collection.find_files(sources)
+        chunks, missing = collection.cut(files, chunk, column)
+        if not chunks:
+            raise ReactClipError(missing[0] if missing else f"{', '.join(sources)}: there is no image in them")
+        plan = {
+            "sources": sources,
+            **collection.fingerprints(files),
+            **_model_plan(clf, guard, seed),
+            **{"chunk": chunk, "top": top, "column": column, "version": __version__},
+        }
+        job = _Job(output.url, guard, seed, plan)
+        parts = output.claim(plan, resume=resume)
+        _check_parts(job, chunks, parts)
+        waiting = [one for one in chunks if one.name not in parts]
         if engine == "local":
-            outcomes = _on_this_machine(job, waiting)
+            results = _run_locally(_Worker(clf, job), waiting, _THREADS.get(clf.device.type, 2))
         else:
-            from react_clip.scale.ray_data import on_cluster
-
-            outcomes = on_cluster(job, waiting, address=address, workers=workers, device=device)
-        total = sum(piece.count for piece in plan.parcels())
-        first = total - sum(piece.count for piece in waiting)
-        size = {piece.number: piece.count for piece in waiting}
-        with tqdm(total=total, initial=first, unit="image", disable=None if progress else True) as bar:
-            for number, outcome in outcomes:
-                done[number] = outcome
-                bar.update(size[number])
-    return _summary(parts.url, list(done.values()), list(plan.broken.values()))
+            results = _run_on_cluster(clf, job, waiting, address, workers, device)
+        left, total = (sum(one.count for one in some) for some in (waiting, chunks))
+        with tqdm(total=total, initial=total - left, unit="image", disable=None if progress else True) as bar:
+            for one, result in results:
+                if isinstance(result, PartStats):
+                    parts[one.name] = result
+                elif result not in missing:
+                    missing.append(result)
+                bar.update(one.count)
+    sums = {key: sum(getattr(part, key) for part in parts.values()) for key in ("images", "errors", "gated", "passes")}
+    return Summary(out=output.url, **sums, parts=len(parts), missing=tuple(missing))
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """What a worker has to know."""
+class _Job:
+    """What a worker needs to know besides its model."""
 
-    clf: ZeroShotClassifier
-    guard: Defense
     out: str
-    identity: str
-    base: str
-    column: str
+    guard: Defense
     seed: Seed
-    top: int
+    plan: dict[str, Any]
+    """Everything that decides what the rows hold, as JSON values; a resumed job must have the same."""
 
-    def defender(self) -> Defender:
-        """The one who does it."""
-        parts = Parts(self.out, self.base)
-        return Defender(self.clf, self.guard, parts, self.identity, seed=self.seed, top=self.top)
-
-
-def _on_this_machine(job: Job, parcels: Sequence[Parcel]) -> Iterator[tuple[int, Outcome]]:
-    """Threads decode the next parcels while the model works on this one."""
-    defender, size = job.defender(), job.clf.encoder.image_size
-    waiting = iter(parcels)
-    with ThreadPoolExecutor(_DECODERS) as pool:
-
-        def start(parcel: Parcel) -> tuple[int, Future[Any]]:
-            return parcel.number, pool.submit(decode, parcel, size, job.base, job.column)
-
-        ahead = deque(map(start, islice(waiting, _DECODERS)))
-        while ahead:
-            number, future = ahead.popleft()
-            try:
-                decoded = future.result()
-            except ReactClipError as error:
-                decoded = error
-            ahead.extend(map(start, islice(waiting, 1)))
-            yield number, decoded if isinstance(decoded, ReactClipError) else defender(decoded)
+    def source(self, chunk: Chunk) -> str:
+        """Hash of the job and a chunk; the chunk's part carries it."""
+        return hashlib.sha256(json.dumps([self.plan, asdict(chunk)], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _asked(
-    sources: Sequence[str],
-    clf: ZeroShotClassifier,
-    guard: Defense,
-    *,
-    seed: Seed,
-    parcel: int,
-    top: int,
-    column: str,
-) -> dict[str, Any]:
-    """All that decides what the rows hold, as JSON values."""
-    from react_clip.environment import __version__
-
+def _model_plan(clf: ZeroShotClassifier, guard: Defense, seed: Seed) -> dict[str, Any]:
     classes = hashlib.sha256(json.dumps(clf.names).encode())
     classes.update(clf.class_features.float().cpu().numpy().tobytes())
-    # A secret stays one: the plan only shows whether it is the same.
-    shown = seed if isinstance(seed, int) else "secret " + hashlib.blake2b(seed, digest_size=8).hexdigest()
     return {
-        "sources": list(sources),
         "model": clf.encoder.name,
         "weights": clf.encoder.fingerprint(),
         "classes": classes.hexdigest()[:16],
         "guard": json.loads(json.dumps(guard.to_dict())),
-        "seed": shown,
-        "parcel": parcel,
-        "top": top,
-        "column": column,
-        "version": __version__,
+        # A secret seed is only shown as a hash.
+        "seed": seed if isinstance(seed, int) else "secret " + hashlib.blake2b(seed, digest_size=8).hexdigest(),
     }
 
 
-def _check(**counts: int) -> None:
-    most = {"parcel": MOST_IN_PARCEL}
-    for name, value in counts.items():
-        if not 1 <= value <= most.get(name, value):
-            limit = f"1 to {most[name]}" if name in most else "at least 1"
-            raise ReactClipError(f"--{name} is {value}; give {limit}")
-
-
-def _check_places(sources: Sequence[str], out: str, base: str, engine: str) -> None:
+def _check_locations(sources: Sequence[str], output: OutputFolder, engine: str) -> None:
     if engine not in ("local", "ray"):
         raise ReactClipError(f"engine is {engine!r}; choose local or ray")
     if not sources:
         raise ReactClipError("no source is given; name at least one folder, file or URL")
     require("pyarrow", "writing Parquet", extra="scale")
-    here = local_path(out, base)
-    for place in (*sources, out):
-        if engine == "ray" and in_this_process(place, base):
-            raise ReactClipError(f"{place} is the memory of this process, which no worker sees; use --engine local")
     for source in sources:
-        folder = local_path(source, base)
-        if here is not None and folder is not None and here.resolve().is_relative_to(folder.resolve()):
-            raise ReactClipError(f"{out} lies in {source}, which is read; choose an --out outside of it")
+        folder, out = collection.local_path(source), output.local
+        if folder is not None and out is not None and out.resolve().is_relative_to(folder.resolve()):
+            raise ReactClipError(f"{output.url} lies in {source}, which is read; choose an --out outside of it")
 
 
-def _summary(out: str, outcomes: Sequence[Outcome], broken: Sequence[str]) -> Summary:
-    tallies = [outcome for outcome in outcomes if isinstance(outcome, Tally)]
-    return Summary(
-        out=out,
-        images=sum(tally.images for tally in tallies),
-        errors=sum(tally.errors for tally in tallies),
-        opened=sum(tally.opened for tally in tallies),
-        passes=sum(tally.passes for tally in tallies),
-        parts=len(tallies),
-        missing=(*broken, *dict.fromkeys(str(outcome) for outcome in outcomes if isinstance(outcome, ReactClipError))),
-    )
+def _check_parts(job: _Job, chunks: Sequence[Chunk], parts: Mapping[str, PartStats]) -> None:
+    """Raise if a finished part was made from other content of its shard."""
+    for chunk in chunks:
+        if chunk.name in parts and parts[chunk.name].source != job.source(chunk):
+            part = f"{job.out}/{part_name(chunk.name)}"
+            raise ReactClipError(f"{part} was made from another {chunk.files[0].url}; choose another --out")
+
+
+# ---------------------------------------------------------------------- engines
+
+Result = PartStats | str
+"""The counts of a part, or the line that says why a chunk could not be read."""
+
+
+def _run_locally(worker: _Worker, chunks: Sequence[Chunk], threads: int) -> Iterator[tuple[Chunk, Result]]:
+    # torch.set_num_threads counts for the calling thread only.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
+        yield from zip(chunks, pool.map(worker, chunks), strict=True)
+
+
+def _run_on_cluster(
+    clf: ZeroShotClassifier,
+    job: _Job,
+    chunks: Sequence[Chunk],
+    address: str | None,
+    workers: int | None,
+    device: str | None,
+) -> Iterator[tuple[Chunk, Result]]:
+    if not chunks:
+        return
+    with connected(address) as ray:
+        allocation = Allocation.choose(ray, workers, device, per_gpu=_WORKERS_PER_GPU)
+        allocation = replace(allocation, workers=min(allocation.workers, len(chunks)))
+        features = clf.class_features.float().cpu()
+        build = partial(_build_worker, job, allocation.device, clf.encoder.dtype, clf.names, features)
+        try:
+            with WorkerPool(ray, build, allocation, threads=_THREADS[allocation.device], log=log) as pool:
+                yield from pool.run(chunks)
+        except ReactClipError as error:
+            raise ReactClipError(f"{error}; what was finished is kept, --resume continues") from error
+
+
+def _build_worker(job: _Job, device: str, dtype: torch.dtype, names: Sequence[str], features: Tensor) -> _Worker:
+    """Load the model in a worker's process; raises if this node has other weights or does not see the output."""
+    node, model, weights = platform.node(), job.plan["model"], job.plan["weights"]
+    if OutputFolder(job.out).read_plan() != job.plan:
+        raise ReactClipError(f"node {node} does not see {job.out}; give a folder or URL that all nodes share")
+    encoder = load(model, device=device, dtype=dtype)
+    if (found := encoder.fingerprint()) != weights:
+        raise ReactClipError(
+            f"node {node} has other weights of {model!r} ({found}, the driver {weights}); copy the model there"
+        )
+    clf = ZeroShotClassifier.from_features(encoder, names, features, unique=False)
+    clf.class_features.copy_(features)  # bit by bit: normalising unit features again may change the last one
+    return _Worker(clf, job)
+
+
+class _Worker:
+    """Turns chunks into parts. Threads may share it: they decode side by side and compute one after another."""
+
+    def __init__(self, clf: ZeroShotClassifier, job: _Job) -> None:
+        self._clf, self._job, self._output = clf, job, OutputFolder(job.out)
+        self._lock = threading.Lock()
+        self.device = device_name(clf.device)
+
+    def __call__(self, chunk: Chunk) -> Result:
+        """Write the part of a chunk and return its counts; a line if the chunk cannot be read."""
+        # A worker may have died between writing a part and reporting it.
+        if (stats := self._output.finished(chunk.name)) is not None:
+            return stats
+        job = self._job
+        try:
+            decoded = decode(chunk, self._clf.encoder.image_size, job.plan["column"])
+        except ReactClipError as error:
+            return str(error)
+        defended = None
+        if len(decoded.pixels):
+            with self._lock:
+                pixels = _to_float(decoded.pixels, self._clf.device)
+                defended = job.guard(self._clf, pixels, seed=job.seed)
+        stats = PartStats(
+            source=job.source(chunk),
+            images=len(decoded.keys),
+            errors=len(decoded.keys) - len(decoded.pixels),
+            gated=0 if defended is None else int(defended.gated.sum()),
+            passes=0 if defended is None else int(defended.passes.sum()),
+        )
+        self._output.write(chunk.name, _table(decoded, defended, self._clf, job.plan["top"]), stats)
+        return stats
+
+
+# ---------------------------------------------------------------------- one chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """The images of a chunk in order: a key each, and pixels or an error."""
+
+    keys: list[str]
+    errors: list[str | None]
+    pixels: NDArray[np.uint8]
+    """``[images without error, S, S, 3]``."""
+
+
+def decode(chunk: Chunk, size: int, column: str) -> Decoded:
+    """Read and decode a chunk for an encoder of ``size`` pixels; raises if the chunk as a whole cannot be read."""
+    pixels = np.empty((chunk.count, size, size, 3), np.uint8)
+    keys: list[str] = []
+    errors: list[str | None] = []
+    good = 0
+    for key, content in collection.read_chunk(chunk, column):
+        keys.append(key)
+        try:
+            if isinstance(content, ReactClipError):
+                raise content
+            pixels[good] = np.asarray(crop_to_size(read_image(content), size))
+        except ReactClipError as error:
+            errors.append(str(error))
+        else:
+            errors.append(None)
+            good += 1
+    return Decoded(keys, errors, pixels[:good])
+
+
+def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """``[B, 3, S, S]`` in [0, 1], bit by bit as :func:`react_clip.preprocess.to_pixels`: the noise depends on them."""
+    channels_first = torch.tensor(pixels).to(device).permute(0, 3, 1, 2).contiguous()
+    # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
+    return channels_first.float() / torch.tensor(255.0, device=device)
+
+
+def _table(decoded: Decoded, defended: Defended | None, clf: ZeroShotClassifier, top: int) -> Any:
+    """A pyarrow table with one row per image; null is what an image does not have or was not measured."""
+    pa = require("pyarrow", "writing Parquet", extra="scale")
+    columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), clf.encoder.dim)}
+    columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
+    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_(), "passes": pa.int32()}
+    answers = iter(() if defended is None else _answers(defended, clf, top))
+    rows = [
+        {"key": key, "error": error, **(next(answers) if error is None else {})}
+        for key, error in zip(decoded.keys, decoded.errors, strict=True)
+    ]
+    return pa.Table.from_pylist(rows, pa.schema(columns))
+
+
+def _answers(defended: Defended, clf: ZeroShotClassifier, top: int) -> Iterator[dict[str, Any]]:
+    """The columns of each image that could be decoded."""
+    best = defended.probs.topk(min(top, len(clf.names)), dim=-1)
+    features, probs = defended.features.float().cpu().numpy(), best.values.float().cpu().numpy()
+    measurements = {name: getattr(defended, name).tolist() for name in _MEASUREMENTS}
+    for i, classes in enumerate(best.indices.tolist()):
+        labels = [clf.names[k] for k in classes]
+        values = {name: column[i] for name, column in measurements.items() if column[i] == column[i]}  # without NaN
+        yield {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i], **values}
