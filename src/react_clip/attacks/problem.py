@@ -176,8 +176,8 @@ def relay(problem: Problem, best: Candidates, attempts: Sequence[Attempt], *, sp
     for number, attempt in enumerate(attempts):
         rows = (best.wrong < (1.0 if spare_broken else torch.inf)).nonzero().squeeze(1)
         if len(rows):
-            found = attempt(problem.take(rows).fork(number), rows)
-            best = best.put(rows, best.take(rows).or_better(found))
+            candidates = attempt(problem.take(rows).fork(number), rows)
+            best = best.put(rows, best.take(rows).or_better(candidates))
     return best
 
 
