@@ -251,13 +251,13 @@ class ReACT(BaseDefense):
 
     def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Decision:
         """Encode, probe, gate: the part of Algorithm 2 that needs no anchor view; arguments as in :meth:`correct`."""
-        plain, low, high = self._probe(encoder, pixels, keys)
+        streams = noise.fork(keys, torch.arange(GATE + 1, device=keys.device)[:, None])  # one row per purpose: [5, B]
+        plain, low, high = self._probe(encoder, pixels, streams[LOW : HIGH + 1])
         drift_low, drift_high = functional.drift(plain, low), functional.drift(plain, high)
         drift = functional.relative_drift(drift_low, drift_high)
         sigma = self.mapping(drift.detach() if encoder.gradients.detach_sigma else drift).to(pixels.dtype)
-        threshold = self._threshold(keys, drift)
-        streams = noise.fork(noise.fork(keys, ANCHOR)[:, None], torch.arange(self.views, device=keys.device))
-        instability = self._instability(encoder, pixels, keys, plain, drift, threshold, divergence)
+        threshold = self._threshold(streams[GATE], drift)
+        instability = self._instability(encoder, pixels, streams[AUGMENT], plain, drift, threshold, divergence)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         encoded = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Decision(
@@ -271,7 +271,7 @@ class ReACT(BaseDefense):
             sigma=sigma,
             passes=encoded + (~instability.isnan()).long(),
             threshold=threshold,
-            streams=streams,
+            streams=noise.fork(streams[ANCHOR][:, None], torch.arange(self.views, device=keys.device)),
         )
 
     def act(self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits | None = None) -> Correction:
@@ -297,12 +297,12 @@ class ReACT(BaseDefense):
     def _probe(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features of the images, and mean features of their noisy views at sigma_low and at sigma_high: ``[B, D]``.
 
-        Images and noisy views share encoder calls. Without need for the drift the means are NaN.
+        ``keys`` ``[2, B]`` are the streams of both probes. Images and noisy views share encoder calls. Without need for
+        the drift the means are NaN.
         """
         count, samples = len(pixels), self.probe_samples if self._needs_drift else 0
         # Order of the noisy views: scale by scale, sample by sample, image by image.
-        branches = noise.fork(keys, torch.arange(LOW, HIGH + 1, device=keys.device)[:, None])
-        streams = noise.fork(branches[:, None], torch.arange(samples, device=keys.device)[:, None]).flatten()
+        streams = noise.fork(keys[:, None], torch.arange(samples, device=keys.device)[:, None]).flatten()
         # Filled on the device: sending numbers there would make the host wait.
         sigmas = torch.cat([pixels.new_full((samples * count,), scale) for scale in (self.sigma_low, self.sigma_high)])
 
@@ -327,7 +327,7 @@ class ReACT(BaseDefense):
             return torch.full_like(drift, -torch.inf)
         if not self.jitter:
             return torch.full_like(drift, self.tau)
-        draw = noise.uniform(noise.fork(keys, GATE), 1).squeeze(1)
+        draw = noise.uniform(keys, 1).squeeze(1)
         return (self.tau + self.jitter * (2.0 * draw - 1.0)).to(drift.dtype)
 
     def _instability(
@@ -344,7 +344,6 @@ class ReACT(BaseDefense):
         result = torch.full_like(drift, torch.nan)
         if not self._needs_instability:
             return result
-        streams = noise.fork(keys, AUGMENT)
         if self.lazy and self.tau is not None:
             # The margin covers rounding in r + J: a view that is skipped must not matter.
             least = threshold - functional.MAX_INSTABILITY - 1e-6 * (1.0 + abs(self.tau))
@@ -356,7 +355,7 @@ class ReACT(BaseDefense):
 
         def views(start: int, stop: int) -> Tensor:
             chosen = rows[start:stop]
-            return encoder.backend.augmented_view(self.augmentation, pixels[chosen], streams[chosen])
+            return encoder.backend.augmented_view(self.augmentation, pixels[chosen], keys[chosen])
 
         augmented = encoder.encode_in_batches(len(rows), self.max_batch, views)
         return result.index_copy(0, rows, divergence(rows, plain[rows], augmented))
