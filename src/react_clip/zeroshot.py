@@ -182,7 +182,7 @@ def _folder_key(encoder: Encoder, photos: dict[str, list[Path]]) -> str:
 def _folder_features(encoder: Encoder, photos: dict[str, list[Path]], progress: bool) -> Tensor:
     labelled = [(index, path) for index, paths in enumerate(photos.values()) for path in paths]
     sums = torch.zeros(len(photos), encoder.dim)
-    with tqdm(total=len(labelled), desc="class features", unit="photo", disable=not progress) as bar:
+    with tqdm(total=len(labelled), desc="class features", unit="photo", disable=None if progress else True) as bar:
         for start in range(0, len(labelled), _BATCH):
             batch = labelled[start : start + _BATCH]
             features = encoder(as_pixels([path for _, path in batch], encoder.image_size)).float().cpu()
