@@ -72,13 +72,14 @@ def write_report(
         run=run,
         result=result,
         summary=page_data.summary(run),
-        conditions=conditions(result) if result is not None else _recipe_conditions(run.recipe),
+        conditions=conditions(result) if result is not None else "",
+        scorings=SCORINGS,
+        versions=", ".join(f"{name} {version}" for name, version in result.versions.items()) if result else "",
         calibration=calibration_table(fitted) if fitted is not None else None,
         figures=[_inlined(figure, out / FIGURES) for figure in drawn],
         tables=all_tables(result) if result is not None else [],
         rows=page_data.browser(run, rows, photos, missing),
         outcomes=page_data.OUTCOMES,
-        facts=page_data.facts(run),
         recipe=json.dumps(run.recipe, indent=2, ensure_ascii=False, default=str),
         missing=missing,
         not_drawn=not_drawn,
@@ -102,13 +103,6 @@ def _render(**values: Any) -> str:
 def _hash(content: str) -> str:
     """The hash by which the page's Content-Security-Policy allows one script or style, and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
-def _recipe_conditions(recipe: dict[str, Any]) -> str:
-    scoring = recipe.get("scoring", "unknown")
-    return (
-        f"Threat model: {recipe.get('threat', 'unknown')}. Scoring: {scoring} ({SCORINGS.get(scoring, 'not known')})."
-    )
 
 
 def _calibration(run: Run, given: Path | None, missing: list[str]) -> Calibration | None:

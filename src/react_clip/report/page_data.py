@@ -1,4 +1,4 @@
-"""Data of a report's page: the summary, facts about the run, and per-image rows with pictures as JSON."""
+"""Data of a report's page: the summary, and per-image rows with pictures as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from react_clip.evaluation.pictures import Pictures
 from react_clip.evaluation.recipe import CLEAN, MEAN, format_eps
 from react_clip.evaluation.result import Row
 from react_clip.preprocess import data_uri, to_image
-from react_clip.report.run import SCORINGS, Run, conditions
+from react_clip.report.run import Run, conditions
 
 # ---------------------------------------------------------------------- words
 
@@ -84,30 +84,6 @@ def _cost(points: float) -> str:
     if abs(points) < 0.05:
         return "costs nothing"
     return f"costs {points:.1f} points" if points > 0 else f"gains {-points:.1f} points"
-
-
-def facts(run: Run) -> dict[str, object]:
-    """What was run, on what, and how it can be repeated."""
-    result = run.result
-    folders = ", ".join(str(folder) for folder in run.folders)
-    if result is None:
-        return {"folder": folders, "recipe": "see below" if run.recipe else "not readable"}
-    crafted = f" (attacks crafted in {result.attack_dtype})" if result.attack_dtype != result.dtype else ""
-    return {
-        "model": result.model,
-        "precision": result.dtype + crafted,
-        "device": result.device,
-        "threat model": f"{result.threat}: {result.threat_meaning}",
-        "scoring": f"{result.scoring}: {SCORINGS.get(result.scoring, 'not known to this version')}",
-        "draws of the noise": result.draws,
-        "seeds": f"attacks {result.attack_seed}; defences {', '.join(map(str, result.defense_seeds))}",
-        "paper": result.paper or "\u2013",
-        "created": result.created,
-        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
-        "command": result.command or "called from Python",
-        "recipe's SHA-256": result.recipe_hash,
-        "folder": folders,
-    }
 
 
 # ---------------------------------------------------------------------- rows per image

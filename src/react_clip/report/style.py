@@ -102,6 +102,14 @@ def colour_of(method: str) -> str | None:
         return None
 
 
+def label_of(kind: str) -> str:
+    """The name of a defence in titles: its class's label, or the kind itself where there is no such class."""
+    try:
+        return BaseDefense.registry.get(kind).label
+    except ReactClipError:
+        return kind
+
+
 COLOURS = {method: str(colour_of(method)) for method in _SHAPES}
 """Colours of our methods: Okabe and Ito's palette first, then muted colours of similar lightness."""
 

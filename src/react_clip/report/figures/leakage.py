@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED = {SCALE: 0.1, "alpha": 1.2}
-METHOD_NAMES = {"aom": "AOM", "defend-clip": "Defend-CLIP", "react": "ReACT"}
 _PAPER = "Appendix, label leakage"
 _NEEDS = "recipes/leakage.yaml attacks all (`scoring: attack_all`), over a grid of scale and alpha"
 _NO_ATTACK = style.COLOURS["mac"]
@@ -168,7 +167,7 @@ def _grid_panels(
         axes = style.new_axes(figure, len(grids), 1, number + 1, sharex=drawn[0][0] if drawn else None)
         drawn.append((axes, draw(axes, grid)))
         axes.margins(x=0.02)
-        style.name_axes(axes, title=METHOD_NAMES.get(grid.kind, grid.kind))
+        style.name_axes(axes, title=style.label_of(grid.kind))
         axes.tick_params(labelbottom=number == len(grids) - 1)
     style.name_axes(drawn[-1][0], NAMES[field])
     figure.supylabel(ylabel, fontsize=style.TEXT, color=style.INK)
@@ -250,7 +249,7 @@ def _published_figure(view: View, labels: Sequence[str]) -> Figure:
         plot.percent_axis(axes, highest, name="")
         axes.set_ylim(top=min(100.0, axes.get_ylim()[1] + 8))
         plot.ceiling_line(axes, ceiling)
-        style.name_axes(axes, title=METHOD_NAMES.get(view.kinds[label], label))
+        style.name_axes(axes, title=style.label_of(view.kinds[label]))
     style.name_axes(axes, "attack budget ε")
     figure.supylabel("accuracy in %", fontsize=style.TEXT, color=style.INK)
     keys = [Patch(facecolor=style.COLOURS["undefended"], linewidth=0, **look) for look in _BARS.values()]
