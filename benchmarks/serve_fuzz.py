@@ -1,4 +1,4 @@
-"""Malformed requests against a real server: it may refuse them in any way but 5xx (503 is allowed), and must not grow.
+"""Malformed requests against a real server: no status in the 500s but 503, no growing memory.
 
     python benchmarks/serve_fuzz.py --count 5000 -- --model clip-vit-b-16
 
@@ -38,7 +38,7 @@ ROUTES = ("/v1/classify", "/v1/embed")
 
 @dataclass
 class Served:
-    """A server process of our own."""
+    """A server process."""
 
     process: subprocess.Popen[str]
     url: str
@@ -67,7 +67,7 @@ class Served:
 
 
 def where() -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Command, versions and machine of a measurement."""
     import torch
 
     import react_clip
@@ -104,7 +104,7 @@ def write(name: str, result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """The bytes of one request as they go over the wire."""
+    """One request; ``raw`` replaces all of it."""
 
     kind: str
     method: str = "POST"
@@ -224,17 +224,20 @@ def _raw(rng: random.Random) -> Case:
 
 
 JSON = {"content-type": "application/json"}
+UVICORN = b"Invalid HTTP request received."
+"""Answer to bytes that are no HTTP; the application never sees such a request."""
+
 _KINDS = (_json_fields, _json_bytes, _image, _form, _head, _raw)
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """The same malformed requests for the same seed."""
+    """Malformed requests, the same ones for the same seed."""
     rng = random.Random(seed)
     return [_KINDS[i % len(_KINDS)](rng) for i in range(count)]
 
 
 def send(url: str, case: Case) -> tuple[int, bytes]:
-    """Status and body of the answer; status 0 where there was none, as to a request that never ends."""
+    """Status and body of the answer; status 0 without an answer, as for a request that never ends."""
     parts = urlsplit(url)
     data = b""
     patience = 60.0 if case.raw is None and "transfer-encoding" not in case.headers else 0.3
@@ -247,17 +250,16 @@ def send(url: str, case: Case) -> tuple[int, bytes]:
             pass
         except TimeoutError:
             pass
-    # What matters is the last answer: "100 Continue" may come before it.
-    head, _, body = data.rpartition(b"\r\n\r\n")
-    status = head.rpartition(b"HTTP/1.1 ")[2][:3]
-    return int(status) if status.isdigit() else 0, body
+    # The last answer counts: "100 Continue" may come before it.
+    head, _, body = data.rpartition(b"HTTP/1.1 ")[2].partition(b"\r\n\r\n")
+    return int(head[:3]) if head[:3].isdigit() else 0, body
 
 
 def check(case: Case, status: int, body: bytes) -> str | None:
-    """What is wrong with an answer, if anything."""
+    """One line about a wrong answer, or None."""
     if status >= 500 and status != 503:
         return f"{case.kind}: status {status}"
-    if status >= 400 and case.method != "HEAD":
+    if status >= 400 and case.method != "HEAD" and UVICORN not in body:
         try:
             message = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A mixed load for many minutes, then SIGTERM in the middle of it: latency, memory, and that nobody is left unanswered.
+"""A mixed load for many minutes, then SIGTERM: latency, memory, and whether every accepted request is answered.
 
     python benchmarks/serve_soak.py --minutes 20 -- --model clip-vit-b-16
 
@@ -25,7 +25,7 @@ LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
 
 
 class Load:
-    """What the callers saw, all of them together."""
+    """Counts and times of all callers."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -44,11 +44,11 @@ class Load:
             if status == 200 and kind == "good":
                 self.seconds.append(seconds)
             if key is not None and answer is not None:
-                # The same photo with the same labels has the same answer, whoever it shared a batch with.
+                # The same photo with the same labels must get the same answer in any batch.
                 self.changed += self._answers.setdefault(key, answer) != answer
 
     def call(self, seed: int, photos: list[bytes]) -> None:
-        """One caller: mostly good requests, on connections that are mostly kept."""
+        """One caller: valid requests, mostly on a connection that is kept open."""
         rng = random.Random(seed)
         client = httpx.Client(base_url=self.url, timeout=120)
         while not self.over.is_set():
@@ -88,8 +88,8 @@ class Load:
         files = [("images", ("photo", data)) for data in photos]
         return client.post(path, files=files, data={"labels": ",".join(labels)} if labels else {})
 
-    def annoy(self, seed: int) -> None:
-        """A caller that sends nothing but malformed requests."""
+    def send_malformed(self, seed: int) -> None:
+        """A caller that sends malformed requests only."""
         while not self.over.is_set() and not self.stopping.is_set():
             for case in cases(60, seed):
                 if self.stopping.is_set():
@@ -122,7 +122,7 @@ def main() -> int:
     rng = random.Random(args.seed)
     photos = [photo(rng, rng.choice(["PNG", "JPEG", "WEBP"])) for _ in range(PHOTOS)]
     threads = [threading.Thread(target=load.call, args=(args.seed + i, photos)) for i in range(args.callers)]
-    threads.append(threading.Thread(target=load.annoy, args=(args.seed,)))
+    threads.append(threading.Thread(target=load.send_malformed, args=(args.seed,)))
     for thread in threads:
         thread.start()
     began, memory = time.monotonic(), []

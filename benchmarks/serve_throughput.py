@@ -1,4 +1,4 @@
-"""How much of the library's speed is left behind HTTP: both measured by turns in one run, on the same photos.
+"""Throughput of the service relative to the library: both measured by turns in one run, on the same photos.
 
     python benchmarks/serve_throughput.py --images 96 --rounds 3 -- --model clip-vit-b-16
 
@@ -6,7 +6,7 @@ Everything after ``--`` goes to ``react-clip serve``, and the library is set up 
 device, threads, labels, constants. The library's number is that of ``react-clip bench`` for ReACT: pixels are ready,
 and ``--batch`` of them arrive together. The server gets the same photos as JPEG files, one a request, from
 ``--concurrency`` callers at once; it and its callers share the machine. Both key their noise alike, so the same gates
-open. While one side works the other waits. The result is benchmarks/results/serve-throughput.json.
+open. Only one of the two works at a time. The result is benchmarks/results/serve-throughput.json.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from react_clip import ReACT, ZeroShotClassifier
 from react_clip.bench import Comparison, Contender, measure
 from react_clip.cli import parse_args
 from react_clip.cli.common import build_classifier, build_guard, bundled_photos, expand_inputs, load_encoder
+from react_clip.cli.serve import settings_of
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
 SECRET = "not secret, the same for both"
 SIDES = ("library", "server")
 LONGEST = 640
-"""Photos are scaled to this before they become JPEG, as what people upload mostly is."""
+"""Photos are scaled to this many pixels before they are saved as JPEG."""
 
 
 def answer(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,9 +55,9 @@ class Library:
     """ReACT as ``react-clip bench`` measures it."""
 
     def __init__(self, flags: list[str], photos: list[bytes], *, batch: int) -> None:
-        args = parse_args(["serve", "--quiet", *flags])
-        if int(args.threads):
-            torch.set_num_threads(int(args.threads))
+        args = argparse.Namespace(**settings_of(parse_args(["serve", "--quiet", *flags])).model_dump())
+        if args.threads:
+            torch.set_num_threads(args.threads)
         encoder = load_encoder(args)
         clf = build_classifier(args, encoder)
         guard = build_guard(args, encoder).replace(max_batch=batch, lazy=not args.constant_work)
@@ -76,7 +77,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Count:
-    """What the server says it has done."""
+    """Counters from the server's metrics."""
 
     images: float
     passes: float
@@ -91,7 +92,7 @@ class Count:
 
 
 async def answer_all(url: str, photos: list[bytes], *, concurrency: int) -> tuple[float, list[float]]:
-    """Seconds until every photo is answered, and those that each took; anything but 200 ends the run."""
+    """Seconds until all photos are answered, and seconds of each request; any status but 200 ends the run."""
     waiting: Iterator[bytes] = iter(photos)
     each: list[float] = []
 
@@ -118,7 +119,7 @@ def as_jpeg(path: Path) -> bytes:
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds and what follows from them."""
+    """Run all rounds and summarize them."""
     files = [as_jpeg(path) for path in expand_inputs(args.photos or bundled_photos())[: args.images]]
     photos = [files[i % len(files)] for i in range(args.images)]
     library = Library(args.flags, photos, batch=args.batch)
@@ -183,7 +184,7 @@ def main() -> int:
     args = parser.parse_args()
     if min(args.images, args.batch, args.concurrency, args.rounds) < 1:
         parser.error("every number must be at least 1")
-    # Whoever ends us early ends the server too.
+    # SIGTERM must end the server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result = measure_all(args)
     write(args.out, result)

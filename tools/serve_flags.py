@@ -1,44 +1,31 @@
-"""Put the table of flags into docs/serve.md, made from the parser of ``react-clip serve``.
+"""Write the table of flags in docs/serve.md, from the settings of ``react-clip serve``.
 
 python tools/serve_flags.py          # rewrite the table
-python tools/serve_flags.py --check  # fail if the document says something else
+python tools/serve_flags.py --check  # fail if the document differs
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from pathlib import Path
 
-from react_clip.cli import configure
-from react_clip.serve.settings import ENVIRONMENT, variable
+from react_clip.serve.settings import FLAGLESS, Settings, flag, variable
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "serve.md"
 MARK = re.compile(r"(<!-- serve flags -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def flags() -> list[argparse.Action]:
-    """The flags of the command with their own defaults, whatever the environment holds."""
-    given = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(ENVIRONMENT)}
-    try:
-        parser = argparse.ArgumentParser()
-        configure(parser, "serve")
-    finally:
-        os.environ.update(given)
-    return [action for action in parser._actions if action.dest != "help"]
-
-
 def table() -> str:
-    """One line a flag: flag, variable, default, meaning."""
+    """One line a setting: flag, variable, default, meaning."""
     lines = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
-    for action in flags():
-        meaning = str(action.help).replace("(%(default)s)", "").partition(" [$")[0].strip().replace(" ;", ";")
-        default = (
-            "off" if action.default is False else f"`{action.default}`" if action.default not in (None, "") else ""
+    for name, setting in Settings.model_fields.items():
+        option = "" if name in FLAGLESS else f"`{flag(name)}`"
+        default = {None: "", False: "off"}.get(setting.default, f"`{setting.default}`")
+        lines.append(
+            f"| {option} | `{setting.validation_alias or variable(name)}` | {default} | {setting.description} |"
         )
-        lines.append(f"| `{action.option_strings[0]}` | `{variable(action.dest)}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -186,9 +186,9 @@ def test_sigterm_answers_accepted_requests(server: Server, pictures: list[bytes]
     ("flags", "line"),
     [
         (("--replicas", "2"), "--replicas is 2, but the engine is local; add --engine ray"),
-        (("--engine", "far"), "--engine is 'far'; choose local or ray"),
+        (("--engine", "far"), "--engine is 'far'; it should be 'local' or 'ray'"),
         (("--engine", "ray", "--address", "127.0.0.1"), "--address is '127.0.0.1'; write host:port"),
-        (("--engine", "ray", "--port", "70000"), "--port is 70000; it must be in 0 ... 65535"),
+        (("--engine", "ray", "--port", "70000"), "--port is '70000'; it should be less than or equal to 65535"),
     ],
 )
 def test_bad_flags_are_one_line(flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,105 +1,111 @@
-"""Real server processes on the small CLIP, and photos to send them."""
+"""Real server processes with a small CLIP, shared by the tests of a session, and photos to send to them."""
 
 from __future__ import annotations
 
-import io
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from serve_client import GUARD, KEYS, LABELS, PRELOAD, SECRET, png, run_server
 
 import react_clip as rc
-
-SECRET = "a secret of the tests, long enough"
-LABELS = ("cat", "dog", "teapot")
-GUARD = rc.ReACT(tau=1.48)
-"""A threshold in the middle of what the small CLIP's drifts are, so that gates open and stay closed."""
 
 
 @dataclass
 class Server:
     """A running process and a client for it."""
 
-    process: subprocess.Popen[str]
+    process: BaseProcess
     url: str
     client: httpx.Client
+    log: Path
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Sum of a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 Launch = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
-def launch(tiny_folder: Path, command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start a server with some flags and environment; all are ended with the tests."""
-    started: list[Server] = []
-    config = tmp_path_factory.mktemp("serve") / "guard.json"
-    GUARD.save(config)
+def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Start a server with some flags and environment variables; all servers end with the session.
 
-    def start(*flags: object, env: dict[str, str] | None = None, log: Path | None = None) -> Server:
+    The processes are forked from one that has imported the libraries, which takes longer than everything else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD])
+    started: list[Server] = []
+    folder = tmp_path_factory.mktemp("serve")
+    GUARD.save(folder / "guard.json")
+
+    def start(*flags: object, env: dict[str, str] | None = None) -> Server:
         base = {
             "REACT_CLIP_SERVE_SECRET": SECRET,
-            # Other tests share the cores; threads that wait for each other would take minutes.
-            "OMP_NUM_THREADS": "1",
             "REACT_CLIP_SERVE_MODEL": str(tiny_folder),
             "REACT_CLIP_SERVE_LABELS": ", ".join(LABELS),
-            "REACT_CLIP_SERVE_CONFIG": str(config),
+            "REACT_CLIP_SERVE_CONFIG": str(folder / "guard.json"),
             "REACT_CLIP_SERVE_PORT": "0",
             "REACT_CLIP_SERVE_JSON": "1",
+            "REACT_CLIP_SERVE_THREADS": "1",  # other tests share the cores
         }
-        process = subprocess.Popen(
-            [*command, "serve", *map(str, flags)],
-            env=os.environ | base | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=log.open("w") if log else subprocess.DEVNULL,
-            text=True,
-        )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, f"the server ended with {process.wait()}"
+        log = folder / f"{len(started)}.log"
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=run_server, args=([*map(str, flags)], base | (env or {}), writer, str(log)))
+        process.start()
+        writer.close()
+        with open(reader.fileno(), closefd=False) as stdout:
+            line = stdout.readline()
+        assert line, f"the server ended: {log.read_text()}"
         url = json.loads(line)["url"]
-        server = Server(process, url, httpx.Client(base_url=url, timeout=60))
+        server = Server(process, url, httpx.Client(base_url=url, timeout=60), log)
         started.append(server)
         return server
 
     yield start
     for server in started:
         server.client.close()
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
+        server.process.kill()
+        server.process.join()
 
 
 @pytest.fixture(scope="session")
 def server(launch: Launch) -> Server:
-    """The server as most people start it, with open metrics."""
+    """A server with default settings and open metrics."""
     return launch("--open-metrics")
 
 
-def png(seed: int, size: tuple[int, int] = (50, 40)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8)
-    # Smooth photos and noise have different drifts; both kinds must occur.
-    image = Image.fromarray(pixels) if seed % 2 else Image.fromarray(pixels[:4, :4]).resize(size[::-1])
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
+@pytest.fixture(scope="session")
+def demo(launch: Launch) -> Server:
+    """A server with the demo's attack and constant work, both switched on by environment variables."""
+    env = {"REACT_CLIP_SERVE_DEMO": "true", "REACT_CLIP_SERVE_CONSTANT_WORK": "1", "REACT_CLIP_SERVE_NAME": "tiny-clip"}
+    return launch("--deadline", 120, env=env)
+
+
+@pytest.fixture(scope="session")
+def guarded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server with API keys, small limits, fixed labels and diagnostics; its client sends a key."""
+    keys = tmp_path_factory.mktemp("guarded") / "keys"
+    keys.write_text("# for the tests\n" + "\n".join(KEYS) + "\n")
+    server = launch(
+        *("--api-key-file", keys, "--fixed-labels", "--diagnostics", "--max-body", 60_000, "--max-buffered", 100_000),
+        *("--max-images", 8, "--max-pixels", 10_000, "--max-connections", 30, "--body-timeout", 1.5, "--keep-alive", 1),
+    )
+    server.client.headers["authorization"] = f"Bearer {KEYS[1]}"
+    return server
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +120,7 @@ def encoder(tiny_folder: Path) -> rc.Encoder:
 
 @pytest.fixture(scope="session")
 def direct(encoder: rc.Encoder) -> Callable[..., rc.Defended]:
-    """What the library says, called directly with the server's secret."""
+    """The library's answers, computed with the server's secret."""
 
     def call(images: list[bytes], labels: tuple[str, ...] = LABELS, guard: rc.ReACT = GUARD) -> rc.Defended:
         with torch.no_grad():

@@ -1,49 +1,31 @@
-"""Every endpoint of a real server, and that its answers are the library's."""
+"""Every endpoint of a real server: its answers are the library's, and wrong requests get one clear line."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import io
 import re
+import struct
+import threading
+import zlib
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from serve_client import as_form, as_json, check_error
 
 import react_clip as rc
-from react_clip.serve import pages
-from react_clip.serve.app import create_app
-from react_clip.serve.classes import ClassList
-from react_clip.serve.engine import Engine
-from react_clip.serve.settings import Settings
 
 Direct = Callable[..., rc.Defended]
 
 
-def as_json(photos: list[bytes], **fields: Any) -> dict[str, Any]:
-    return {"json": {"images": [base64.b64encode(photo).decode() for photo in photos], **fields}}
-
-
-def as_form(photos: list[bytes], **fields: Any) -> dict[str, Any]:
-    return {"files": [("images", ("photo", photo)) for photo in photos], "data": fields}
-
-
-def check_error(answer: httpx.Response, status: int, *words: str) -> None:
-    assert answer.status_code == status, answer.text
-    assert set(answer.json()) == {"error"}
-    assert set(answer.json()["error"]) == {"message", "type", "field"}
-    message = answer.json()["error"]["message"]
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
 @pytest.mark.parametrize("write", [as_json, as_form])
-def test_classify_says_what_the_library_says(server: Any, direct: Direct, photos: list[bytes], write: Any) -> None:
+def test_classify_returns_the_librarys_answers(server: Any, direct: Direct, photos: list[bytes], write: Any) -> None:
     answer = server.client.post("/v1/classify", **write(photos, top_k=3))
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == server.client.get("/v1/models").json()["data"][0]["id"]
@@ -52,18 +34,13 @@ def test_classify_says_what_the_library_says(server: Any, direct: Direct, photos
     assert [result["index"] for result in results] == list(range(len(photos)))
     assert [result["label"] for result in results] == expected.names
     for result, probs in zip(results, expected.probs, strict=True):
-        found = {scored["label"]: scored["probability"] for scored in result["answers"]}
-        assert torch.allclose(torch.tensor([found[name] for name in expected.class_names]), probs, atol=1e-3)
-        assert result["probability"] == result["answers"][0]["probability"] == max(found.values())
-        assert set(result) == {"index", "label", "probability", "answers"}, "no diagnostics unless asked for"
+        scores = {scored["label"]: scored["probability"] for scored in result["answers"]}
+        assert torch.allclose(torch.tensor([scores[name] for name in expected.class_names]), probs, atol=1e-3)
+        assert result["probability"] == result["answers"][0]["probability"] == max(scores.values())
+        assert result["diagnostics"] is None, "diagnostics are off by default"
 
 
-def test_the_same_image_gets_the_same_answer(server: Any, photos: list[bytes]) -> None:
-    first, second = (server.client.post("/v1/embed", **as_json(photos[:1])).json() for _ in range(2))
-    assert first == second
-
-
-def test_labels_of_a_request(server: Any, direct: Direct, photos: list[bytes]) -> None:
+def test_labels_and_templates_of_a_request(server: Any, direct: Direct, photos: list[bytes]) -> None:
     names = ("zebra", "a red car", "Über-Kater")
     for write, labels in ((as_json, list(names)), (as_form, ", ".join(names))):
         answer = server.client.post("/v1/classify", **write(photos[:4], labels=labels, top_k=1))
@@ -75,7 +52,7 @@ def test_labels_of_a_request(server: Any, direct: Direct, photos: list[bytes]) -
 
 
 @pytest.mark.parametrize("write", [as_json, as_form])
-def test_embed_speaks_like_openai(server: Any, direct: Direct, photos: list[bytes], write: Any) -> None:
+def test_embed_has_the_shape_of_openai(server: Any, direct: Direct, photos: list[bytes], write: Any) -> None:
     numbers = server.client.post("/v1/embed", **write(photos)).json()
     text = server.client.post("/v1/embed", **write(photos, encoding_format="base64")).json()
     assert numbers["object"] == "list"
@@ -84,11 +61,11 @@ def test_embed_speaks_like_openai(server: Any, direct: Direct, photos: list[byte
     assert torch.allclose(features, direct(photos).features, atol=1e-5)
     for row, feature in zip(text["data"], features, strict=True):
         assert row["object"] == "embedding"
-        assert torch.allclose(
-            torch.from_numpy(np.frombuffer(base64.b64decode(row["embedding"]), "<f4").copy()), feature
-        )
+        decoded = np.frombuffer(base64.b64decode(row["embedding"]), "<f4").copy()
+        assert torch.allclose(torch.from_numpy(decoded), feature)
     renamed = {"input": as_json(photos[:1])["json"]["images"], "model": numbers["model"]}
-    assert server.client.post("/v1/embed", json=renamed).json()["data"][0] == numbers["data"][0]
+    first, second = (server.client.post("/v1/embed", json=renamed).json()["data"] for _ in range(2))
+    assert first == second == numbers["data"][:1], "the same image gets the same answer"
 
 
 def test_data_uris_are_read_and_addresses_are_not(server: Any, photos: list[bytes]) -> None:
@@ -98,7 +75,7 @@ def test_data_uris_are_read_and_addresses_are_not(server: Any, photos: list[byte
         check_error(server.client.post("/v1/classify", json={"images": [url]}), 422, "images[0]", "fetches nothing")
 
 
-def test_probes_info_and_models(server: Any) -> None:
+def test_health_info_and_models(server: Any) -> None:
     assert server.client.get("/healthz").json() == {"status": "alive"}
     assert server.client.get("/readyz").json() == {"status": "ready"}
     info = server.client.get("/v1/info").json()
@@ -108,7 +85,7 @@ def test_probes_info_and_models(server: Any) -> None:
     assert info["defence"]["passes"] == {"least": 3, "most": 14}
     assert (info["diagnostics"], info["demo"], info["defence"]["constant_work"]) == (False, None, False)
     assert info["limits"]["images"] == 16
-    assert "/" not in info["model"], "folders of the machine are nobody's business"
+    assert "/" not in info["model"], "the model's folder is not shown to callers"
 
 
 def test_metrics_count(server: Any, photos: list[bytes]) -> None:
@@ -118,7 +95,7 @@ def test_metrics_count(server: Any, photos: list[bytes]) -> None:
     after = {name: server.metric(f"react_clip_{name}") - before[name] for name in names}
     assert after["images_total"] == len(photos)
     assert 3 * len(photos) <= after["encoder_passes_total"] <= 14 * len(photos)
-    assert 0 <= after["gate_opened_total"] <= len(photos)
+    assert 0 < after["gate_opened_total"] < len(photos)
     assert after["batch_images_count"] >= 1
     text = server.client.get("/metrics").text
     assert 'react_clip_requests_total{method="POST",route="/v1/classify",status="200"}' in text
@@ -126,35 +103,82 @@ def test_metrics_count(server: Any, photos: list[bytes]) -> None:
         assert name in text
 
 
-def test_pages_need_nothing_from_elsewhere(server: Any) -> None:
-    docs = server.client.get("/docs")
-    assert "POST /v1/classify" in docs.text
-    assert not re.search(r"(src|href)=.?https?:", docs.text)
-    assert "default-src 'none'" in docs.headers["content-security-policy"]
-    front = server.client.get("/")
-    if pages.PAGE.is_file():
-        assert front.headers["content-type"].startswith("text/html")
-    else:
-        check_error(front, 404, "/docs")
+def test_concurrent_requests_share_batches_and_keep_their_answers(server: Any, photos: list[bytes]) -> None:
+    bodies = [
+        as_json([photo], **({"labels": ["zebra", "boat"]} if i % 2 else {}))["json"] for i, photo in enumerate(photos)
+    ] * 3
+    alone = [server.client.post("/v1/classify", json=body).json() for body in bodies[: len(photos)]] * 3
+    names = ("react_clip_batch_images_sum", "react_clip_batch_images_count")
+    before = [server.metric(name) for name in names]
+    start = threading.Barrier(len(bodies))
+
+    def post(body: dict[str, Any]) -> Any:
+        start.wait()
+        return server.client.post("/v1/classify", json=body).json()
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        together = list(pool.map(post, bodies))
+    images, batches = (server.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert images == len(bodies)
+    assert batches < images, "some images must have shared a batch"
+    for one, many in zip(alone, together, strict=True):
+        assert one["results"][0]["label"] == many["results"][0]["label"]
+        assert one["results"][0]["probability"] == pytest.approx(many["results"][0]["probability"], abs=1e-3)
 
 
-def test_a_page_is_made_whole_and_only_its_own_scripts_run(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(
-        '<link rel="stylesheet" href="page.css"><p>hi<script defer src="page.js"></script>'
-    )
-    (tmp_path / "page.css").write_text("p{color:red}")
-    (tmp_path / "page.js").write_text("alert('\\1 \\n')")
-    page = pages.load_page(tmp_path / "page.html")
-    assert page is not None
-    assert page.html == "<style>\np{color:red}</style><p>hi<script>\nalert('\\1 \\n')</script>"
-    policy = page.headers["content-security-policy"]
-    assert policy.count("'sha256-") == 2
-    assert "unsafe" not in policy
-    assert pages.load_page(tmp_path / "none.html") is None
+# ---------------------------------------------------------------------- the demo
+
+
+def test_diagnostics_and_constant_work(demo: Any, direct: Direct, photos: list[bytes]) -> None:
+    results = demo.client.post("/v1/classify", **as_json(photos)).json()["results"]
+    expected = direct(photos, guard=rc.ReACT(tau=1.48, lazy=False))
+    for i, result in enumerate(results):
+        shown = result["diagnostics"]
+        assert shown["gated"] == bool(expected.gated[i]) == (shown["score"] >= 1.48)
+        assert shown["passes"] == 14, "constant work runs every pass"
+        for name, value in (("r", expected.drift), ("J", expected.instability), ("sigma", expected.sigma)):
+            assert shown[name] == pytest.approx(float(value[i]), abs=1e-3)
+    assert len({result["diagnostics"]["gated"] for result in results}) == 2, "the photos must show both cases"
+
+
+def test_the_demo_attacks_a_photo(demo: Any, photos: list[bytes]) -> None:
+    info = demo.client.get("/v1/info").json()
+    assert info["model"] == "tiny-clip"
+    assert info["demo"] == {"eps_least": 0, "eps_most": 16}
+    answer = demo.client.post("/v1/demo/attack", **as_form(photos[1:2], eps="8", labels="cat,zebra,boat")).json()
+    assert answer["attacked_label"] == answer["clean"]["plain"][0]["label"]
+    assert answer["attacked"]["plain"][0]["label"] != answer["attacked_label"]
+    assert answer["amplification"] == pytest.approx(127 / 8)
+    for picture in (answer["clean"]["image"], answer["attacked"]["image"], answer["perturbation"]):
+        assert base64.b64decode(picture.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+    assert set(answer["attacked"]["diagnostics"]) >= {"r", "J", "score", "sigma", "gated", "passes"}
+    check_error(demo.client.get("/metrics"), 403, "--open-metrics")
+    unchanged = demo.client.post("/v1/demo/attack", **as_json(photos[1:2], eps=0)).json()
+    assert unchanged["attacked"] == unchanged["clean"]
+    check_error(demo.client.post("/v1/demo/attack", **as_json(photos[:1], eps=17)), 422, "eps")
+    check_error(demo.client.post("/v1/demo/attack", **as_json(photos[:2])), 422, "images")
+
+
+# ---------------------------------------------------------------------- pages, headers, wrong requests
+
+
+def test_pages_load_nothing_from_elsewhere(server: Any) -> None:
+    for path in ("/", "/docs"):
+        page = server.client.get(path)
+        assert page.headers["content-type"].startswith("text/html")
+        links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+        assert links
+        for link in links:
+            assert link == "data:," or server.client.get(f"/{link}").status_code == 200, link
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    assert "POST /v1/classify" in server.client.get("/docs").text
 
 
 def test_headers_and_unknown_routes(server: Any) -> None:
     check_error(server.client.get("/nothing"), 404, "/docs")
+    check_error(server.client.get("/static/../settings.py"), 404)
     wrong = server.client.get("/v1/classify")
     check_error(wrong, 405, "GET", "POST")
     assert wrong.headers["allow"] == "POST"
@@ -174,77 +198,104 @@ def test_wrong_fields_get_one_clear_line(server: Any, photos: list[bytes]) -> No
     check_error(server.client.post("/v1/classify", json={"images": []}), 422, "images")
     check_error(server.client.post("/v1/classify", json=[1]), 422, "list")
     check_error(server.client.post("/v1/classify", json={"images": ["%%%"]}), 422, "images[0]", "base64")
+    check_error(server.client.post("/v1/classify", json={"images": [7]}), 422, "images[0] is 7", "base64")
+    check_error(server.client.post("/v1/classify", json={"images": [""]}), 422, "empty")
     check_error(post(colour="red"), 422, "'colour'", "images, labels")
     check_error(post(top_k=0), 422, "top_k is 0")
     check_error(post(top_k="many"), 422, "top_k is 'many'")
     check_error(post(labels=["cat", "cat"]), 422, "'cat'", "2 times")
     check_error(post(labels=["cat", " "]), 422, "blank")
-    check_error(post(labels=["x" * 101]), 422, "101 characters", "limit is 100")
+    check_error(post(labels=["a", "x" * 101]), 422, "labels[1] has 101 characters", "limit is 100")
     check_error(post(labels=[f"label {i}" for i in range(1001)]), 422, "1001 prompts", "limit is 1000")
     check_error(post(templates=["a {}"]), 422, "without labels")
-    check_error(post(labels=["cat"], templates=["a {} {0.__class__} {}"]), 422, "exactly one {}")
+    check_error(post(labels=["cat"], templates=["a {} {0.__class__} {}"]), 422, "templates[0]", "exactly one {}")
     check_error(post(model="gpt"), 422, "'gpt'")
     check_error(server.client.post("/v1/classify", **as_form(photos[:1], top_k="x")), 422, "top_k")
     check_error(server.client.post("/v1/embed", **as_json(photos[:1], encoding_format="hex")), 422, "encoding_format")
 
 
-@pytest.fixture(scope="module")
-def demo(launch: Any) -> Any:
-    """Diagnostics and demo switched on by environment variables alone."""
-    env = {"REACT_CLIP_SERVE_DEMO": "true", "REACT_CLIP_SERVE_CONSTANT_WORK": "1", "REACT_CLIP_SERVE_NAME": "tiny-clip"}
-    return launch(env=env)
+def test_wrong_forms_get_one_clear_line(server: Any, photos: list[bytes]) -> None:
+    def post(content: bytes, boundary: str = "; boundary=x") -> httpx.Response:
+        headers = {"content-type": f"multipart/form-data{boundary}"}
+        return server.client.post("/v1/classify", content=content, headers=headers)
+
+    part = b'--x\r\ncontent-disposition: form-data; name="images"; filename="a"\r\n\r\n' + photos[0]
+    assert post(part + b"\r\n--x--\r\n").status_code == 200
+    check_error(post(part), 400, "cut short")
+    check_error(post(part + b"\r\n" + part), 400, "cut short")
+    check_error(post(b"--x\r\n"), 400, "multipart")
+    check_error(post(b"nonsense"), 400, "multipart")
+    check_error(post(b"--x\r\ncontent-disposition: form-data\r\n\r\n1\r\n--x--\r\n"), 400, '"name"')
+    check_error(post(b"", ""), 400, "boundary")
+    check_error(server.client.post("/v1/classify", **as_form([b""])), 415, "images[0]")
+    check_error(server.client.post("/v1/classify", files=[("photo", ("x", photos[0]))]), 422, "images is missing")
+    check_error(server.client.post("/v1/classify", **as_form([photos[0]] * 17)), 400, "number of files is 16")
+    check_error(server.client.post("/v1/classify", **as_form(photos[:1], labels="," * 500_000)), 400, "maximum size")
+    many = {"files": [("templates", (None, "{}"))] * 1200}
+    check_error(server.client.post("/v1/classify", **many), 400, "number of fields is 1100")
 
 
-def test_diagnostics_are_shown_when_enabled(demo: Any, direct: Direct, photos: list[bytes]) -> None:
-    results = demo.client.post("/v1/classify", **as_json(photos)).json()["results"]
-    expected = direct(photos, guard=rc.ReACT(tau=1.48, lazy=False))
-    for i, result in enumerate(results):
-        told = result["diagnostics"]
-        assert told["gated"] == bool(expected.gated[i]) == (told["score"] >= 1.48)
-        for name, value in (("r", expected.drift), ("J", expected.instability), ("sigma", expected.sigma)):
-            assert told[name] == pytest.approx(float(value[i]), abs=1e-3)
-    assert len({result["diagnostics"]["gated"] for result in results}) == 2, "the photos must show both cases"
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b'{"images": ["\\ud800"]}', 400),
+        (b"[" * 90_000, 400),
+        (b'{"top_k": ' + b"9" * 5000 + b"}", 400),
+        (b'{"images": NaN}', 422),
+        (b'{"images": {"a": 1}}', 422),
+        (b'{"images": ["aaaa"], "top_k": 1e999}', 422),
+        (b'{"images": ["aaaa"], "top_k": true}', 422),
+        (b'{"images": [' + b"0," * 90_000 + b"0]}", 422),
+        (b'{"images": [' + b"0," * 300_000 + b"0]}", 422),
+    ],
+)
+def test_odd_json(server: Any, body: bytes, status: int) -> None:
+    answer = server.client.post("/v1/classify", content=body, headers={"content-type": "application/json"})
+    check_error(answer, status)
 
 
-def test_constant_work_spends_the_same_on_every_image(demo: Any, direct: Direct, photos: list[bytes]) -> None:
-    results = demo.client.post("/v1/classify", **as_json(photos)).json()["results"]
-    assert {result["diagnostics"]["passes"] for result in results} == {14}
-    assert [result["label"] for result in results] == direct(photos).names, "and gives the answers of lazy work"
+def test_other_media_types(server: Any, photos: list[bytes]) -> None:
+    for kind in ("image/png", "text/plain", "application/x-www-form-urlencoded", ""):
+        answer = server.client.post("/v1/classify", content=photos[0], headers={"content-type": kind})
+        check_error(answer, 415, "application/json or multipart/form-data")
 
 
-def test_the_factory_takes_an_engine_and_an_attack(encoder: rc.Encoder, photos: list[bytes]) -> None:
-    preset = ClassList.of(rc.ZeroShotClassifier(encoder, ["cat", "dog"]))
-    engine = Engine(encoder, rc.ReACT(), preset, secret=b"0123456789abcdef")
-    engine.start()
+def damaged_images() -> dict[str, tuple[bytes, int]]:
+    """Files that cannot be used, and the status they must get."""
 
-    def invert(pixels: torch.Tensor, classes: ClassList, label: int, eps: float) -> torch.Tensor:
-        assert classes.names == ("cat", "dog")
-        assert eps == pytest.approx(2 / 255)
-        return (pixels + eps * (1 - 2 * label)).clamp(0, 1)
+    def saved(kind: str, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> bytes:
+        stream = io.BytesIO()
+        Image.effect_noise(size, 80).convert(mode).save(stream, kind)
+        return stream.getvalue()
 
-    async def ask() -> Any:
-        transport = httpx.ASGITransport(create_app(engine, Settings(demo=True), invert))
-        async with httpx.AsyncClient(transport=transport, base_url="http://inside") as client:
-            return (await client.post("/v1/demo/attack", **as_json(photos[:1], eps=2))).json()
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    told = asyncio.run(ask())
-    engine.stop()
-    assert told["amplification"] == pytest.approx(127 / 2)
-    assert told["attacked"]["image"] != told["clean"]["image"]
+    def header(width: int, height: int) -> bytes:
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+
+    bomb = header(30_000, 30_000) + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
+    return {
+        "truncated jpeg": (saved("JPEG", (90, 90))[:400], 422),
+        "truncated png": (saved("PNG", (90, 90))[:400], 422),
+        "truncated webp": (saved("WEBP", (90, 90))[:100], 422),
+        "bomb": (bomb, 422),
+        "huge header": (header(2**31 - 1, 2**31 - 1), 422),
+        "no pixels": (header(0, 0), 422),
+        "gif": (saved("GIF", mode="P"), 415),
+        "bmp": (saved("BMP"), 415),
+        "tiff": (saved("TIFF"), 415),
+        "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', 415),
+        "text": (b"hello", 415),
+        "jpeg start only": (b"\xff\xd8\xff\xe0", 422),
+    }
 
 
-def test_the_demo_attacks_a_photo(demo: Any, photos: list[bytes]) -> None:
-    info = demo.client.get("/v1/info").json()
-    assert info["model"] == "tiny-clip"
-    assert info["demo"] == {"eps_least": 0, "eps_most": 16}
-    told = demo.client.post("/v1/demo/attack", **as_form(photos[1:2], eps="8", labels="cat,zebra,boat")).json()
-    assert told["attacked_label"] == told["clean"]["plain"][0]["label"]
-    assert told["attacked"]["plain"][0]["label"] != told["attacked_label"]
-    for picture in (told["clean"]["image"], told["attacked"]["image"], told["perturbation"]):
-        assert base64.b64decode(picture.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
-    assert set(told["attacked"]["diagnostics"]) >= {"r", "J", "score", "sigma", "gated", "passes"}
-    check_error(demo.client.get("/metrics"), 403, "--open-metrics")
-    still = demo.client.post("/v1/demo/attack", **as_json(photos[1:2], eps=0)).json()
-    assert still["attacked"] == still["clean"]
-    check_error(demo.client.post("/v1/demo/attack", **as_json(photos[:1], eps=17)), 422, "eps")
-    check_error(demo.client.post("/v1/demo/attack", **as_json(photos[:2])), 422, "images")
+@pytest.mark.parametrize("name", damaged_images())
+def test_damaged_images(server: Any, name: str) -> None:
+    data, status = damaged_images()[name]
+    check_error(server.client.post("/v1/classify", **as_form([data])), status, "images[0]")
+    check_error(server.client.post("/v1/embed", **as_json([data])), status, "images[0]")

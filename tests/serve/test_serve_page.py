@@ -1,67 +1,48 @@
-"""The page at /, as people use it: a real server process, a real browser, by mouse, by keyboard, on a phone."""
+"""The page at / with a real server process and a real browser: by mouse, by keyboard, on a phone."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
-import torch
-
-import react_clip as rc
-from react_clip.serve.app import create_app
-from react_clip.serve.classes import ClassList
-from react_clip.serve.engine import Engine
-from react_clip.serve.settings import Settings
+from serve_client import KEYS
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-KEY = "a-key-of-the-tests-long-enough"
-LABELS = ("cat", "dog", "teapot")
+UNAUTHORIZED = ("status of 401",)
 Visit = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def demo(launch: Any) -> Any:
-    return launch("--demo")
-
-
-@pytest.fixture(scope="module")
-def strict(launch: Any) -> Any:
-    """A server that takes small bodies and its own labels, and tells why."""
-    return launch("--max-body", 20_000, "--max-buffered", 100_000, "--fixed-labels", "--diagnostics")
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Open a server's page; what it complains about, or asks of another origin, fails the test at its end.
+    """Open a server's page; errors in the console and requests to other origins fail the test at its end.
 
-    ``refusals`` are texts of errors that a test provokes: browsers log failed requests, whatever the page does.
+    ``refusals`` are texts of errors that a test provokes: browsers log every failed request.
     """
     contexts, complaints, requests, origins = [], [], [], set()
 
-    def open_page(url: str, *, refusals: tuple[str, ...] = (), ready: bool = True, **options: Any) -> Any:
-        def heard(message: Any) -> None:
+    def open_page(url: str, *, refusals: tuple[str, ...] = (), key: str | None = None, **options: Any) -> Any:
+        def on_message(message: Any) -> None:
             if message.type in ("error", "warning") and not any(text in message.text for text in refusals):
                 complaints.append(message.text)
 
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         origins.add(url)
         page = context.new_page()
-        page.on("console", heard)
+        page.on("console", on_message)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"alert {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(url + "/")
-        if ready:
+        if key is not None:
+            page.fill("#key-field", key)
+            page.press("#key-field", "Enter")
+        if "status of 401" not in refusals or key is not None:
             page.locator("#page").wait_for()
         return page
 
@@ -85,6 +66,14 @@ def wait_for(page: Any, text: str) -> str:
     return str(page.inner_text("#verdict"))
 
 
+def open_with(visit: Visit, url: str, *photos: bytes, **options: Any) -> Any:
+    """The page of a server with a demo, with the clean answers for the first photo."""
+    page = visit(url, **options)
+    upload(page, *photos)
+    wait_for(page, "Not attacked")
+    return page
+
+
 def bars(page: Any, kind: str) -> list[str]:
     return [str(text) for text in page.locator(f"#answers .{kind} li span:first-child").all_inner_texts()]
 
@@ -93,18 +82,18 @@ def points(page: Any) -> list[str]:
     return [str(text) for text in page.locator("#points tbody th").all_text_contents()]
 
 
-HAND_OVER = """([kind, data]) => {
+DISPATCH = """([kind, data]) => {
   const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
-  const parcel = new DataTransfer();
-  parcel.items.add(new File([bytes], "given.png", { type: "image/png" }));
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([bytes], "given.png", { type: "image/png" }));
   const options = { bubbles: true, cancelable: true };
-  const event = kind === "paste" ? new ClipboardEvent(kind, { ...options, clipboardData: parcel })
-    : new DragEvent(kind, { ...options, dataTransfer: parcel });
+  const event = kind === "paste" ? new ClipboardEvent(kind, { ...options, clipboardData: transfer })
+    : new DragEvent(kind, { ...options, dataTransfer: transfer });
   return !document.getElementById("drop").dispatchEvent(event);
 }"""
 
 
-# ---------------------------------------------------------------------- photos in, answers out
+# ---------------------------------------------------------------------- photos, labels, attacks
 
 
 def test_a_chosen_photo_is_answered_twice(demo: Any, visit: Visit, photos: list[bytes]) -> None:
@@ -112,32 +101,31 @@ def test_a_chosen_photo_is_answered_twice(demo: Any, visit: Visit, photos: list[
     assert page.locator("#results").is_hidden()
     upload(page, photos[0])
     sentence = wait_for(page, "Not attacked")
-    told = demo.client.post("/v1/demo/attack", data={"eps": "0"}, files={"images": photos[0]}).json()["clean"]
-    assert bars(page, "plain") == [answer["label"] for answer in told["plain"]]
-    assert bars(page, "defended") == [answer["label"] for answer in told["defended"]]
-    assert f"plain CLIP says {told['plain'][0]['label']}" in sentence
-    assert f"{100 * told['defended'][0]['probability']:.1f} %" in page.inner_text("#answers .defended")
+    answered = demo.client.post("/v1/demo/attack", data={"eps": "0"}, files={"images": photos[0]}).json()["clean"]
+    assert bars(page, "plain") == [answer["label"] for answer in answered["plain"]]
+    assert bars(page, "defended") == [answer["label"] for answer in answered["defended"]]
+    assert f"plain CLIP says {answered['plain'][0]['label']}" in sentence
+    assert f"{100 * answered['defended'][0]['probability']:.1f} %" in page.inner_text("#answers .defended")
     gate = page.inner_text("#gate")
-    assert gate.startswith("The gate opened" if told["diagnostics"]["gated"] else "The gate stayed closed")
-    assert f"{told['diagnostics']['score']:.3f}" in gate
+    assert gate.startswith("The gate opened" if answered["diagnostics"]["gated"] else "The gate stayed closed")
+    assert f"{answered['diagnostics']['score']:.3f}" in gate
     assert "τ 1.48" in gate
     names = [svg.get_attribute("aria-label") for svg in page.locator("#scales svg").all()]
     assert any(name.startswith("r + J is") and name.endswith("threshold tau 1.48") for name in names)
-    assert page.locator("#strip li").inner_text() == told["defended"][0]["label"]
+    assert page.locator("#strip li").inner_text() == answered["defended"][0]["label"]
+    assert "These attacks do not know the defence. An attacker who does can defeat it." in page.inner_text("#attack")
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
 def test_a_photo_can_be_dropped_or_pasted(demo: Any, visit: Visit, photos: list[bytes], kind: str) -> None:
     page = visit(demo.url)
-    assert page.evaluate(HAND_OVER, [kind, base64.b64encode(photos[1]).decode()]), "the browser must not open the file"
+    assert page.evaluate(DISPATCH, [kind, base64.b64encode(photos[1]).decode()]), "the browser must not open the file"
     wait_for(page, "Not attacked")
     assert page.locator("#strip img").get_attribute("alt") == "given.png"
 
 
 def test_several_photos_are_a_strip_of_which_one_is_shown(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url)
-    upload(page, *photos[:3])
-    wait_for(page, "Not attacked")
+    page = open_with(visit, demo.url, *photos[:3])
     buttons = page.locator("#strip button")
     assert [button.get_attribute("aria-pressed") for button in buttons.all()] == ["true", "false", "false"]
     first = page.locator("#pictures img").first.get_attribute("src")
@@ -161,16 +149,6 @@ def test_a_file_that_is_no_photo_shows_the_servers_line(demo: Any, visit: Visit,
     assert page.inner_text("#status") == ""
 
 
-def test_a_file_that_is_too_large_is_not_sent(strict: Any, visit: Visit) -> None:
-    page = visit(strict.url)
-    upload(page, bytes(30_000))
-    page.locator("#status .error").wait_for()
-    assert page.inner_text("#status") == "photo0.png has 30,000 bytes; this server takes 20,000"
-
-
-# ---------------------------------------------------------------------- labels
-
-
 def test_labels_are_chips_and_a_hostile_one_stays_text(demo: Any, visit: Visit, photos: list[bytes]) -> None:
     page = visit(demo.url)
     assert page.text_content("#preset .names") == "cat, dog, teapot"
@@ -190,15 +168,6 @@ def test_labels_are_chips_and_a_hostile_one_stays_text(demo: Any, visit: Visit, 
     assert sorted(bars(page, "defended")) == sorted(["boat", HOSTILE])
     page.click("#clear")
     page.locator("#answers .plain li", has_text="teapot").wait_for()
-
-
-def test_fixed_labels_are_said(strict: Any, visit: Visit) -> None:
-    page = visit(strict.url)
-    assert page.locator("#label-field").is_hidden()
-    assert page.inner_text("#label-note") == "This server answers for its own labels only."
-
-
-# ---------------------------------------------------------------------- the attack
 
 
 def test_the_slider_attacks_by_keyboard_and_remembers(demo: Any, visit: Visit, photos: list[bytes]) -> None:
@@ -222,8 +191,8 @@ def test_the_slider_attacks_by_keyboard_and_remembers(demo: Any, visit: Visit, p
     page.keyboard.press("End")
     fooled = wait_for(page, "Attacked with 16/255")
     assert fooled != sentence
-    told = {"eps": "16"}, {"images": photos[1]}
-    answer = demo.client.post("/v1/demo/attack", data=told[0], files=told[1]).json()
+    answered = {"eps": "16"}, {"images": photos[1]}
+    answer = demo.client.post("/v1/demo/attack", data=answered[0], files=answered[1]).json()
     assert bars(page, "plain") == [each["label"] for each in answer["attacked"]["plain"]]
     changed = answer["attacked"]["plain"][0]["label"] != answer["attacked_label"]
     assert page.locator("#answers .plain .badge").inner_text() == ("✗ changed" if changed else "✓ unchanged")
@@ -234,9 +203,7 @@ def test_the_slider_attacks_by_keyboard_and_remembers(demo: Any, visit: Visit, p
 
 
 def test_the_last_request_wins(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url)
-    upload(page, photos[1])
-    wait_for(page, "Not attacked")
+    page = open_with(visit, demo.url, photos[1])
     held: list[Any] = []
 
     def hold(route: Any) -> None:
@@ -256,9 +223,7 @@ def test_the_last_request_wins(demo: Any, visit: Visit, photos: list[bytes]) -> 
 
 
 def test_the_sweep_fills_the_chart(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url)
-    upload(page, photos[1])
-    wait_for(page, "Not attacked")
+    page = open_with(visit, demo.url, photos[1])
     page.get_by_role("button", name="Run the whole sweep").click()
     wait_for(page, "Attacked with 16/255")
     page.locator("#progress").wait_for(state="hidden")
@@ -270,9 +235,7 @@ def test_the_sweep_fills_the_chart(demo: Any, visit: Visit, photos: list[bytes])
 
 
 def test_a_sweep_can_be_cancelled(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url)
-    upload(page, photos[1])
-    wait_for(page, "Not attacked")
+    page = open_with(visit, demo.url, photos[1])
     held: list[Any] = []
     page.route("**/v1/demo/attack", lambda route: held.append(route))
     page.click("#sweep")
@@ -286,50 +249,7 @@ def test_a_sweep_can_be_cancelled(demo: Any, visit: Visit, photos: list[bytes]) 
     held[0].abort()
 
 
-def test_the_page_is_honest(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url)
-    upload(page, photos[0])
-    wait_for(page, "Not attacked")
-    assert "These attacks do not know the defence. An attacker who does can defeat it." in page.inner_text("#attack")
-
-
-def test_an_attack_that_nobody_waits_for_is_not_computed(
-    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(encoder, rc.ReACT(), ClassList.of(rc.ZeroShotClassifier(encoder, LABELS)), secret=bytes(16))
-    engine.start()
-    call, queued, go_on, computed = engine.call, threading.Event(), threading.Event(), []
-
-    def call_later(function: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-        """Let the attack wait behind something long."""
-        call(lambda: torch.tensor(go_on.wait(30)))
-        attack = call(function)
-        queued.set()
-        return attack
-
-    def attack(pixels: torch.Tensor, classes: ClassList, label: int, eps: float) -> torch.Tensor:
-        computed.append(eps)
-        return pixels
-
-    async def ask_and_leave() -> None:
-        transport = httpx.ASGITransport(create_app(engine, Settings(demo=True), attack))
-        async with httpx.AsyncClient(transport=transport, base_url="http://inside") as client:
-            task = asyncio.create_task(client.post("/v1/demo/attack", files={"images": photos[0]}))
-            await asyncio.to_thread(queued.wait, 30)
-            task.cancel()
-            await asyncio.wait([task])
-
-    monkeypatch.setattr(engine, "call", call_later)
-    with ThreadPoolExecutor() as thread:
-        # Beside a browser, whose event loop has this thread.
-        thread.submit(asyncio.run, ask_and_leave()).result()
-    go_on.set()
-    call(lambda: torch.zeros(1)).result(30)
-    engine.stop()
-    assert computed == []
-
-
-# ---------------------------------------------------------------------- what else a server may say
+# ---------------------------------------------------------------------- other servers, busy or gone
 
 
 def test_a_busy_server_is_asked_again(demo: Any, visit: Visit, photos: list[bytes]) -> None:
@@ -369,17 +289,23 @@ def test_without_a_demo_the_page_says_what_is_missing(server: Any, visit: Visit,
     assert page.locator("#pictures img").count() == 1
 
 
-def test_diagnostics_do_not_need_the_demo(strict: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(strict.url)
+def test_a_restricted_server(guarded: Any, visit: Visit, photos: list[bytes]) -> None:
+    """Diagnostics without a demo, fixed labels, and a file that is too large to be sent."""
+    page = visit(guarded.url, refusals=UNAUTHORIZED, key=KEYS[0])
+    assert page.locator("#label-field").is_hidden()
+    assert page.inner_text("#label-note") == "This server answers for its own labels only."
     upload(page, photos[0])
     wait_for(page, "Defended CLIP says")
     assert page.inner_text("#gate").startswith("The gate ")
     assert page.locator("#no-why").is_hidden()
     assert page.locator("#comparison").is_visible()
+    upload(page, bytes(70_000))
+    page.locator("#status .error").wait_for()
+    assert page.inner_text("#status") == "photo0.png has 70,000 bytes; this server takes 60,000"
 
 
-def test_a_key_is_asked_for_and_kept_in_memory_only(launch: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(launch(env={"REACT_CLIP_SERVE_API_KEYS": KEY}).url, refusals=("status of 401",), ready=False)
+def test_a_key_is_asked_for_and_stays_in_memory(guarded: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(guarded.url, refusals=UNAUTHORIZED)
     field = page.get_by_label("API key of this server")
     field.wait_for()
     assert page.evaluate("document.activeElement.id") == "key-field"
@@ -387,7 +313,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(launch: Any, visit: Visit, p
     field.fill("not-the-key-but-as-long-as-one")
     field.press("Enter")
     page.locator("#status", has_text="the API key is unknown").wait_for()
-    field.fill(KEY)
+    field.fill(KEYS[0])
     page.get_by_role("button", name="Use this key").click()
     page.locator("#page").wait_for()
     assert field.is_hidden()
@@ -398,7 +324,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(launch: Any, visit: Visit, p
     field.wait_for()
 
 
-# ---------------------------------------------------------------------- everybody can use it
+# ---------------------------------------------------------------------- accessibility
 
 
 def test_nothing_overflows_a_phone(demo: Any, visit: Visit, photos: list[bytes]) -> None:
@@ -455,9 +381,7 @@ def test_everything_has_a_name(demo: Any, visit: Visit, photos: list[bytes]) -> 
 
 
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(demo: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(demo.url, reduced_motion="reduce")
-    upload(page, photos[0])
-    wait_for(page, "Not attacked")
+    page = open_with(visit, demo.url, photos[0], reduced_motion="reduce")
     page.evaluate("document.activeElement.blur()")
     reached = []
     for _ in range(12):

@@ -1,27 +1,30 @@
-"""The OpenAPI document against the real server: generated requests get documented answers."""
+"""Generated requests: from the OpenAPI document, and malformed ones from benchmarks/serve_fuzz.py."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.generation import GenerationMode
-from schemathesis.specs.openapi import checks as promised
+from schemathesis.specs.openapi import checks
 
-from react_clip.serve.app import example_image
+from react_clip.serve.pages import example_image
 
-PROMISES = [
-    promised.status_code_conformance,
-    promised.content_type_conformance,
-    promised.response_schema_conformance,
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
 ]
 
 
 SEARCH = settings(
-    max_examples=40,
+    max_examples=25,
     database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -32,8 +35,8 @@ SEARCH = settings(
 def test_generated_requests_get_documented_answers(server: Any, mode: GenerationMode) -> None:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     statuses: Counter[int] = Counter()
-    for found in document.get_all_operations():
-        operation = found.ok()
+    for loaded in document.get_all_operations():
+        operation = loaded.ok()
         if mode is GenerationMode.NEGATIVE and operation.method == "get":
             continue
 
@@ -46,12 +49,12 @@ def test_generated_requests_get_documented_answers(server: Any, mode: Generation
                 and isinstance(case.body, dict)
                 and case.media_type == "application/json"
             ):
-                # No generator finds a photo; with one in place the other fields are read too.
+                # No generator finds a valid photo; with one in place the other fields are reached too.
                 case.body["images"] = [example_image()]
             response = case.call(timeout=30)
             statuses[response.status_code] += 1
             assert response.status_code < 500 or response.status_code == 503
-            case.validate_response(response, checks=PROMISES)
+            case.validate_response(response, checks=CHECKS)
 
         check()
     assert sum(statuses.values()) >= 40
@@ -59,7 +62,7 @@ def test_generated_requests_get_documented_answers(server: Any, mode: Generation
     assert set(statuses) - {200}, "something must have been refused"
 
 
-def test_the_document_can_be_read_alone(server: Any) -> None:
+def test_the_document_describes_every_route_and_its_examples_work(server: Any) -> None:
     document = server.client.get("/openapi.json").json()
     paths = document["paths"]
     assert set(paths) == {"/v1/classify", "/v1/embed", "/v1/info", "/v1/models", "/healthz", "/readyz"}
@@ -67,5 +70,31 @@ def test_the_document_can_be_read_alone(server: Any) -> None:
         content = paths[path]["post"]["requestBody"]["content"]
         assert set(content) == {"application/json", "multipart/form-data"}
         example = content["application/json"]["example"]
-        assert server.client.post(path, json=example).status_code == 200, "examples can be sent as they are"
+        assert server.client.post(path, json=example).status_code == 200, path
         assert set(paths[path]["post"]["responses"]) >= {"200", "400", "401", "408", "413", "415", "422", "503"}
+
+
+def load_fuzz() -> Any:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "serve_fuzz.py"
+    spec = importlib.util.spec_from_file_location("serve_fuzz", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_malformed_requests_are_refused_and_the_server_goes_on(server: Any) -> None:
+    fuzz = load_fuzz()
+    statuses: Counter[int] = Counter()
+    wrong = []
+    for case in fuzz.cases(360, seed=1):
+        status, body = fuzz.send(server.url, case)
+        statuses[status] += 1
+        if (line := fuzz.check(case, status, body)) is not None:
+            wrong.append(line)
+    assert not wrong
+    assert {200, 400, 404, 405, 415, 422} <= set(statuses)
+    assert statuses[0] < 36, "nearly every request is answered"
+    assert server.client.get("/readyz").status_code == 200

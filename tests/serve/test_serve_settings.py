@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import re
 from pathlib import Path
 
@@ -11,59 +9,63 @@ import pytest
 
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
-from react_clip.cli.serve import _read_switches
-from react_clip.serve.credentials import read_keys, read_secret
-from react_clip.serve.settings import Settings, variable
+from react_clip.cli.serve import settings_of
+from react_clip.serve.settings import FLAGLESS, Settings, flag, read_keys, read_secret, variable
 
 
-def parsed(*flags: str) -> argparse.Namespace:
-    args = parse_args(["serve", *flags])
-    _read_switches(args)
-    return args
+def parsed(*flags: str) -> Settings:
+    return settings_of(parse_args(["serve", *flags]))
 
 
-def test_every_flag_is_an_environment_variable_and_help_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_a_flag_and_help_shows_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = re.sub(r"\s+", "", capsys.readouterr().out)
-    names = [*(row.name for row in dataclasses.fields(Settings)), "model", "labels", "template", "config", "quiet"]
-    for name in names:
-        assert f"--{name.replace('_', '-')}" in text
-        assert f"[${variable(name)}]" in text
+    for name in Settings.model_fields:
+        if name in FLAGLESS:
+            assert f"[${variable(name)}]" not in text
+        else:
+            assert flag(name) in text
+            assert f"[${variable(name)}]" in text or name in ("json_output", "quiet")
 
 
 def test_variables_equal_flags_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = parsed(
-        "--port", "9", "--max-wait", "1.5", "--demo", "--labels", "a, b", "--template", "x {}", "--template", "y {}"
+        *("--port", "9", "--max-wait", "1.5", "--demo", "--labels", "a, b", "--template", "x {}", "--template", "y {}"),
+        *("--json", "--labels-file", "names.txt"),
     )
+    assert (flags.port, flags.max_wait, flags.demo, flags.template) == (9, 1.5, True, ["x {}", "y {}"])
     given = {"PORT": "9", "MAX_WAIT": "1.5", "DEMO": "yes", "LABELS": "a, b", "TEMPLATE": "x {}\ny {}", "QUIET": "0"}
+    given |= {"JSON": "1", "LABELS_FILE": "names.txt", "DEADLINE": ""}
     for name, value in given.items():
         monkeypatch.setenv(f"REACT_CLIP_SERVE_{name}", value)
-    assert vars(parsed()) == vars(flags)
+    assert parsed() == flags
     assert parsed("--port", "10").port == 10
 
 
-def test_bad_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("REACT_CLIP_SERVE_DEMO", "perhaps")
     assert main(["serve"]) == 2
-    assert capsys.readouterr().err == "react-clip: $REACT_CLIP_SERVE_DEMO is 'perhaps'; write 1 or 0\n"
+    assert capsys.readouterr().err.startswith(
+        "react-clip: $REACT_CLIP_SERVE_DEMO is 'perhaps'; it should be a valid boo"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--port", "70000"], "--port is 70000; it must be in 0 ... 65535"),
-        (["--batch", "0"], "--batch is 0; it must be >= 1"),
-        (["--deadline", "nan"], "--deadline is nan; it must be >= 0.001"),
+        (["--port", "70000"], "--port is '70000'; it should be less than or equal to 65535"),
+        (["--batch", "0"], "--batch is '0'; it should be greater than or equal to 1"),
+        (["--deadline", "nan"], "--deadline is 'nan'; it should be a finite number"),
         (["--queue", "4"], "--queue is 4 but --max-images 16"),
-        (["--log-level", "loud"], "--log-level is 'loud'"),
+        (["--log-level", "loud"], "--log-level is 'loud'; it should be 'debug', 'info'"),
         (["--secret-file", "nowhere"], "nowhere cannot be read"),
         (["--api-key-file", "nowhere"], "nowhere cannot be read"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--port", "0", "--model", "no-such-model"], "no model is called 'no-such-model'"),
     ],
 )
-def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], line: str) -> None:
+def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], line: str) -> None:
     assert main(["serve", "--quiet", *flags]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"react-clip: {line}")
@@ -71,30 +73,28 @@ def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[
 
 
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret, made_up = read_secret("")
-    assert made_up
-    assert len(secret) == 32
-    assert read_secret("")[0] != secret
+    assert read_secret(Settings()) is None
     file = tmp_path / "secret"
     file.write_bytes(b"0123456789abcdef\n")
-    assert read_secret(str(file)) == (b"0123456789abcdef", False)
     monkeypatch.setenv("REACT_CLIP_SERVE_SECRET", "fedcba9876543210")
-    assert read_secret("") == (b"fedcba9876543210", False)
+    assert read_secret(Settings()) == b"fedcba9876543210"
+    assert "fedcba" not in repr(Settings())
+    assert read_secret(Settings(secret_file=file)) == b"0123456789abcdef"
     file.write_bytes(b"short")
     with pytest.raises(ReactClipError, match="5 bytes; it needs at least 16"):
-        read_secret(str(file))
+        read_secret(Settings(secret_file=file))
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read_keys("")
+    assert not read_keys(Settings())
     monkeypatch.setenv("REACT_CLIP_SERVE_API_KEYS", "a-key-of-some-length, another-key-of-length")
-    ring = read_keys("")
-    assert ring.opens("another-key-of-length")
-    assert not ring.opens("")
+    keys = read_keys(Settings())
+    assert keys.accept("another-key-of-length")
+    assert not keys.accept("")
     file = tmp_path / "keys"
     file.write_text("# nothing\n\n")
     with pytest.raises(ReactClipError, match="holds no API key"):
-        read_keys(str(file))
+        read_keys(Settings(api_key_file=file))
     file.write_text("short\n")
     with pytest.raises(ReactClipError, match="5 characters; keys need at least 16"):
-        read_keys(str(file))
+        read_keys(Settings(api_key_file=file))

@@ -1,39 +1,85 @@
-"""Too much at once, and the end: nobody is left without an answer."""
+"""One server as compose.yaml starts it: health check, overload, and a stop that answers every accepted request."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
+from serve_client import KEYS, check_error
 
 import react_clip as rc
+from programs import find_tool
+from react_clip.serve.settings import PREFIX, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICE: dict[str, Any] = COMPOSE["services"]["serve"]
+KEY = {"x-api-key": KEYS[0]}
 
 
 @pytest.fixture(scope="module")
 def slow(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    config = tmp_path_factory.mktemp("slow") / "slow.json"
-    rc.ReACT(views=400, tau=None).save(config)
-    return launch("--config", config, "--open-metrics", "--batch", 1, "--max-images", 4, "--queue", 4, "--deadline", 60)
+    """A server with compose's environment variables, a slow defence and a short queue."""
+    folder = tmp_path_factory.mktemp("secrets")
+    rc.ReACT(views=400, tau=None).save(folder / "slow.json")
+    (folder / "noise-secret").write_text("0123456789abcdef0123456789abcdef\n")
+    (folder / "api-keys").write_text(KEYS[0] + "\n")
+    env = {name: value.replace("/run/secrets", str(folder)) for name, value in SERVICE["environment"].items()}
+    limits = ("--batch", 1, "--max-images", 4, "--queue", 4, "--deadline", 300, "--grace", 300)
+    server = launch("--config", folder / "slow.json", "--threads", 1, *limits, env=env)
+    server.client.headers.update(KEY)
+    return server
 
 
 def post(server: Any, photos: list[bytes]) -> httpx.Response:
     """One request on a connection of its own."""
     files = [("images", ("x", photo)) for photo in photos]
-    return httpx.post(f"{server.url}/v1/classify", files=files, timeout=60, headers={"connection": "close"})
+    headers = KEY | {"connection": "close"}
+    return httpx.post(f"{server.url}/v1/classify", files=files, timeout=300, headers=headers)
 
 
-def test_a_full_queue_says_when_to_come_back(slow: Any, photos: list[bytes]) -> None:
+def test_compose_gives_the_service_its_keys(slow: Any) -> None:
+    assert httpx.get(f"{slow.url}/readyz").status_code == 200
+    assert httpx.get(f"{slow.url}/v1/info").status_code == 401
+    assert slow.client.get("/v1/info").status_code == 200
+
+
+def test_the_health_check_of_the_image(slow: Any) -> None:
+    [words] = re.findall(r'^    CMD (\["python", .*\])$', DOCKERFILE, re.MULTILINE)
+    # A proxy for everything must not stand between a container and itself.
+    env = os.environ | {"REACT_CLIP_SERVE_PORT": slow.url.rpartition(":")[2], "http_proxy": "http://127.0.0.1:9"}
+
+    def check() -> int:
+        return subprocess.run([sys.executable, *json.loads(words)[1:]], env=env, capture_output=True).returncode
+
+    assert check() == 0
+    slow.signal(signal.SIGSTOP)
+    try:
+        assert check() != 0
+    finally:
+        slow.signal(signal.SIGCONT)
+
+
+def test_a_full_queue_is_503_with_retry_after(slow: Any, photos: list[bytes]) -> None:
     ready: list[int] = []
     over = threading.Event()
 
     def watch() -> None:
         while not over.is_set():
-            ready.append(httpx.get(f"{slow.url}/readyz").status_code)
-            time.sleep(0.02)
+            ready.append(httpx.get(f"{slow.url}/readyz", timeout=60).status_code)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -44,45 +90,70 @@ def test_a_full_queue_says_when_to_come_back(slow: Any, photos: list[bytes]) -> 
     assert {answer.status_code for answer in answers} == {200, 503}
     for answer in answers:
         if answer.status_code == 503:
-            assert answer.json()["error"]["type"] == "overloaded"
+            check_error(answer, 503, "queue")
             assert answer.headers["retry-after"] == "1"
         else:
             assert len(answer.json()["results"]) == 4
-    assert set(ready) == {200, 503}, "a saturated service says that it is not ready"
+    assert 503 in ready, "a saturated service is not ready"
     assert slow.client.get("/readyz").status_code == 200
     assert 'rejected_total{reason="overloaded"}' in slow.client.get("/metrics").text
 
 
-def test_sigterm_answers_what_was_accepted_and_exits_with_0(slow: Any, photos: list[bytes]) -> None:
-    slow.client.close()
-    accepted, refused, dropped = [], [], []
-    over = threading.Event()
+def test_sigterm_answers_accepted_requests_and_exits_with_0(slow: Any, photos: list[bytes]) -> None:
+    """The last test with this server."""
+    slow.client.headers["connection"] = "close"
+    before = slow.metric("react_clip_requests_in_flight")
+    with ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(post, slow, [photos[seed]]) for seed in range(4)]
+        while slow.metric("react_clip_requests_in_flight") < before + 4 and not accepted[0].done():
+            time.sleep(0.01)
+        slow.signal(signal.SIGTERM)
+        try:
+            while (late := post(slow, photos[:1])).status_code == 200:
+                continue
+            check_error(late, 503, "stopping")
+        except httpx.TransportError:
+            pass  # the port is closed already
+        assert [answer.result().status_code for answer in accepted] == [200] * 4
+    slow.process.join(300)
+    assert slow.process.exitcode == 0
 
-    def caller(seed: int) -> None:
-        while not over.is_set():
-            try:
-                answer = post(slow, [photos[seed]])
-            except httpx.ConnectError:
-                refused.append("closed")
-                return
-            except httpx.HTTPError as error:
-                dropped.append(repr(error))
-                return
-            (accepted if answer.status_code == 200 else refused).append(answer)
 
-    callers = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
-    for thread in callers:
-        thread.start()
-    while len(accepted) < 4:
-        time.sleep(0.01)
-    began = time.monotonic()
-    code = slow.stop()
-    over.set()
-    for thread in callers:
-        thread.join()
-    assert code == 0
-    assert time.monotonic() - began < 30
-    assert not dropped
-    assert len(accepted) >= 4
-    for answer in refused:
-        assert answer == "closed" or (answer.status_code == 503 and answer.headers["connection"] == "close")
+# ---------------------------------------------------------------------- the container's files
+
+
+def test_the_container_is_restricted() -> None:
+    assert SERVICE["read_only"] is True
+    assert SERVICE["cap_drop"] == ["ALL"]
+    assert SERVICE["security_opt"] == ["no-new-privileges:true"]
+    assert not {"cap_add", "privileged"} & set(SERVICE)
+    assert SERVICE["ports"] == ["127.0.0.1:8000:8000"]
+    assert re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)[-1] != "0"
+    names = {name.removeprefix(PREFIX).lower() for name in SERVICE["environment"]}
+    names |= {name.lower() for name in re.findall(rf"{PREFIX}(\w+)=", DOCKERFILE)}
+    assert names <= set(Settings.model_fields)
+    for name, secret in COMPOSE["secrets"].items():
+        assert f"/run/secrets/{name}" in SERVICE["environment"].values()
+        assert secret["file"].startswith("./secrets/")
+
+
+def test_containers_have_longer_to_stop_than_the_service() -> None:
+    texts = DOCKERFILE + (ROOT / "docs" / "serve.md").read_text()
+    stated = [int(value) for value in re.findall(r"--stop-timeout (\d+)", texts)]
+    stated.append(int(SERVICE["stop_grace_period"].removesuffix("s")))
+    assert len(stated) >= 3
+    assert min(stated) > Settings().grace + 5
+    assert set(re.findall(r"react-clip:([\d.]+)", texts + SERVICE["image"])) == {rc.__version__}
+
+
+def test_hadolint_finds_nothing() -> None:
+    finished = subprocess.run(
+        [find_tool("hadolint"), "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stdout
+
+
+def test_compose_follows_the_official_schema() -> None:
+    command = [find_tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(ROOT / "compose.yaml")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout

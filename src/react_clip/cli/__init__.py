@@ -109,8 +109,8 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
         return int(args.run(args))
     except ReactClipError as error:
         print(f"react-clip: {error}", file=sys.stderr)

@@ -1,227 +1,303 @@
-"""The application: routes around an engine, and the OpenAPI document that describes them."""
+"""The FastAPI application around an engine."""
 
-# No postponed annotations here: FastAPI reads the handlers' own, which are local to the function.
-
-import base64
-import io
+import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
-from PIL import Image
+import torch
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from torch import Tensor
 
+from react_clip import noise
+from react_clip.environment import __version__
+from react_clip.errors import ReactClipError
+from react_clip.preprocess import data_uri, to_image
 from react_clip.serve import pages, schemas
-from react_clip.serve.credentials import KeyRing
-from react_clip.serve.engine import Engine
-from react_clip.serve.gatekeeper import Gatekeeper, State
+from react_clip.serve.decoding import Decoder
+from react_clip.serve.engine import Answer, ClassList, Engine, Photo
+from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
+from react_clip.serve.labels import LabelCache
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.problems import RequestError, busy, json_response
-from react_clip.serve.service import DemoAttack, Service
-from react_clip.serve.settings import Settings
+from react_clip.serve.middleware import RequestGuard
+from react_clip.serve.settings import ApiKeys
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+DemoAttack = Callable[[Tensor, ClassList, int, float], Tensor]
+"""``(pixels [1, 3, S, S], classes, index of the class to leave, eps in [0, 1]) -> attacked pixels``."""
 
-_ABOUT = "Zero-shot image classification and embedding by CLIP, defended against adversarial images at test time."
-_ERRORS = {
-    400: "The body cannot be taken apart.",
-    401: "The API key is missing or unknown.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    415: "The body, or an image, is of a kind that is not read.",
-    422: "A field or an image is not acceptable.",
-    503: "Too busy, or stopping; Retry-After says when to come back.",
-}
+_DRAWN = 127.0 / 255.0
+"""Largest change in the picture of a perturbation, around grey."""
 
-Handler = Callable[[Request], Awaitable[dict[str, Any]]]
+_TYPICAL_DRIFTS = (0.0, 2.0)
+"""Nearly all images have a drift r in this range; ``/v1/info`` gives sigma for it."""
 
 
-def create_app(
-    engine: Engine, settings: Settings, demo: DemoAttack | None = None, *, keys: KeyRing | None = None
-) -> "FastAPI":
-    """The application around a started engine; ``demo`` is the attack behind ``/v1/demo/attack``, where wanted."""
-    from fastapi import FastAPI
+class Service:
+    """What the handlers share: engine, settings, decoder threads, metrics and, with ``--demo``, an attack."""
 
-    service = Service(engine, settings, demo)
-    metrics, state, started = Metrics(lambda: engine.depth), State(), int(time.time())
-    engine.observer = metrics.batch
+    def __init__(self, engine: Engine, attack: DemoAttack | None) -> None:
+        self.engine, self.settings, self.attack = engine, engine.settings, attack
+        self.model = self.settings.name or public_name(engine.encoder.name)
+        self.decoder = Decoder(self.settings, size=engine.encoder.image_size, secret=engine.secret)
+        self.metrics = Metrics(lambda: engine.waiting)
+        self.labels = LabelCache(engine)
+        self.started = int(time.time())
+        engine.on_batch = self.metrics.count_batch
+
+    @property
+    def accepts_labels(self) -> bool:
+        """Whether requests may bring labels."""
+        return self.labels.source != "preset" and not self.settings.fixed_labels
+
+    async def read(self, request: Request, model: type[schemas.Request]) -> schemas.Request:
+        """The validated body of a request for this service's model."""
+        body = await self.decoder.read(request, model)
+        if body.model not in (None, "", self.model):
+            line = f"model is {quote(body.model)}; this service has {self.model!r}"
+            raise RequestError(422, line, field="model")
+        return body
+
+    async def classes(self, body: schemas.ImageRequest) -> ClassList:
+        """Names and class features that a request asks for."""
+        if body.labels is None:
+            return self.engine.preset
+        if not self.accepts_labels:
+            line = "labels are given, but this service answers for its own only; leave them out"
+            raise RequestError(422, line, field="labels")
+        if body.templates is not None and self.labels.source == "bank":
+            line = "templates are given, but this model has no text tower; leave them out"
+            raise RequestError(422, line, field="templates")
+        try:
+            return await self.labels.get(tuple(body.labels), tuple(body.templates or ()))
+        except ReactClipError as error:
+            # The rest of the library's message is for programmers; a caller can only choose other names.
+            line = str(error).partition("; use one of its names")[0] + "; choose other labels"
+            raise RequestError(422, line, field="labels") from None
+
+    async def ask(self, photos: list[Photo], classes: ClassList, *, all_views: bool = False) -> list[Answer]:
+        """The engine's answers, in the order of the photos."""
+        futures = self.engine.submit(photos, classes, all_views=all_views)
+        try:
+            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        finally:
+            # Images of a request that was given up are not computed.
+            for future in futures:
+                future.cancel()
+
+    def diagnostics(self, answer: Answer) -> schemas.Diagnostics | None:
+        """Diagnostics of an answer, where callers may see them."""
+        return schemas.Diagnostics.of(answer) if self.settings.sends_diagnostics else None
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+def _body(model: type[schemas.Request]) -> Any:
+    """A dependency that reads a body; FastAPI's own body parameters take JSON or a form, but not both."""
+
+    async def read(request: Request, service: ServiceDep) -> schemas.Request:
+        return await service.read(request, model)
+
+    return Depends(read)
+
+
+api = APIRouter(prefix="/v1", responses=pages.error_responses())
+demo = APIRouter(prefix="/v1/demo", responses=pages.error_responses())
+state = APIRouter(responses=pages.error_responses(401, 503))
+site = APIRouter(include_in_schema=False)
+
+
+@api.post("/classify", openapi_extra=pages.request_body(schemas.ClassifyRequest, top_k=3))
+async def classify(
+    service: ServiceDep, body: Annotated[schemas.ClassifyRequest, _body(schemas.ClassifyRequest)]
+) -> schemas.ClassifyResponse:
+    """Classify photos, defended."""
+    classes, photos = await service.classes(body), await service.decoder.photos(body.images)
+    results = []
+    for index, answer in enumerate(await service.ask(photos, classes)):
+        best = schemas.top(classes.names, answer.probs, body.top_k)
+        diagnostics = service.diagnostics(answer)
+        results.append(schemas.Result(index=index, **dict(best[0]), answers=best, diagnostics=diagnostics))
+    return schemas.ClassifyResponse(model=service.model, results=results)
+
+
+@api.post("/embed", openapi_extra=pages.request_body(schemas.EmbedRequest, encoding_format="float"))
+async def embed(
+    service: ServiceDep, body: Annotated[schemas.EmbedRequest, _body(schemas.EmbedRequest)]
+) -> schemas.EmbedResponse:
+    """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
+    classes, photos = await service.classes(body), await service.decoder.photos(body.images)
+    data = [
+        schemas.Embedding(
+            index=index,
+            embedding=schemas.encode_feature(answer.feature, body.encoding_format),
+            diagnostics=service.diagnostics(answer),
+        )
+        for index, answer in enumerate(await service.ask(photos, classes, all_views=True))
+    ]
+    return schemas.EmbedResponse(data=data, model=service.model, usage=schemas.Usage(images=len(data)))
+
+
+@demo.post("/attack", openapi_extra=pages.request_body(schemas.AttackRequest, eps=4))
+async def attack(
+    service: ServiceDep, body: Annotated[schemas.AttackRequest, _body(schemas.AttackRequest)]
+) -> schemas.AttackResponse:
+    """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
+    run_attack, engine, eps = service.attack, service.engine, body.eps / 255
+    assert run_attack is not None, "the route exists only with an attack"
+    classes, [photo] = await service.classes(body), await service.decoder.photos(body.images)
+    [clean] = await service.ask([photo], classes)
+    target, attacked, scale = int(clean.plain_probs.argmax()), photo.pixels, 1.0
+    if eps > 0:
+        scale = _DRAWN / eps
+        # Cancelled with the request, so the many that the page's slider leaves behind are not computed.
+        job = engine.run(partial(run_attack, photo.pixels[None], classes, target, eps))
+        attacked = (await asyncio.wrap_future(job))[0].cpu()
+    key = noise.stream_keys(attacked[None], engine.secret)[0]
+    [after] = await service.ask([Photo(attacked, key)], classes)
+
+    def compare(pixels: Tensor, answer: Answer) -> schemas.Comparison:
+        return schemas.Comparison(
+            image=data_uri(to_image(pixels)),
+            plain=schemas.top(classes.names, answer.plain_probs, body.top_k),
+            defended=schemas.top(classes.names, answer.probs, body.top_k),
+            diagnostics=schemas.Diagnostics.of(answer),
+        )
+
+    return schemas.AttackResponse(
+        model=service.model,
+        eps=body.eps,
+        attacked_label=classes.names[target],
+        clean=compare(photo.pixels, clean),
+        attacked=compare(attacked, after),
+        perturbation=data_uri(to_image(0.5 + scale * (attacked - photo.pixels))),
+        amplification=scale,
+    )
+
+
+@state.get("/v1/info")
+async def info(service: ServiceDep) -> schemas.Info:
+    """Model, labels, limits and defence of this service."""
+    engine, settings, guard, free = service.engine, service.settings, service.engine.guard, service.accepts_labels
+    low, high = sorted(guard.mapping(torch.tensor(_TYPICAL_DRIFTS)).tolist())
+    most_passes = guard.cost()[0]
+    return schemas.Info(
+        version=__version__,
+        model=service.model,
+        image_size=engine.encoder.image_size,
+        dim=engine.encoder.dim,
+        labels=schemas.Labels(
+            preset=list(engine.preset.names),
+            free=free,
+            source=service.labels.source if free else "preset",
+            templates=free and service.labels.source == "text",
+        ),
+        formats=["image/jpeg", "image/png", "image/webp"],
+        limits=schemas.Limits.model_validate(settings),
+        diagnostics=settings.sends_diagnostics,
+        demo=None if service.attack is None else schemas.DemoRange(),
+        defence=schemas.Defence(
+            name=guard.name,
+            tau=guard.tau,
+            alpha=guard.alpha,
+            views=guard.views,
+            probe_sigma=[guard.sigma_low, guard.sigma_high],
+            sigma=schemas.SigmaRange(least=low, most=high, mapping=guard.mapping.to_dict()),
+            passes=schemas.PassRange(
+                least=1 + 2 * guard.probe_samples if guard.lazy else most_passes, most=most_passes
+            ),
+            constant_work=not guard.lazy,
+        ),
+    )
+
+
+@state.get("/v1/models")
+async def models(service: ServiceDep) -> schemas.ModelList:
+    """The served model, in the shape of OpenAI's list."""
+    return schemas.ModelList(data=[schemas.ServedModel(id=service.model, created=service.started)])
+
+
+@state.get("/healthz")
+async def healthz() -> schemas.Status:
+    """Whether the process is alive."""
+    return schemas.Status(status="alive")
+
+
+@state.get("/readyz")
+async def readyz(service: ServiceDep) -> schemas.Status:
+    """Whether the service takes requests: 503 while the queue has no room for a full request, or while stopping."""
+    if not service.engine.alive:
+        raise busy("the model is not running", kind="stopping")
+    if service.engine.free_slots < service.settings.max_images:
+        raise busy("the queue has no room for a full request")
+    return schemas.Status(status="ready")
+
+
+@site.get("/metrics")
+async def metrics(service: ServiceDep) -> Response:
+    """Metrics for Prometheus."""
+    return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+
+@site.get("/docs")
+async def docs(request: Request) -> HTMLResponse:
+    """The manual."""
+    return HTMLResponse(pages.manual(request.app.openapi()), headers={"content-security-policy": pages.POLICY})
+
+
+@site.get("/")
+async def page() -> FileResponse:
+    """The page to try the service."""
+    return FileResponse(pages.STATIC / "page.html", headers={"content-security-policy": pages.POLICY})
+
+
+def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: ApiKeys | None = None) -> FastAPI:
+    """The application around a started engine and its settings; ``attack`` adds ``/v1/demo/attack``."""
+    service, settings = Service(engine, attack), engine.settings
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.decoders.close()
+        service.decoder.close()
         engine.stop(timeout=settings.grace)
-
-    from react_clip.environment import __version__
 
     app = FastAPI(
         title="react-clip",
-        description=_ABOUT,
+        description="Zero-shot image classification and embedding by CLIP, defended against adversarial images.",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        generate_unique_id_function=lambda route: route.path_format.strip("/").replace("/", "_"),
     )
-    app.state.service, app.state.gate = service, state
-    app.add_middleware(Gatekeeper, settings=settings, keys=keys or KeyRing([]), metrics=metrics, state=state)
-    app.add_exception_handler(HTTPException, _unrouted)
-    _add_posts(app, service)
-    _add_gets(app, service, metrics, started)
+    app.state.service, app.state.stopping = service, lambda: False
+    app.add_middleware(RequestGuard, settings=settings, keys=keys or ApiKeys([]), metrics=service.metrics)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    for router in (api, state, site, *([demo] if attack else [])):
+        app.include_router(router)
+    app.mount("/static", StaticFiles(directory=pages.STATIC))
     return app
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, in the shape of all errors."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = dict(error.headers or {})
-        line = f"{request.method} is not offered here; use {allowed.get('Allow', 'another method')}"
-        return RequestError(405, line, headers=allowed).response()
-    return RequestError(error.status_code, "there is nothing at this path; see /docs").response()
+def public_name(name: str) -> str:
+    """A model's name without the folders of this machine.
 
-
-def _add_posts(app: "FastAPI", service: Service) -> None:
-    routes: list[tuple[str, str, Handler, type[schemas.ImageRequest], Any, dict[str, Any]]] = [
-        (
-            "/v1/classify",
-            "Name what is on photos, defended.",
-            service.classify,
-            schemas.ClassifyRequest,
-            schemas.ClassifyResponse,
-            {"images": [example_image()], "top_k": 3},
-        ),
-        (
-            "/v1/embed",
-            "Defended unit features of photos, in the shape of OpenAI's embeddings.",
-            service.embed,
-            schemas.EmbedRequest,
-            schemas.EmbedResponse,
-            {"images": [example_image()], "encoding_format": "float"},
-        ),
-    ]
-    if service.demo is not None:
-        routes.append(
-            (
-                "/v1/demo/attack",
-                "Attack a photo and see what plain and defended CLIP say.",
-                service.attack,
-                schemas.AttackRequest,
-                schemas.AttackResponse,
-                {"images": [example_image()], "eps": 4},
-            )
-        )
-    for path, summary, handler, asked, answered, example in routes:
-        app.add_api_route(
-            path,
-            _answering(handler),
-            methods=["POST"],
-            summary=summary,
-            operation_id=path.strip("/").replace("/", "_"),
-            description=_curl(path),
-            response_class=Response,
-            responses=_responses(answered),
-            openapi_extra=_request_body(asked, example),
-        )
-
-
-def _add_gets(app: "FastAPI", service: Service, metrics: Metrics, started: int) -> None:
-    engine = service.engine
-    page = pages.load_page()
-
-    async def health(request: Request) -> Response:
-        return json_response({"status": "alive"})
-
-    async def ready(request: Request) -> Response:
-        if not engine.alive:
-            raise busy("the model is not running", kind="stopping")
-        if engine.room < service.settings.max_images:
-            raise busy("the queue has no room for a full request")
-        return json_response({"status": "ready"})
-
-    async def info(request: Request) -> Response:
-        return json_response(service.info())
-
-    async def models(request: Request) -> Response:
-        model = {"id": service.name, "object": "model", "created": started, "owned_by": "react-clip"}
-        return json_response({"object": "list", "data": [model]})
-
-    async def measured(request: Request) -> Response:
-        return Response(metrics.text(), media_type=metrics.content_type)
-
-    async def docs(request: Request) -> Response:
-        made = pages.manual(app.openapi())
-        return HTMLResponse(made.html, headers=made.headers)
-
-    async def front(request: Request) -> Response:
-        if page is None:
-            raise RequestError(404, "this service has no page; see /docs for what it answers")
-        return HTMLResponse(page.html, headers=page.headers)
-
-    documented = {
-        "/v1/info": (info, schemas.Info, "What this service is: model, labels, limits, defence."),
-        "/v1/models": (models, schemas.ModelList, "The served model, in the shape of OpenAI's list."),
-        "/healthz": (health, schemas.Status, "Whether the process lives."),
-        "/readyz": (ready, schemas.Status, "Whether it takes requests: 503 while saturated or stopping."),
-    }
-    for path, (handler, answered, summary) in documented.items():
-        app.add_api_route(
-            path,
-            handler,
-            methods=["GET"],
-            summary=summary,
-            operation_id=path.strip("/").replace("/", "_"),
-            response_class=Response,
-            responses=_responses(answered, 401, 503),
-        )
-    for path, handler in {"/metrics": measured, "/docs": docs, "/": front}.items():
-        app.add_api_route(path, handler, methods=["GET"], include_in_schema=False, response_class=Response)
-
-
-def _answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return json_response(await handler(request))
-
-    return answer
-
-
-# ---------------------------------------------------------------------- OpenAPI
-
-
-def _responses(model: Any, *errors: int) -> dict[int | str, dict[str, Any]]:
-    found: dict[int | str, dict[str, Any]] = {200: {"model": model}}
-    for status in errors or _ERRORS:
-        found[status] = {"model": schemas.ErrorBody, "description": _ERRORS[status]}
-    return found
-
-
-def _request_body(model: type[schemas.ImageRequest], example: dict[str, Any]) -> dict[str, Any]:
-    """One schema, twice: as JSON with base64, and as a form with files."""
-    as_json = model.model_json_schema()
-    as_form = model.model_json_schema()
-    files = dict(as_form["properties"]["images"]) | {"items": {"type": "string", "format": "binary"}}
-    as_form["properties"] = as_form["properties"] | {"images": files}
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": as_json, "example": example},
-                "multipart/form-data": {"schema": as_form},
-            },
-        }
-    }
-
-
-def _curl(path: str) -> str:
-    return f"curl -F images=@photo.jpg http://127.0.0.1:8000{path}"
-
-
-def example_image() -> str:
-    """A small PNG as base64, so that the examples in the documentation can be sent as they are."""
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (200, 120, 40)).save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode("ascii")
+    >>> public_name("openai/clip-vit-base-patch32"), public_name("clip-vit-b-16+/data/runs/tecoa.safetensors")
+    ('openai/clip-vit-base-patch32', 'clip-vit-b-16+tecoa.safetensors')
+    """
+    base, plus, file = name.partition("+")
+    base = Path(base).resolve().name if Path(base).is_dir() else base
+    return base + plus + Path(file).name

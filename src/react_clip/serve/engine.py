@@ -1,8 +1,8 @@
-"""The one thread that owns the model: it takes what waits, answers it in one go, and never waits for a caller.
+"""The engine: one thread that owns the model and answers queued images in batches.
 
-Images of different requests and of different class lists share a batch: one ``guard.correct`` runs all probes together,
-and the images whose gate opened share the anchor's batches. Longer work that is not an image's answer (class features
-of a new list, a demo's attack) is an errand: a generator that is advanced one step between two batches.
+Images of different requests and of different label lists share a batch: one ``guard.correct`` runs the probes of all of
+them, and the images whose gate opened share the batches of the anchor. Other work with the model (class features of a
+new label list, the demo's attack) is a background task: a function that runs between two batches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,26 +23,26 @@ from torch import Tensor
 from react_clip import functional
 from react_clip.defenses.react import ReACT
 from react_clip.encoders.base import Encoder
-from react_clip.serve.classes import ClassList, LabelSource, compute_classes, label_source
+from react_clip.serve.settings import Settings
+from react_clip.zeroshot import ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
 
-_MOST_ERRANDS = 32
-"""Label lists and attacks that may wait; each is long, so few are enough."""
-
+_MAX_BACKGROUND = 32
+"""Background tasks that may wait."""
 
 _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
-"""Of the deadline: how long an image may wait, and how long its batch should take; the rest is for wrong guesses."""
+"""Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
 
 _DIAGNOSTICS = ("drift_low", "drift_high", "drift", "instability", "score", "sigma", "gated", "passes")
 
 
 class OverloadedError(Exception):
-    """There is no room in the queue."""
+    """The queue is full, or the engine is stopping."""
 
 
-class TooLateError(OverloadedError):
-    """There was room, but the answer would not be ready in time."""
+class ExpiredError(Exception):
+    """The image waited so long that its answer would have missed the deadline."""
 
 
 class EngineError(Exception):
@@ -50,8 +50,25 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
+class ClassList:
+    """Names of classes and their unit features ``[K, D]`` on the encoder's device."""
+
+    names: tuple[str, ...]
+    features: Tensor
+
+    @classmethod
+    def of(cls, clf: ZeroShotClassifier) -> ClassList:
+        """Names and features of a classifier."""
+        return cls(clf.names, clf.class_features)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits ``[..., K]`` of unit features ``[..., D]``."""
+        return functional.logits(features, self.features.to(features.dtype))
+
+
+@dataclass(frozen=True, eq=False)
 class Photo:
-    """One image ready for the engine: pixels ``[3, S, S]`` and the key of its noise, on the CPU."""
+    """One image for the engine: pixels ``[3, S, S]`` in [0, 1] and the key of its noise stream, on the CPU."""
 
     pixels: Tensor
     key: Tensor
@@ -59,301 +76,254 @@ class Photo:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the engine found for one image; everything on the CPU, NaN where it was not measured."""
+    """Result for one image, on the CPU: features ``[D]`` and probabilities ``[K]``, defended and plain."""
 
-    classes: ClassList
     feature: Tensor
     plain: Tensor
     probs: Tensor
     plain_probs: Tensor
-    drift_low: float
-    drift_high: float
-    drift: float
-    instability: float
-    score: float
-    sigma: float
-    gated: bool
-    passes: int
+    diagnostics: dict[str, Any]
+    """The fields of ``Defended`` that are in ``_DIAGNOSTICS``; NaN for what was not measured."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a finished batch was like, for the metrics."""
+class BatchStats:
+    """Counts of a finished batch, for the metrics."""
 
     images: int
-    lists: int
-    opened: int
+    label_lists: int
+    gates_opened: int
     passes: int
     seconds: float
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _QueuedImage:
     photo: Photo
     classes: ClassList
-    whole: bool = False
-    """Whether the feature is wanted, for which all views of an anchor are drawn, and not only the answer."""
+    all_views: bool
     future: Future[Answer] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, eq=False)
-class _Errand:
-    steps: Generator[None, None, Any]
-    future: Future[Any] = field(default_factory=Future)
+class _BackgroundTask:
+    function: Callable[[], Tensor]
+    future: Future[Tensor] = field(default_factory=Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except Exception as error:
+            self.future.set_exception(error)
 
 
 class Engine:
-    """A model, its defence and a queue; started by :meth:`start`, ended by :meth:`stop`."""
+    """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
+
+    ``preset`` are the classes of requests without labels; ``secret`` keys the noise.
+    """
 
     def __init__(
-        self,
-        encoder: Encoder,
-        guard: ReACT,
-        preset: ClassList,
-        *,
-        secret: bytes,
-        batch: int = 32,
-        max_wait: float = 0.004,
-        deadline: float = math.inf,
-        queue: int = 256,
-        label_cache: int = 64,
-        constant_work: bool = False,
+        self, encoder: Encoder, guard: ReACT, preset: ClassList, *, secret: bytes, settings: Settings
     ) -> None:
-        self.encoder = encoder
-        self.guard = guard.replace(lazy=False) if constant_work else guard
-        self.preset = preset
-        self.secret = secret
-        self.label_source: LabelSource = label_source(encoder)
-        self.observer: Callable[[Batch], None] = lambda batch: None
-        self._batch, self._max_wait, self._room, self._label_cache = batch, max_wait, queue, label_cache
-        self._deadline, self._pace = deadline, 0.0
-        self._jobs: deque[_Job] = deque()
-        self._errands: deque[_Errand] = deque()
-        self._lists: OrderedDict[tuple[tuple[str, ...], tuple[str, ...] | None], Future[ClassList]] = OrderedDict()
-        self._wake = threading.Condition()
+        self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
+        self.guard = guard.replace(lazy=False) if settings.constant_work else guard
+        self.on_batch: Callable[[BatchStats], None] = lambda stats: None
+        self._deadline, self._seconds_per_image = math.inf, 0.0
+        self._queue: deque[_QueuedImage] = deque()
+        self._background: deque[_BackgroundTask] = deque()
+        self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="react-clip-engine", daemon=True)
 
-    # ------------------------------------------------------------------ life
-
     def start(self) -> None:
-        """Start the thread and wait for two answers: one loads what frameworks load lazily, one shows the pace."""
+        """Start the thread and answer two grey images: the first warms up, the second measures the speed."""
         self._thread.start()
         size = self.encoder.image_size
         grey = Photo(torch.full((3, size, size), 0.5), torch.zeros((), dtype=torch.long))
-        deadline, self._deadline = self._deadline, math.inf
         for _ in range(2):
-            self._pace = 0.0
+            self._seconds_per_image = 0.0
             self.submit([grey], self.preset)[0].result()
-        self._deadline = deadline
+        self._deadline = self.settings.deadline
 
     def stop(self, timeout: float | None = None) -> None:
-        """Answer the images that wait, drop the errands, which nobody waits for any more, and end the thread."""
-        with self._wake:
+        """Answer the waiting images, fail the background tasks, and end the thread."""
+        with self._changed:
             self._stopping = True
-            dropped, self._errands = self._errands, deque()
-            self._wake.notify()
-        for errand in dropped:
-            errand.future.set_exception(OverloadedError())
+            dropped, self._background = self._background, deque()
+            self._changed.notify()
+        for task in dropped:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_exception(OverloadedError())
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread takes work."""
+        """Whether the thread accepts work."""
         return self._thread.is_alive() and not self._stopping
 
     @property
-    def depth(self) -> int:
-        """Images that wait."""
-        return len(self._jobs)
+    def waiting(self) -> int:
+        """Number of images in the queue."""
+        return len(self._queue)
 
     @property
-    def room(self) -> int:
-        """Images that could still be queued."""
-        return self._room - self.depth
+    def free_slots(self) -> int:
+        """Number of images that still fit into the queue."""
+        return self.settings.queue - self.waiting
 
-    # ------------------------------------------------------------------ what others ask for, from any thread
+    # ------------------------------------------------------------------ requests, from any thread
 
-    def submit(self, photos: Sequence[Photo], classes: ClassList, *, whole: bool = False) -> list[Future[Answer]]:
-        """Queue images, all of them or none; a future that is cancelled in time is never computed.
+    def submit(self, photos: Sequence[Photo], classes: ClassList, *, all_views: bool = False) -> list[Future[Answer]]:
+        """Queue all of these images, or none and raise ``OverloadedError``; cancel a future to skip its image.
 
-        ``whole`` is for whoever is after the feature: an anchor of all views, where an answer needs only some of them.
+        ``all_views`` draws every view of an opened gate's anchor, for callers who use the feature. Without it the
+        defence may stop early when further views cannot change the label.
         """
-        jobs = [_Job(photo, classes, whole) for photo in photos]
-        with self._wake:
-            if self._stopping or len(self._jobs) + len(jobs) > self._room:
+        queued = [_QueuedImage(photo, classes, all_views) for photo in photos]
+        with self._changed:
+            if self._stopping or len(queued) > self.free_slots:
                 raise OverloadedError
-            self._jobs.extend(jobs)
-            self._wake.notify()
-        return [job.future for job in jobs]
+            self._queue.extend(queued)
+            self._changed.notify()
+        return [image.future for image in queued]
 
-    def classes(self, names: tuple[str, ...], templates: tuple[str, ...] | None) -> Future[ClassList]:
-        """The features of checked names; callers that ask for the same list share one future, so do not cancel it."""
-        key = (names, templates)
-        with self._wake:
-            if (known := self._lists.get(key)) is not None:
-                self._lists.move_to_end(key)
-                return known
-            future = self._send(compute_classes(self.encoder, names, templates))
-            self._lists[key] = future
-            if len(self._lists) > self._label_cache:
-                self._lists.popitem(last=False)
-        # A list that failed must not be remembered; the callback may run at once, so the lock is free by now.
-        future.add_done_callback(lambda done: self._forget(key) if done.exception() else None)
-        return future
-
-    def call(self, function: Callable[[], Tensor]) -> Future[Tensor]:
+    def run(self, function: Callable[[], Tensor]) -> Future[Tensor]:
         """Run a function on the engine's thread, between two batches."""
+        task = _BackgroundTask(function)
+        with self._changed:
+            if self._stopping or len(self._background) >= _MAX_BACKGROUND:
+                raise OverloadedError
+            self._background.append(task)
+            self._changed.notify()
+        return task.future
 
-        def steps() -> Generator[None, None, Tensor]:
-            return function()
-            yield
-
-        with self._wake:
-            return self._send(steps())
-
-    def _send(self, steps: Generator[None, None, Any]) -> Future[Any]:
-        if self._stopping or len(self._errands) >= _MOST_ERRANDS:
-            raise OverloadedError
-        errand = _Errand(steps)
-        self._errands.append(errand)
-        self._wake.notify()
-        return errand.future
-
-    def _forget(self, key: tuple[tuple[str, ...], tuple[str, ...] | None]) -> None:
-        with self._wake:
-            self._lists.pop(key, None)
-
-    # ------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ the engine's thread
 
     def _loop(self) -> None:
         while True:
-            jobs, errand = self._take()
-            if not jobs and errand is None:
+            images, task = self._next_work()
+            if not images and task is None:
                 return
-            if waiting := self._refuse_late([job for job in jobs if job.future.set_running_or_notify_cancel()]):
-                self._answer(waiting)
-            if errand is not None:
-                self._advance(errand)
+            wanted = [image for image in images if image.future.set_running_or_notify_cancel()]
+            if batch := self._drop_expired(wanted):
+                self._answer(batch)
+            if task is not None:
+                task.run()
 
-    def _take(self) -> tuple[list[_Job], _Errand | None]:
-        """Whatever waits, as soon as a batch is full or has waited long enough; nothing only when it is over."""
-        with self._wake:
-            while not self._jobs and not self._errands and not self._stopping:
-                self._wake.wait()
-            until = time.monotonic() + self._max_wait
-            while self._jobs and len(self._jobs) < self._most and not self._errands and not self._stopping:
+    def _next_work(self) -> tuple[list[_QueuedImage], _BackgroundTask | None]:
+        """Wait for a full batch, ``max_wait`` or a background task; empty only when the engine has stopped."""
+        with self._changed:
+            while not self._queue and not self._background and not self._stopping:
+                self._changed.wait()
+            until = time.monotonic() + self.settings.max_wait / 1000
+            while self._queue and len(self._queue) < self._batch_limit and not self._background and not self._stopping:
                 left = until - time.monotonic()
                 if left <= 0:
                     break
-                self._wake.wait(left)
-            jobs = [self._jobs.popleft() for _ in range(min(self._most, len(self._jobs)))]
-            return jobs, self._errands.popleft() if self._errands else None
+                self._changed.wait(left)
+            images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
+            return images, self._background.popleft() if self._background else None
 
     @property
-    def _most(self) -> int:
-        """Images of the next batch: on a slow machine fewer, since a batch longer than the deadline answers nobody."""
-        return max(1, int(min(self._batch, _BATCH_SHARE * self._deadline / max(self._pace, 1e-9))))
+    def _batch_limit(self) -> int:
+        """Largest next batch: fewer than ``batch`` images where that many would take too long for the deadline."""
+        in_time = _BATCH_SHARE * self._deadline / max(self._seconds_per_image, 1e-9)
+        return max(1, int(min(self.settings.batch, in_time)))
 
-    def _refuse_late(self, jobs: list[_Job]) -> list[_Job]:
-        """The others: who has waited long would not be answered in time, and would make those behind him late too.
-
-        At the end nobody comes behind, so whoever was accepted is answered.
-        """
+    def _drop_expired(self, images: list[_QueuedImage]) -> list[_QueuedImage]:
+        """Fail images that have waited too long and return the rest; while stopping, return all of them."""
         if self._stopping:
-            return jobs
+            return images
         oldest = time.monotonic() - _WAIT_SHARE * self._deadline
-        for job in jobs:
-            if job.since < oldest:
-                job.future.set_exception(TooLateError())
-        return [job for job in jobs if job.since >= oldest]
+        for image in images:
+            if image.queued_at < oldest:
+                image.future.set_exception(ExpiredError())
+        return [image for image in images if image.queued_at >= oldest]
 
-    def _advance(self, errand: _Errand) -> None:
-        try:
-            next(errand.steps)
-        except StopIteration as finished:
-            errand.future.set_result(finished.value)
-        except Exception as error:
-            errand.future.set_exception(error)
-        else:
-            with self._wake:
-                if not self._stopping:
-                    self._errands.append(errand)
-                    return
-            errand.future.set_exception(OverloadedError())
-
-    def _answer(self, jobs: list[_Job]) -> None:
+    def _answer(self, batch: list[_QueuedImage]) -> None:
         began = time.monotonic()
         try:
-            answers = self._compute(jobs)
+            answers = self._compute(batch)
         except Exception as error:
-            logger.error("a batch of %d images failed: %s", len(jobs), type(error).__name__, exc_info=_debugging())
-            for job in jobs:
-                job.future.set_exception(EngineError(type(error).__name__))
+            show_trace = logger.isEnabledFor(logging.DEBUG)
+            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
+            for image in batch:
+                image.future.set_exception(EngineError(type(error).__name__))
             return
         seconds = time.monotonic() - began
-        pace = seconds / len(jobs)
-        self._pace = (self._pace + pace) / 2 if self._pace else pace
-        # Counted before anybody hears: who has an answer must find it in the metrics.
-        self.observer(
-            Batch(
-                images=len(jobs),
-                lists=len({id(job.classes) for job in jobs}),
-                opened=sum(answer.gated for answer in answers),
-                passes=sum(answer.passes for answer in answers),
+        measured = seconds / len(batch)
+        self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
+        # Before the futures: a caller that has its answer must find it counted in the metrics.
+        self.on_batch(
+            BatchStats(
+                images=len(batch),
+                label_lists=len({id(image.classes) for image in batch}),
+                gates_opened=sum(answer.diagnostics["gated"] for answer in answers),
+                passes=sum(answer.diagnostics["passes"] for answer in answers),
                 seconds=seconds,
             )
         )
-        for job, answer in zip(jobs, answers, strict=True):
-            job.future.set_result(answer)
+        for image, answer in zip(batch, answers, strict=True):
+            image.future.set_result(answer)
 
     @torch.no_grad()
-    def _compute(self, jobs: list[_Job]) -> list[Answer]:
+    def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
         device = self.encoder.device
-        pixels = torch.stack([job.photo.pixels for job in jobs]).to(device)
-        keys = torch.stack([job.photo.key for job in jobs]).to(device)
-        lists = list({id(job.classes): job.classes for job in jobs}.values())
-        position = {id(classes): i for i, classes in enumerate(lists)}
-        owner = torch.tensor([position[id(job.classes)] for job in jobs], device=device)
-        whole = torch.tensor([job.whole for job in jobs], device=device)
-
-        def divergence(rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
-            found = features.new_zeros(len(rows))
-            for i, classes in enumerate(lists):
-                mine = (owner[rows] == i).nonzero().flatten()
-                if len(mine):
-                    pair = classes.logits(features[mine]), classes.logits(augmented[mine])
-                    found[mine] = functional.js_divergence(*pair).to(found.dtype)
-            return found
-
-        def logits(rows: Tensor, features: Tensor) -> Tensor:
-            most = max(len(classes.names) for classes in lists)
-            found = features.new_full((*features.shape[:-1], most), -torch.inf)
-            for i, classes in enumerate(lists):
-                mine = (owner[rows] == i).nonzero().flatten()
-                found[mine, ..., : len(classes.names)] = classes.logits(features[mine])
-            # Who has one class is never sure of it, and so is drawn all views.
-            found[..., 1:].masked_fill_(whole[rows, None, None], -torch.inf)
-            return found
-
-        out = self.guard.correct(self.encoder, pixels, keys, divergence, logits)
+        pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
+        keys = torch.stack([image.photo.key for image in batch]).to(device)
+        lists = _BatchClasses(batch, device)
+        out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, lists.logits)
         if not bool(torch.isfinite(out.features).all()):
             raise EngineError("features are not finite")
-        probs: list[tuple[Tensor, Tensor]] = [(out.plain, out.plain)] * len(jobs)
-        for i, classes in enumerate(lists):
-            rows = (owner == i).nonzero().flatten()
-            both = classes.logits(torch.cat([out.features[rows], out.plain[rows]])).softmax(-1).cpu()
-            for row, defended, plain in zip(rows.tolist(), both[: len(rows)], both[len(rows) :], strict=True):
-                probs[row] = (defended, plain)
-        on_cpu = {name: getattr(out, name).tolist() for name in _DIAGNOSTICS}
+        probs, plain_probs = lists.probs(out.features), lists.probs(out.plain)
         features, plain = out.features.cpu(), out.plain.cpu()
-        return [
-            Answer(job.classes, features[i], plain[i], *probs[i], **{name: on_cpu[name][i] for name in _DIAGNOSTICS})
-            for i, job in enumerate(jobs)
-        ]
+        measured = zip(*(getattr(out, name).tolist() for name in _DIAGNOSTICS), strict=True)
+        diagnostics = [dict(zip(_DIAGNOSTICS, values, strict=True)) for values in measured]
+        return [Answer(*values) for values in zip(features, plain, probs, plain_probs, diagnostics, strict=True)]
 
 
-def _debugging() -> bool:
-    return logger.isEnabledFor(logging.DEBUG)
+class _BatchClasses:
+    """The label lists of one batch: computes for each image with its own list."""
+
+    def __init__(self, batch: list[_QueuedImage], device: torch.device) -> None:
+        self.lists = list({id(image.classes): image.classes for image in batch}.values())
+        index = {id(classes): i for i, classes in enumerate(self.lists)}
+        self._list_of = torch.tensor([index[id(image.classes)] for image in batch], device=device)
+        self._all_views = torch.tensor([image.all_views for image in batch], device=device)
+
+    def _groups(self, rows: Tensor) -> list[tuple[ClassList, Tensor]]:
+        """Each label list with the positions in ``rows`` of its images."""
+        groups = [(classes, (self._list_of[rows] == i).nonzero().flatten()) for i, classes in enumerate(self.lists)]
+        return [(classes, positions) for classes, positions in groups if len(positions)]
+
+    def divergence(self, rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
+        """JS divergence ``[R]`` between the predictions for two features ``[R, D]`` of the images ``rows``."""
+        out = features.new_zeros(len(rows))
+        for classes, at in self._groups(rows):
+            pair = classes.logits(features[at]), classes.logits(augmented[at])
+            out[at] = functional.js_divergence(*pair).to(out.dtype)
+        return out
+
+    def logits(self, rows: Tensor, features: Tensor) -> Tensor:
+        """Logits ``[R, V, K]`` for the early stop over views, -inf beyond the end of shorter lists."""
+        longest = max(len(classes.names) for classes in self.lists)
+        out = features.new_full((*features.shape[:-1], longest), -torch.inf)
+        for classes, at in self._groups(rows):
+            out[at, ..., : len(classes.names)] = classes.logits(features[at])
+        # With a single class there is no margin to decide on, so all views are drawn.
+        out[..., 1:].masked_fill_(self._all_views[rows, None, None], -torch.inf)
+        return out
+
+    def probs(self, features: Tensor) -> list[Tensor]:
+        """Probabilities ``[K]`` of every image of the batch over its own list, on the CPU."""
+        out = [features] * len(features)
+        for classes, at in self._groups(torch.arange(len(features), device=features.device)):
+            rows = classes.logits(features[at]).softmax(-1).cpu()
+            for position, row in zip(at.tolist(), rows, strict=True):
+                out[position] = row
+        return out

@@ -1,15 +1,108 @@
-"""What requests and answers look like; the same models check both JSON and form fields."""
+"""Requests and answers of the HTTP API as pydantic models.
+
+Requests are validated with the service's ``Settings`` as context, which holds the limits. JSON and forms use the same
+models; in JSON the types are strict.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from torch import Tensor
 
-from react_clip.serve.problems import RequestError, shown
+from react_clip.errors import ReactClipError
+from react_clip.serve.engine import Answer
+from react_clip.serve.errors import RequestError, quote
+from react_clip.serve.settings import Settings
+from react_clip.zeroshot import check_names
 
-ImageField = Annotated[
-    str | bytes,
+MAX_EPS = 16
+"""Strongest attack of the demo, in 255ths."""
+
+_SENTENCE = "sentence"
+"""Type of our own validation errors: their text follows the field's name, or stands alone."""
+
+
+def _wrong(text: str, **context: Any) -> PydanticCustomError:
+    return PydanticCustomError(_SENTENCE, "{text}", {"text": text, **context})
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def _limits(info: ValidationInfo) -> Settings:
+    assert isinstance(info.context, Settings)
+    return info.context
+
+
+def _image_bytes(image: Any) -> bytes:
+    """Bytes of an image that was sent as a file, as base64 or as a data URI. URLs are never fetched."""
+    if isinstance(image, bytes):
+        return image
+    if not isinstance(image, str):
+        raise _wrong(f"is {quote(image)}; send a file, or its bytes as base64")
+    start = image[:200].lower()
+    if start.startswith("data:"):
+        prefix, comma, _ = start.partition(",")
+        if not comma or not prefix.endswith(";base64"):
+            raise _wrong("is a data URI without base64; write data:image/jpeg;base64,...")
+        image = image[len(prefix) + 1 :]
+    elif "://" in start:
+        raise _wrong("is an address; this service fetches nothing, so send the bytes")
+    try:
+        data = base64.b64decode(image, validate=True)
+    except (binascii.Error, ValueError):
+        raise _wrong("is no valid base64; encode the file's bytes") from None
+    if not data:
+        raise _wrong("is empty (0 bytes); give an image file")
+    return data
+
+
+def _check_count(images: list[bytes], info: ValidationInfo) -> list[bytes]:
+    if len(images) > (limit := _limits(info).max_images):
+        raise _wrong(f"has {len(images)} entries; the limit is {limit}; send several requests")
+    return images
+
+
+def _check_length(text: str, info: ValidationInfo) -> str:
+    if len(text) > (limit := _limits(info).max_label_length):
+        raise _wrong(f"has {len(text)} characters; the limit is {limit}; shorten it")
+    return text
+
+
+def _check_template(text: str) -> str:
+    if text.count("{}") != 1:
+        raise _wrong(f"is {quote(text)}; it needs exactly one {{}} where the label goes")
+    return text
+
+
+def _check_names(labels: list[str]) -> list[str]:
+    try:
+        return list(check_names(labels))
+    except ReactClipError as error:
+        raise _wrong(str(error), field="labels") from None
+
+
+ImageBytes = Annotated[
+    bytes,
+    PlainValidator(_image_bytes),
     WithJsonSchema(
         {
             "type": "string",
@@ -18,104 +111,188 @@ ImageField = Annotated[
         }
     ),
 ]
+Images = Annotated[list[ImageBytes], Field(min_length=1), FailFast(), AfterValidator(_check_count)]
+Label = Annotated[str, AfterValidator(_check_length)]
+Template = Annotated[Label, AfterValidator(_check_template)]
 
 
-class ImageRequest(BaseModel):
-    """What all requests share."""
+class Schema(BaseModel):
+    """Base of all requests and answers; texts below fields are their descriptions in the OpenAPI document."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ImageRequest(Schema):
+    """Fields of all requests."""
 
     model_config = ConfigDict(extra="forbid")
 
-    images: list[ImageField] = Field(min_length=1, description="The photos.")
-    labels: list[str] | None = Field(
-        None, min_length=1, description="Names to choose from; by default the server's own. In a form: comma-separated."
-    )
-    templates: list[str] | None = Field(
-        None, min_length=1, description="Prompts with {} for the name; several are averaged. Needs a text tower."
-    )
-    model: str | None = Field(None, description="If given, it must be the served model's name.")
+    images: Images
+    """The photos."""
+    labels: Annotated[list[Label], Field(min_length=1), AfterValidator(_check_names)] | None = None
+    """Names to choose from; by default the server's own. In a form: comma-separated."""
+    templates: Annotated[list[Template], Field(min_length=1)] | None = None
+    """Prompts with {} for the name; several are averaged. Needs a text tower."""
+    model: str | None = None
+    """If given, it must be the served model's name."""
+
+    @model_validator(mode="after")
+    def _check_prompts(self, info: ValidationInfo) -> ImageRequest:
+        if self.labels is None and self.templates is not None:
+            raise _wrong("templates are given without labels; give both or neither", field="templates")
+        prompts = len(self.labels or []) * len(self.templates or [""])
+        if prompts > (limit := _limits(info).max_labels):
+            raise _wrong(
+                f"labels times templates makes {prompts} prompts; the limit is {limit}; send fewer", field="labels"
+            )
+        return self
 
 
 class ClassifyRequest(ImageRequest):
-    """Photos to name."""
+    """Photos to classify."""
 
-    top_k: int = Field(5, ge=1, le=100_000, description="Answers per photo, best first.")
+    top_k: int = Field(5, ge=1, le=100_000)
+    """Answers per photo, best first."""
 
 
 class EmbedRequest(ImageRequest):
     """Photos to embed."""
 
     # OpenAI's clients call it input.
-    images: list[ImageField] = Field(
-        min_length=1, description="The photos.", validation_alias=AliasChoices("images", "input")
-    )
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Numbers, or the base64 of little-endian 32-bit floats."
-    )
+    images: Images = Field(validation_alias=AliasChoices("images", "input"))
+    """The photos."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """Numbers, or the base64 of little-endian 32-bit floats."""
 
 
 class AttackRequest(ImageRequest):
-    """A photo to attack."""
+    """One photo to attack."""
 
-    images: list[ImageField] = Field(min_length=1, max_length=1, description="One photo.")
-    eps: float = Field(4.0, ge=0, le=16, allow_inf_nan=False, description="Largest change of a pixel, in 255ths.")
-    top_k: int = Field(5, ge=1, le=100_000, description="Answers, best first.")
+    images: Annotated[Images, Field(max_length=1)]
+    """One photo."""
+    eps: float = Field(4.0, ge=0, le=MAX_EPS, allow_inf_nan=False)
+    """Largest change of a pixel, in 255ths."""
+    top_k: int = Field(5, ge=1, le=100_000)
+    """Answers, best first."""
 
 
-class Scored(BaseModel):
+Request = TypeVar("Request", bound=ImageRequest)
+
+
+def request_error(model: type[ImageRequest], error: ValidationError) -> RequestError:
+    """One line about the first wrong field of a request, as status 422; 400 where the body is no JSON at all."""
+    problem = error.errors(include_url=False)[0]
+    context = problem.get("ctx", {})
+    if problem["type"] == "json_invalid":
+        return RequestError(400, f"the body is no valid JSON ({context['error']}); check how it is written")
+    # Behind the field and the index pydantic names branches of unions, which mean nothing to callers.
+    name, *rest = [str(part) for part in problem["loc"]] or [context.get("field", "body")]
+    index = next((part for part in rest if part.isdecimal()), None)
+    field = name[:60] + (f"[{index}]" if index else "")
+    fields = ", ".join(model.model_fields)
+    if problem["type"] == "missing":
+        line = f"{field} is missing; the fields are {fields}"
+    elif problem["type"] == "extra_forbidden":
+        line = f"{quote(name)} is no field of this request; the fields are {fields}"
+    elif problem["type"] == _SENTENCE:
+        line = context["text"] if "field" in context else f"{field} {context['text']}"
+    elif not problem["loc"]:
+        line = f"the body is a JSON {type(problem['input']).__name__}; send an object such as " + '{"images": [...]}'
+    else:
+        reason = problem["msg"].replace("Input should", "it should").replace("List should", "it should")
+        line = f"{field} is {quote(problem['input'])}; {reason}"
+    return RequestError(422, line, field=field.encode("ascii", "replace").decode())
+
+
+# ---------------------------------------------------------------------- answers
+
+
+class Scored(Schema):
     """A name and its probability."""
 
     label: str
     probability: float = Field(ge=0, le=1.0001)
 
 
-class Diagnostics(BaseModel):
-    """Why the defence did what it did; null where it was not measured."""
+def top(names: tuple[str, ...], probs: Tensor, count: int) -> list[Scored]:
+    """The ``count`` most probable names, best first; ``probs`` is ``[K]``."""
+    values, indices = probs.topk(min(count, len(names)))
+    return [Scored(label=names[i], probability=p) for p, i in zip(values.tolist(), indices.tolist(), strict=True)]
 
-    r: float | None = Field(description="Relative drift between the two probe noises.")
-    J: float | None = Field(description="Instability of the prediction; null where r alone decided.")
-    score: float | None = Field(description="r + J, compared with tau.")
-    sigma: float | None = Field(description="Scale of the anchor's noise.")
+
+def encode_feature(feature: Tensor, encoding: Literal["float", "base64"]) -> list[float] | str:
+    """A feature ``[D]`` as numbers, or as base64 of little-endian 32-bit floats, as OpenAI does.
+
+    >>> import torch
+    >>> encode_feature(torch.tensor([1.0, -0.5]), "float"), encode_feature(torch.tensor([1.0, -0.5]), "base64")
+    ([1.0, -0.5], 'AACAPwAAAL8=')
+    """
+    if encoding == "float":
+        return list(feature.tolist())
+    return base64.b64encode(feature.numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+class Diagnostics(Schema):
+    """What the defence measured and did; null where it was not measured."""
+
+    r: float | None
+    """Relative drift between the two probe noises."""
+    J: float | None
+    """Instability of the prediction; null where r alone decided."""
+    score: float | None
+    """r + J, compared with tau."""
+    sigma: float | None
+    """Scale of the anchor's noise."""
     drift_low: float | None
     drift_high: float | None
-    gated: bool = Field(description="Whether the correction was applied.")
-    passes: int = Field(description="Encoder passes spent.")
+    gated: bool
+    """Whether the correction was applied."""
+    passes: int
+    """Encoder passes spent."""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Diagnostics:
+        """Diagnostics of one image, NaN written as null."""
+        values = answer.diagnostics | {"r": answer.diagnostics["drift"], "J": answer.diagnostics["instability"]}
+        return cls.model_validate({name: value if math.isfinite(value) else None for name, value in values.items()})
 
 
-class Result(BaseModel):
+class Result(Schema):
     """The answer for one photo."""
 
     index: int
     label: str
     probability: float
     answers: list[Scored]
-    diagnostics: Diagnostics | None = Field(None, description="Only if the server was started with --diagnostics.")
+    diagnostics: Diagnostics | None
+    """Null unless the server was started with --diagnostics."""
 
 
-class ClassifyResponse(BaseModel):
+class ClassifyResponse(Schema):
     """The answers, in the order of the photos."""
 
     model: str
     results: list[Result]
 
 
-class Embedding(BaseModel):
+class Embedding(Schema):
     """The defended unit feature of one photo."""
 
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-    diagnostics: Diagnostics | None = None
+    diagnostics: Diagnostics | None
 
 
-class Usage(BaseModel):
-    """How much was asked for; there are no tokens."""
+class Usage(Schema):
+    """OpenAI's count of tokens, which is zero, and the number of photos."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
     images: int
 
 
-class EmbedResponse(BaseModel):
+class EmbedResponse(Schema):
     """The features, in the order of the photos."""
 
     object: Literal["list"] = "list"
@@ -124,153 +301,147 @@ class EmbedResponse(BaseModel):
     usage: Usage
 
 
-class Scene(BaseModel):
-    """What plain and defended CLIP say about one version of a photo."""
+class Comparison(Schema):
+    """Answers of plain and of defended CLIP for one version of a photo."""
 
-    image: str = Field(description="The photo as the model sees it, a PNG data URI.")
+    image: str
+    """The photo as the model sees it, a PNG data URI."""
     plain: list[Scored]
     defended: list[Scored]
     diagnostics: Diagnostics
 
 
-class AttackResponse(BaseModel):
+class AttackResponse(Schema):
     """A photo before and after an attack on plain CLIP that does not know the defence."""
 
     model: str
-    eps: float = Field(description="In 255ths.")
-    attacked_label: str = Field(description="Plain CLIP's answer on the clean photo, which the attack turned against.")
-    clean: Scene
-    attacked: Scene
-    perturbation: str = Field(description="The change as PNG data URI, grey where nothing changed.")
-    amplification: float = Field(description="How many times the change was enlarged for that picture.")
+    eps: float
+    """In 255ths."""
+    attacked_label: str
+    """Plain CLIP's answer on the clean photo, which the attack changes."""
+    clean: Comparison
+    attacked: Comparison
+    perturbation: str
+    """The change as PNG data URI, grey where nothing changed."""
+    amplification: float
+    """How many times the change was enlarged for that picture."""
 
 
-class Labels(BaseModel):
-    """What the service can name."""
+class Labels(Schema):
+    """Label lists that requests may use."""
 
-    preset: list[str] = Field(description="The names used by requests that bring none.")
-    free: bool = Field(description="Whether requests may bring names.")
-    source: Literal["text", "bank", "preset"] = Field(
-        description="Text tower, label bank (its names only), or neither."
-    )
-    templates: bool = Field(description="Whether requests may bring prompt templates.")
-
-
-class Limits(BaseModel):
-    """What a request may hold."""
-
-    body_bytes: int
-    images: int
-    pixels: int = Field(description="Of one image.")
-    labels: int = Field(description="Labels times templates.")
-    label_length: int
-    deadline_seconds: float
+    preset: list[str]
+    """The names for requests without labels."""
+    free: bool
+    """Whether requests may send names."""
+    source: Literal["text", "bank", "preset"]
+    """Text tower, label bank (its names only), or neither."""
+    templates: bool
+    """Whether requests may send prompt templates."""
 
 
-class SigmaRange(BaseModel):
-    """The anchor's noise for nearly all images (r in [0, 2]), and the map from r to it."""
+class Limits(Schema):
+    """Limits of one request, read from ``Settings``."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    body_bytes: int = Field(validation_alias="max_body")
+    images: int = Field(validation_alias="max_images")
+    pixels: int = Field(validation_alias="max_pixels")
+    """Of one image."""
+    labels: int = Field(validation_alias="max_labels")
+    """Labels times templates."""
+    label_length: int = Field(validation_alias="max_label_length")
+    deadline_seconds: float = Field(validation_alias="deadline")
+
+
+class SigmaRange(Schema):
+    """Range of the anchor's noise for r in [0, 2], which holds for nearly all images, and the map from r to sigma."""
 
     least: float
     most: float
     mapping: dict[str, Any]
 
 
-class Span(BaseModel):
-    """From the least to the most."""
+class PassRange(Schema):
+    """Smallest and largest number of encoder passes."""
 
     least: int
     most: int
 
 
-class Defence(BaseModel):
-    """The constants of the defence; its noise is keyed by a secret, they are not."""
+class Defence(Schema):
+    """The constants of the defence. They are public; the secret that keys the noise is not."""
 
     name: str
-    tau: float | None = Field(description="The gate opens at score >= tau; null corrects every image.")
+    tau: float | None
+    """The gate opens at score >= tau; null corrects every image."""
     alpha: float
     views: int
     probe_sigma: list[float]
     sigma: SigmaRange
-    passes: Span = Field(description="Encoder passes an image can cost.")
+    passes: PassRange
+    """Encoder passes of one image."""
     constant_work: bool
 
 
-class DemoRange(BaseModel):
-    """What the demo attack takes, in 255ths."""
+class DemoRange(Schema):
+    """Strengths that the demo attack takes, in 255ths."""
 
-    eps_least: int
-    eps_most: int
+    eps_least: int = 0
+    eps_most: int = MAX_EPS
 
 
-class Info(BaseModel):
-    """What a page needs to know before it asks."""
+class Info(Schema):
+    """Model, labels, limits and defence of this service."""
 
-    service: Literal["react-clip"]
+    service: Literal["react-clip"] = "react-clip"
     version: str
     model: str
     image_size: int
     dim: int
     labels: Labels
-    formats: list[str] = Field(description="Media types of images.")
+    formats: list[str]
+    """Media types of images."""
     limits: Limits
-    diagnostics: bool = Field(description="Whether answers carry diagnostics.")
-    demo: DemoRange | None = Field(description="Null where /v1/demo/attack is not offered.")
+    diagnostics: bool
+    """Whether answers carry diagnostics."""
+    demo: DemoRange | None
+    """Null where /v1/demo/attack is not offered."""
     defence: Defence
 
 
-class ServedModel(BaseModel):
-    """The model, as OpenAI describes one."""
+class ServedModel(Schema):
+    """The model, in the shape of OpenAI's API."""
 
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: Literal["react-clip"] = "react-clip"
 
 
-class ModelList(BaseModel):
-    """All models, which is one."""
+class ModelList(Schema):
+    """A list of the one model."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[ServedModel]
 
 
-class Status(BaseModel):
-    """How the process is."""
+class Status(Schema):
+    """State of the process."""
 
     status: Literal["alive", "ready"]
 
 
-class ErrorLine(BaseModel):
-    """One clear line, its kind, and the field it is about."""
+class ErrorLine(Schema):
+    """One line of text, the kind of error, and the field it is about."""
 
     message: str
     type: str
     field: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Schema):
     """Every answer that is not 200."""
 
     error: ErrorLine
-
-
-Model = TypeVar("Model", bound=ImageRequest)
-
-
-def validate(model: type[Model], fields: dict[str, Any], *, strict: bool) -> Model:
-    """Checked fields, or one line about the first that is wrong; ``strict`` where JSON knows types (forms do not)."""
-    try:
-        return model.model_validate(fields, strict=strict)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        # Past the field and the position, pydantic names branches of unions, which mean nothing to callers.
-        name, *rest = [str(part) for part in first["loc"]] or ["body"]
-        place = name[:60] + (f"[{rest[0]}]" if rest and rest[0].isdecimal() else "")
-        known = ", ".join(model.model_fields)
-        if first["type"] == "missing":
-            line = f"{place} is missing; the fields are {known}"
-        elif first["type"] == "extra_forbidden":
-            line = f"{shown(name)} is no field of this request; the fields are {known}"
-        else:
-            line = f"{place} is {shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
-        raise RequestError(422, line, field=place.encode("ascii", "replace").decode()) from None

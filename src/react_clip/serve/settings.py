@@ -1,90 +1,261 @@
-"""Every number and switch of the service in one table; flags and environment variables are made from it."""
+"""Settings of ``react-clip serve``, each a flag and an environment variable; the secret and the API keys."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from react_clip.encoders import offline
 from react_clip.errors import ReactClipError
 
-ENVIRONMENT = "REACT_CLIP_SERVE_"
-"""What every environment variable of the service starts with; the flag's name follows in capitals."""
+PREFIX = "REACT_CLIP_SERVE_"
+"""Start of the name of every environment variable."""
 
-FORMATS = ("JPEG", "PNG", "WEBP")
+FLAGLESS = ("secret", "api_keys")
+"""Settings without a flag: every user of a machine can read the flags of its processes."""
+
 MEBI = 2**20
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0.001, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Lines = Annotated[
+    list[str], NoDecode, BeforeValidator(lambda text: text.splitlines() if isinstance(text, str) else text)
+]
 
 
 def variable(name: str) -> str:
-    """The environment variable of a flag.
+    """Environment variable of a setting.
 
-    >>> variable("max-wait")
+    >>> variable("max_wait")
     'REACT_CLIP_SERVE_MAX_WAIT'
     """
-    return ENVIRONMENT + name.replace("-", "_").upper()
+    return PREFIX + name.upper()
 
 
-def _row(default: Any, text: str, *, least: float | None = None, most: float = math.inf) -> Any:
-    """One row of the table: default, help, and the range a number must lie in."""
-    return field(default=default, metadata={"help": text, "least": least, "most": most, "kind": type(default)})
+class Settings(BaseSettings):
+    """All settings of the service: flags, else environment variables, else these defaults. --help shows the texts."""
 
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
 
-@dataclass(frozen=True)
-class Settings:
-    """How the service behaves; the model and its labels are chosen beside it."""
+    json_output: bool = Field(False, validation_alias=variable("json"))
+    """print the address as JSON"""
+    quiet: bool = False
+    """no progress bars, no notices"""
 
-    host: str = _row("127.0.0.1", "address to listen on (%(default)s)")
-    port: int = _row(8000, "port to listen on, 0 for a free one (%(default)s)", least=0, most=65535)
-    name: str = _row("", "what callers are told the model is called (by default its own name, without folders)")
-    log_level: str = _row("info", "debug, info, warning or error; no line ever holds a body or a query (%(default)s)")
+    model: str = offline.NAME
+    """hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR"""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (CUDA if there is one)"""
+    dtype: str = "auto"
+    """fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe"""
+    labels: str | None = None
+    """comma-separated names for requests without labels"""
+    labels_file: Path | None = None
+    """a text file with one name a line"""
+    photos: Path | None = None
+    """a folder with one sub-folder of photos per class, instead of names"""
+    template: Lines | None = None
+    """prompt with {} for the name; repeat for an ensemble"""
+    config: str | None = None
+    """JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"""
 
-    threads: int = _row(0, "CPU threads of the model, 0 for torch's own choice (%(default)s)", least=0)
-    batch: int = _row(32, "most images that share a pass through the engine (%(default)s)", least=1)
-    max_wait: float = _row(4.0, "milliseconds to wait for others when a batch is not full (%(default)s)", least=0)
-    queue: int = _row(256, "images that may wait; beyond it callers get 503 (%(default)s)", least=1)
-    deadline: float = _row(20.0, "seconds from the end of a body to its answer, else 503 (%(default)s)", least=0.001)
-    grace: float = _row(45.0, "seconds that accepted requests have to finish after SIGTERM (%(default)s)", least=0)
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = Field(8000, ge=0, le=65535)
+    """port to listen on, 0 for a free one"""
+    name: str | None = None
+    """name of the model for callers (by default its own, without folders)"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """debug, info, warning or error; no line contains a body, a query or a header"""
 
-    max_body: int = _row(32 * MEBI, "most bytes of one request's body (%(default)s)", least=1)
-    max_buffered: int = _row(256 * MEBI, "most bytes of all bodies held at once (%(default)s)", least=1)
-    max_images: int = _row(16, "most images of one request (%(default)s)", least=1)
-    max_pixels: int = _row(25_000_000, "most pixels of one image, checked before decoding (%(default)s)", least=1)
-    max_labels: int = _row(1000, "most prompts of one request: labels times templates (%(default)s)", least=1)
-    max_label_length: int = _row(100, "most characters of one label or template (%(default)s)", least=1)
-    max_connections: int = _row(256, "most open connections (%(default)s)", least=1)
-    label_cache: int = _row(64, "label lists whose class features are kept (%(default)s)", least=1)
-    decoders: int = _row(2, "threads that decode images (%(default)s)", least=1)
+    threads: int = Field(0, ge=0)
+    """CPU threads of the model, 0 for torch's own choice"""
+    batch: Count = 32
+    """largest number of images in a batch"""
+    max_wait: Duration = 4.0
+    """milliseconds to wait for more images when a batch is not full"""
+    queue: Count = 256
+    """images that may wait; beyond it callers get 503"""
+    deadline: Seconds = 20.0
+    """seconds from the end of a body to its answer, else 503"""
+    grace: Duration = 45.0
+    """seconds that accepted requests have to finish after SIGTERM"""
 
-    header_timeout: float = _row(10.0, "seconds for a request's head to arrive (%(default)s)", least=0.001)
-    body_timeout: float = _row(30.0, "seconds for a request's body to arrive, else 408 (%(default)s)", least=0.001)
-    decode_timeout: float = _row(10.0, "seconds to decode one image, else 422 (%(default)s)", least=0.001)
-    write_timeout: float = _row(30.0, "seconds that a caller may leave an answer unread (%(default)s)", least=0.001)
-    keep_alive: float = _row(5.0, "seconds that an idle connection stays open (%(default)s)", least=0)
+    max_body: Count = 32 * MEBI
+    """largest body of a request, in bytes"""
+    max_buffered: Count = 256 * MEBI
+    """bytes of all bodies held at once; beyond it callers get 503"""
+    max_images: Count = 16
+    """images in one request"""
+    max_pixels: Count = 25_000_000
+    """pixels of one image, checked before decoding"""
+    max_labels: Count = 1000
+    """prompts in one request: labels times templates"""
+    max_label_length: Count = 100
+    """characters of one label or template"""
+    max_connections: Count = 256
+    """open connections; beyond it callers get 503"""
+    label_cache: Count = 64
+    """label lists whose class features are cached"""
+    decoders: Count = 2
+    """threads that decode images"""
+    body_timeout: Seconds = 30.0
+    """seconds for the body of a request to arrive, else 408"""
+    keep_alive: Duration = 5.0
+    """seconds that an idle connection stays open"""
 
-    secret_file: str = _row("", "file with the secret that keys the noise, 16 bytes or more")
-    api_key_file: str = _row("", "file with one API key a line; without keys everybody may call")
-    open_metrics: bool = _row(False, "let /metrics be read without an API key; it tells how often the gate opens")
-    fixed_labels: bool = _row(False, "refuse labels in requests; answer for the labels given here only")
-    diagnostics: bool = _row(False, "tell callers r, J, score, sigma, gate and passes; attackers profit from them")
-    constant_work: bool = _row(False, "run every pass for every image, so that time does not betray the gate")
-    demo: bool = _row(False, "add /v1/demo/attack, which attacks a caller's photo; implies --diagnostics")
+    secret_file: Path | None = None
+    """file with the secret that keys the noise, 16 bytes or more"""
+    secret: SecretStr | None = None
+    """the secret itself"""
+    api_key_file: Path | None = None
+    """file with one API key a line; without keys everybody may call"""
+    api_keys: SecretStr | None = None
+    """the API keys themselves, comma-separated"""
+    open_metrics: bool = False
+    """allow /metrics without an API key; it tells how often the gate opens"""
+    fixed_labels: bool = False
+    """refuse labels in requests"""
+    diagnostics: bool = False
+    """add r, J, score, sigma, gate and passes to answers; attackers profit from them"""
+    constant_work: bool = False
+    """run all passes for every image, so that response times do not reveal the gate"""
+    demo: bool = False
+    """add /v1/demo/attack, which attacks a caller's photo; implies --diagnostics"""
 
-    def __post_init__(self) -> None:
-        for row in fields(self):
-            least, value = row.metadata["least"], getattr(self, row.name)
-            if least is not None and not (math.isfinite(value) and least <= value <= row.metadata["most"]):
-                most = row.metadata["most"]
-                span = f">= {least:g}" if math.isinf(most) else f"in {least:g} ... {most:g}"
-                raise ReactClipError(f"--{row.name.replace('_', '-')} is {value}; it must be {span}")
+    engine: Literal["local", "ray"] = "local"
+    """local: this process; ray: replicas on a Ray cluster"""
+    address: str | None = None
+    """host:port of a Ray cluster, or auto (by default one on this machine)"""
+    replicas: Count = 1
+    """replicas on the Ray cluster"""
+    max_replicas: Count | None = None
+    """replicas under load (by default no more than --replicas)"""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Settings:
         if self.queue < self.max_images:
             raise ReactClipError(
                 f"--queue is {self.queue} but --max-images {self.max_images}; a queue shorter than one request could "
                 "never take it, so make --queue at least as large"
             )
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ReactClipError(f"--log-level is {self.log_level!r}; choose debug, info, warning or error")
+        if self.engine == "local":
+            for name in ("address", "replicas", "max_replicas"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ReactClipError(f"{flag(name)} is {value!r}, but the engine is local; add --engine ray")
+        return self
 
     @property
-    def tells_diagnostics(self) -> bool:
+    def sends_diagnostics(self) -> bool:
         """Whether answers carry r, J, score, sigma, gate and passes."""
         return self.diagnostics or self.demo
+
+
+def flag(name: str) -> str:
+    """Command-line flag of a setting.
+
+    >>> flag("max_wait"), flag("json_output")
+    ('--max-wait', '--json')
+    """
+    return "--" + name.removesuffix("_output").replace("_", "-")
+
+
+def read_settings(flags: Mapping[str, Any]) -> Settings:
+    """Settings from ``flags`` and the environment; one line about the first wrong value as ``ReactClipError``."""
+    try:
+        return Settings(**flags)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        if not problem["loc"]:
+            raise ReactClipError(str(problem["ctx"]["error"])) from None
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            raise ReactClipError(f"{flag(name)} is no setting of `react-clip serve`; see its --help") from None
+        source = flag(name) if name in flags else f"${name if name.startswith(PREFIX) else variable(name)}"
+        reason = problem["msg"].replace("Input should be", "it should be")
+        raise ReactClipError(f"{source} is {problem['input']!r}; {reason}") from None
+
+
+# ---------------------------------------------------------------------- secret and API keys
+
+SHORTEST = 16
+"""Shorter secrets and keys could be guessed."""
+
+
+def read_secret(settings: Settings) -> bytes | None:
+    """The secret that keys the noise, from its file or the environment; None where neither is given."""
+    if settings.secret_file is not None:
+        secret, source = _read_bytes(settings.secret_file).strip(), str(settings.secret_file)
+    elif settings.secret is not None:
+        secret, source = settings.secret.get_secret_value().strip().encode(), f"${variable('secret')}"
+    else:
+        return None
+    if len(secret) < SHORTEST:
+        raise ReactClipError(
+            f"the secret of {source} has {len(secret)} bytes; it needs at least {SHORTEST}, such as those of "
+            "`openssl rand -hex 32`"
+        )
+    return secret
+
+
+def read_keys(settings: Settings) -> ApiKeys:
+    """API keys: one a line of a file (lines that start with # are comments), or comma-separated in the environment."""
+    if settings.api_key_file is not None:
+        text, source = _read_bytes(settings.api_key_file).decode("utf-8", "replace"), str(settings.api_key_file)
+    else:
+        given = settings.api_keys.get_secret_value() if settings.api_keys else ""
+        text, source = given.replace(",", "\n"), f"${variable('api_keys')}"
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if settings.api_key_file is not None and not keys:
+        raise ReactClipError(f"{source} holds no API key; write one a line, or leave --api-key-file out")
+    if short := [key for key in keys if len(key) < SHORTEST]:
+        raise ReactClipError(
+            f"an API key of {source} has {len(short[0])} characters; keys need at least {SHORTEST}, such as those of "
+            "`openssl rand -hex 32`"
+        )
+    return ApiKeys(keys)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ReactClipError(f"{path} cannot be read: {error.strerror}; check the path") from None
+
+
+class ApiKeys:
+    """API keys, stored as SHA-256 digests.
+
+    >>> keys = ApiKeys(["a-key-of-16-chars"])
+    >>> keys.accept("a-key-of-16-chars"), keys.accept("another"), bool(keys), bool(ApiKeys([]))
+    (True, False, True, False)
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def accept(self, key: str) -> bool:
+        """Whether this is one of the keys; compares with all of them, so that time does not depend on the key."""
+        digest = _digest(key)
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

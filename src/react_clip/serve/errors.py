@@ -1,0 +1,70 @@
+"""Errors of the HTTP API: one JSON shape with one line of text; 503 is the only status in the 500s."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+KINDS = {
+    400: "malformed_body",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "too_large",
+    415: "unsupported_media_type",
+    422: "invalid_request",
+    503: "overloaded",
+}
+
+
+class RequestError(Exception):
+    """An answer other than 200: its status, one line, the field it is about, and extra headers."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        field: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.field, self.headers = status, field, headers
+        self.message = " ".join(message.split())
+        self.kind = kind or KINDS.get(status, "error")
+
+    def response(self) -> JSONResponse:
+        """``{"error": {"message", "type", "field"}}`` with this status."""
+        error = {"message": self.message, "type": self.kind, "field": self.field}
+        return JSONResponse({"error": error}, self.status, self.headers)
+
+
+def busy(message: str, *, kind: str = "overloaded") -> RequestError:
+    """503 with ``Retry-After``."""
+    return RequestError(503, message, kind=kind, headers={"retry-after": "1"})
+
+
+async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Unknown paths (404) and wrong methods (405) in the shape of all errors."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        line = f"{request.method} is not offered here; use {headers.get('Allow', 'another method')}"
+        return RequestError(405, line, headers=headers).response()
+    return RequestError(error.status_code, "there is nothing at this path; see /docs").response()
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """A caller's value for an error message: quoted, on one line, at most ``limit`` characters.
+
+    >>> quote("x" * 200), quote([1, 2])
+    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'a list')
+    """
+    if not isinstance(value, str | bytes | int | float | None):
+        return f"a {type(value).__name__}"
+    text = ascii(value[:limit] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
