@@ -126,9 +126,7 @@ class Engine:
     ``preset`` are the classes of requests without labels; ``secret`` keys the noise.
     """
 
-    def __init__(
-        self, encoder: Encoder, guard: ReACT, preset: ClassList, *, secret: bytes, settings: Settings
-    ) -> None:
+    def __init__(self, encoder: Encoder, guard: ReACT, preset: ClassList, *, secret: bytes, settings: Settings) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         self.guard = guard.replace(lazy=False) if settings.constant_work else guard
         self.on_batch: Callable[[BatchStats], None] = lambda stats: None
