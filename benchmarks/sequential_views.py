@@ -30,7 +30,7 @@ from torch import Tensor
 from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise, storage
 from react_clip.attacks import PGD
 from react_clip.defenses.react import FIRST_VIEWS, anchor_views, divergence_of
-from react_clip.evaluation.classes import class_source
+from react_clip.evaluation.sets import class_source
 from react_clip.preprocess import to_pixels
 
 BUDGETS = (1, 4, 8, 16)

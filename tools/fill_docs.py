@@ -26,8 +26,8 @@ from threat_docs import threats
 
 from react_clip.config import pop_kind
 from react_clip.evaluation import EvaluationResult
-from react_clip.evaluation.merge import merge
 from react_clip.evaluation.recipe import MEAN, format_eps
+from react_clip.evaluation.result import merge
 from react_clip.report.run import read_run
 from react_clip.report.tables import all_tables, caption
 

@@ -172,6 +172,11 @@ def as_pixels(images: Images, size: int, limits: Limits = DEFAULT_LIMITS) -> Ten
     return torch.stack(pixels)
 
 
+def to_float(pixels: Tensor) -> Tensor:
+    """Float pixels in [0, 1] of uint8 pixels; floats stay as they are."""
+    return pixels.float().div(255.0) if pixels.dtype == torch.uint8 else pixels.float()
+
+
 def to_image(pixels: Tensor) -> Image.Image:
     """An 8-bit RGB image of float pixels ``[3, H, W]`` in [0, 1]; the opposite of :func:`to_pixels`."""
     array = pixels.detach().mul(255).round().clamp(0, 255).to("cpu", torch.uint8).permute(1, 2, 0).contiguous()

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from platformdirs import user_cache_path
 from safetensors.torch import save
 from torch import Tensor
@@ -118,3 +119,13 @@ def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file, read in pieces."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tensor_digest(tensors: Tensor | Mapping[str, Tensor]) -> str:
+    """Hex SHA-256 of the names, types, shapes and values of one or several tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in ({"": tensors} if isinstance(tensors, Tensor) else tensors).items():
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        if tensor.numel():
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -27,10 +27,8 @@ from react_clip import encoders, noise
 from react_clip.attacks import BPDA, Both, Queries
 from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
-from react_clip.evaluation.merge import merge
-from react_clip.evaluation.pictures import Pictures
-from react_clip.evaluation.result import AttackRow, Row
-from react_clip.evaluation.store import ShardStore
+from react_clip.evaluation.result import AttackRow, Row, merge
+from react_clip.evaluation.store import Pictures, ShardStore
 from react_clip.report.tables import all_tables
 
 

@@ -20,10 +20,9 @@ from react_clip import data, encoders
 from react_clip.cli import parse_args
 from react_clip.encoders.base import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
-from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.cost import Passes, crafting_cost, defense_cost, set_cost
-from react_clip.evaluation.images import read_pixels
 from react_clip.evaluation.recipe import LabelledDefense
+from react_clip.evaluation.sets import class_source
 from react_clip.evaluation.store import ShardStore
 
 RECIPE = """
@@ -104,7 +103,7 @@ def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any)
     recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
     run_recipe(recipe, "a", root=place / "data", heads=place / "heads", progress=False)
     dataset = data.load("toys", root=place / "data")
-    pixels = read_pixels(dataset, 32).float() / 255
+    pixels = dataset.pixels(32).float() / 255
     attacks = {item.label: item.attack for item in recipe.attacks if item.attack}
     defenses = {item.label: item.defense for item in recipe.defenses}
     evaluate(

@@ -12,8 +12,8 @@ from evaluation_toys import SIZE, toy_classifier, toy_photos, toy_run
 import react_clip as rc
 from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.evaluation import EvaluationResult, Recipe
-from react_clip.evaluation.merge import merge
-from react_clip.evaluation.pictures import Pictures
+from react_clip.evaluation.result import merge
+from react_clip.evaluation.store import Pictures
 
 RECIPE: dict[str, Any] = {"model": "toy", "datasets": ["toy"]}
 

@@ -19,9 +19,9 @@ import torch
 from evaluation_toys import toy_run
 
 import react_clip as rc
-from react_clip.evaluation import EvaluationResult, run_dir
+from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.store import ShardStore
+from react_clip.evaluation.store import ShardStore, open_run
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_lock_names_its_holder(tmp_path: Path) -> None:
     toy_run(tmp_path, attacks=[], draws=1)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     refused = pytest.raises(rc.ReactClipError, match=rf"is in use by process {os.getpid()}; .* another --out")
-    with run_dir.opened(tmp_path, recipe), refused:
+    with open_run(tmp_path, recipe), refused:
         toy_run(tmp_path, attacks=[], draws=1)
 
 

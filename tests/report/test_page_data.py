@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from react_clip.evaluation.pictures import Pictures
+from react_clip.evaluation.store import Pictures
 from react_clip.report.page_data import (
     BROKEN,
     FOOLED,

@@ -22,7 +22,7 @@ from react_clip.cli.common import (
 )
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
-from react_clip.evaluation.images import read_pixels, to_float
+from react_clip.preprocess import to_float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     encoder = load_encoder(args)
     photos, clf, _ = load_photos(args, encoder)
     assert clf is not None
-    pixels = to_float(read_pixels(photos, encoder.image_size, progress=not args.quiet))
+    pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))
     with Progress(quiet=args.quiet, unit="batch") as progress:
 
         def advance(stage: str, done: int, total: int) -> None:

@@ -143,7 +143,7 @@ def load_photos(
     Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier.
     """
     from react_clip import data
-    from react_clip.evaluation.classes import ClassSource, class_source
+    from react_clip.evaluation.sets import ClassSource, class_source
 
     check_at_least_one(args, "limit")
     root = args.data or data.default_root()

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
     from react_clip.evaluation import Recipe, run_recipe, validate
-    from react_clip.evaluation.run_dir import TABLES
+    from react_clip.evaluation.store import TABLES
     from react_clip.report.tables import accuracy_table, write_tables
 
     _check_cluster_options(args)

@@ -22,7 +22,6 @@ from react_clip.cli.common import (
 )
 from react_clip.cli.progress import Progress
 from react_clip.config import pop_kind
-from react_clip.evaluation.images import read_pixels
 from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.photos import check_memory
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.epochs is not None:
         steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
         settings = dataclasses.replace(settings, steps=steps, warmup=args.warmup)
-    pixels = read_pixels(photos, encoder.image_size, progress=not args.quiet)
+    pixels = photos.pixels(encoder.image_size, progress=not args.quiet)
     about = {
         "command": command_line(),
         "class_source": source,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
 
 from react_clip.data.heads import Head
 from react_clip.data.labels import ClassIndex, folder_tags
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import read_image
+from react_clip.preprocess import crop_to_size, read_image
 
 Pixels = NDArray[np.uint8]
 
@@ -71,6 +76,21 @@ class ImageDataset:
     def image(self, index: int) -> Image.Image:
         """Open one photo."""
         return self.photos[index].open()
+
+    def pixels(self, size: int, *, progress: bool = False) -> Tensor:
+        """All photos, resized and cropped, as uint8 ``[N, 3, size, size]``."""
+        stack = torch.empty(len(self), 3, size, size, dtype=torch.uint8)
+
+        def read(index: int) -> None:
+            photo = crop_to_size(read_image(self.image(index)), size)
+            stack[index] = torch.from_numpy(np.array(photo, dtype=np.uint8)).permute(2, 0, 1)
+
+        # Pillow decodes and resizes outside Python's lock, so threads do help.
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            done = pool.map(read, range(len(self)))
+            for _ in tqdm(done, f"{self.name}: photos", len(self), unit="photo", leave=False, disable=not progress):
+                pass
+        return stack
 
     def path(self, index: int) -> Path | None:
         """The photo's own file, None where it lives inside an archive."""

@@ -19,15 +19,14 @@ from react_clip.defenses import Defense
 from react_clip.encoders.base import DTYPES, Encoder
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import records, run_dir, sanity, selfcheck, sets, summary
+from react_clip.evaluation import sanity, selfcheck, sets, summary
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
-from react_clip.evaluation.images import ROUNDING_NOTES
 from react_clip.evaluation.progress import Progress
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
 from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, Row, SelfCheck, SetInfo
 from react_clip.evaluation.runner import Block, SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
-from react_clip.evaluation.store import ShardStore, log
+from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, ShardStore, log, open_run
 from react_clip.evaluation.threats import ADAPTIVE, THREATS, TRANSFER
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -176,7 +175,7 @@ def conclude(
     recipe: Recipe, folder: Path, outcomes: Callable[[ShardStore], Iterable[SetOutcome]], command: str
 ) -> EvaluationResult:
     """Hold a run's folder while the outcomes of its sets come in, in the recipe's order; then write the result."""
-    with run_dir.opened(folder, recipe) as store:
+    with open_run(folder, recipe) as store:
         infos: list[SetInfo] = []
         rows: list[Row] = []
         attacks: list[AttackRow] = []
@@ -190,11 +189,11 @@ def conclude(
             check = outcome.check if not infos else check
             checks += outcome.probes
             witnesses += [block for block in blocks if block.attack == recipe.own_self_check][:1]
-            tables.append(records.to_table(recipe, blocks))
+            tables.append(summary.per_image_table(recipe, blocks))
             rows += summary.set_rows(recipe, blocks)
             attacks += summary.attack_rows(blocks)
             infos.append(outcome.info)
-        records.write(folder / run_dir.PER_IMAGE, tables)
+        summary.write_per_image(folder / PER_IMAGE, tables)
         if recipe.self_check and recipe.own_self_check is not None:
             check = selfcheck.from_blocks(recipe, witnesses)
             selfcheck.insist(check)
@@ -202,8 +201,8 @@ def conclude(
             checks += sanity.from_rows(rows, attacks)
             sanity.insist(checks)
         result = _result(recipe, command, device, check, checks, infos, attacks, rows)
-        result.save(folder / run_dir.RESULT)
-        log.info("finished: %s", folder / run_dir.RESULT)
+        result.save(folder / RESULT)
+        log.info("finished: %s", folder / RESULT)
         return result
 
 

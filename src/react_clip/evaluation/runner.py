@@ -20,12 +20,11 @@ from react_clip.defenses import Defended
 from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, crafting_cost
-from react_clip.evaluation.images import ROUNDING_NOTES, rounded, to_float
-from react_clip.evaluation.pictures import IMAGES
 from react_clip.evaluation.progress import Tally
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import Shard, ShardStore, Tensors
+from react_clip.evaluation.store import IMAGES, ROUNDING_NOTES, Shard, ShardStore, Tensors, rounded
+from react_clip.preprocess import to_float
 
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""

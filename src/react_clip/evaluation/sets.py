@@ -1,39 +1,41 @@
-"""One set made ready for a run: classifier, pixels, labels, and what identifies them."""
+"""A data set ready for a run: classifier, pixels, labels, and fingerprints of all of them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
 from react_clip import data as data_room
-from react_clip.data import ImageDataset
+from react_clip.data import Head, ImageDataset, load_head
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.classes import ClassSource, class_source
-from react_clip.evaluation.images import read_pixels, to_float
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.store import digest_of
 from react_clip.evaluation.threats import TRANSFER
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.preprocess import to_float
+from react_clip.storage import tensor_digest
+from react_clip.zeroshot import ZeroShotClassifier, list_class_photos
 
 Data = ImageDataset | tuple[Tensor, Tensor]
 """Photos of a data set, or pixels ``[N, 3, S, S]`` in [0, 1] with their labels ``[N]``."""
 
+_FOLDER = "folder:"
+_HEAD_SUFFIXES = (".npz", ".safetensors")
+
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Everything the runner needs to know about one set."""
+    """Everything the runner needs of one set."""
 
     name: str
     clf: ZeroShotClassifier
     attack_clf: ZeroShotClassifier
-    """What attacks are crafted against: the same classes, perhaps in another precision."""
+    """The classifier that attacks are crafted on: the same classes, perhaps in another precision."""
     pixels: Tensor
     """uint8 or float ``[N, 3, S, S]``, on the CPU."""
     labels: Tensor
@@ -45,11 +47,11 @@ class EvaluationSet:
         return len(self.pixels)
 
     def batch(self, start: int, stop: int) -> Tensor:
-        """Float pixels of a range, on the classifier's device."""
+        """Float pixels of a range of images, on the classifier's device."""
         return to_float(self.pixels[start:stop].to(self.clf.device))
 
     def identity(self) -> dict[str, str]:
-        """What every result on this set depends on."""
+        """Fingerprints of everything that all results on this set depend on."""
         return {
             "data": self.fingerprint,
             "model": model_fingerprint(self.clf),
@@ -59,20 +61,20 @@ class EvaluationSet:
 
 
 def model_fingerprint(clf: ZeroShotClassifier) -> str:
-    """The weights, the precision and the class features."""
-    return f"{clf.encoder.fingerprint()}-{digest_of(clf.class_features)[:16]}"
+    """Identity of the weights, the precision and the class features."""
+    return f"{clf.encoder.fingerprint()}-{tensor_digest(clf.class_features)[:16]}"
 
 
 def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Data, progress: bool) -> EvaluationSet:
-    """The set behind :func:`react_clip.evaluation.evaluate`: a classifier that is ready, and data that must fit it."""
+    """The set of :func:`react_clip.evaluation.evaluate`: data that must fit a given classifier."""
     if isinstance(data, ImageDataset):
         _check_classes(clf, data)
-        pixels = read_pixels(data, clf.encoder.image_size, progress=progress)
-        name, labels, fingerprint, notes = data.name, torch.tensor(data.labels), data.fingerprint(), data.notes
+        pixels, labels = data.pixels(clf.encoder.image_size, progress=progress), torch.tensor(data.labels)
+        name, fingerprint, notes = data.name, data.fingerprint(), data.notes
     else:
         pixels, labels = _checked_pair(clf, data)
         name, notes = "data", ()
-        fingerprint = hashlib.sha256(f"{digest_of(pixels)}{digest_of(labels)}".encode()).hexdigest()
+        fingerprint = hashlib.sha256(f"{tensor_digest(pixels)}{tensor_digest(labels)}".encode()).hexdigest()
     if not len(pixels):
         raise ReactClipError(f"{name} has no images; give at least one")
     if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
@@ -88,18 +90,19 @@ def from_recipe(
 ) -> Iterator[EvaluationSet]:
     """The recipe's sets, one after the other, so that only one is in memory."""
     for name in recipe.datasets:
-        # The limit counts photos that have a class, so it is applied after the labels are fitted to the classes.
-        dataset = data_room.load(name, root=root, split="test")
-        source = class_source(encoder, dataset, heads, root)
+        source = class_source(encoder, data_room.load(name, root=root, split="test"), heads, root)
         clf, dataset = source.classifier(encoder, progress=progress)
+        # The limit counts photos that have a class, so it is applied after labels were matched to classes.
         dataset = dataset if recipe.limit is None else dataset.take(recipe.limit)
+        if recipe.threat == TRANSFER:
+            attack_clf = _transfer_classifier(clf, attack_encoder, source, progress)
+        else:
+            attack_clf = same_classes(clf, attack_encoder)
         yield EvaluationSet(
             name=name,
             clf=clf,
-            attack_clf=_source_classifier(clf, attack_encoder, source, progress)
-            if recipe.threat == TRANSFER
-            else same_classes(clf, attack_encoder),
-            pixels=read_pixels(dataset, encoder.image_size, progress=progress),
+            attack_clf=attack_clf,
+            pixels=dataset.pixels(encoder.image_size, progress=progress),
             labels=torch.tensor(dataset.labels),
             fingerprint=dataset.fingerprint(),
             class_source=source.description,
@@ -108,19 +111,19 @@ def from_recipe(
 
 
 def same_classes(clf: ZeroShotClassifier, encoder: Encoder) -> ZeroShotClassifier:
-    """The classifier with another encoder."""
+    """A classifier with the same class features on another encoder."""
     if encoder is clf.encoder:
         return clf
     return ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features, unique=False)
 
 
-def _source_classifier(
+def _transfer_classifier(
     clf: ZeroShotClassifier, encoder: Encoder, source: ClassSource, progress: bool
 ) -> ZeroShotClassifier:
     """The same classes on the encoder that images are crafted on, with features of its own where it can make them.
 
-    An encoder without a text tower and without photos to average shares those of the model under test: right for a
-    tower that was finetuned from it, refused where the dimension says otherwise.
+    An encoder without a text tower and without photos to average uses the class features of the model under test: right
+    for a tower that was finetuned from it, refused where the dimension differs.
     """
     check_replayable(encoder, clf.encoder)
     if encoder.has_text:
@@ -131,7 +134,7 @@ def _source_classifier(
 
 
 def check_replayable(source: Encoder, target: Encoder) -> None:
-    """Refuse to craft on an encoder that sees images of another size."""
+    """Refuse to craft images on an encoder of another image size."""
     if source.image_size != target.image_size:
         raise ReactClipError(
             f"{source.name!r} sees {source.image_size} pixels a side and {target.name!r} {target.image_size}; images "
@@ -161,3 +164,72 @@ def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple
             f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need one class index each"
         )
     return pixels.float(), labels.long()
+
+
+# ---------------------------------------------------------------------- class features
+
+
+@dataclass(frozen=True, eq=False)
+class ClassSource:
+    """A set whose labels index the classes, and where the class features come from."""
+
+    dataset: ImageDataset
+    description: str
+    head: Head | None = None
+    train: tuple[ImageDataset, Path] | None = None
+    """The photos to average, and their folder."""
+
+    def classifier(self, encoder: Encoder, *, progress: bool = False) -> tuple[ZeroShotClassifier, ImageDataset]:
+        """The classifier, and the set with labels that index its classes."""
+        dataset, head = self.dataset, self.head
+        if self.train is not None:
+            dataset, head = dataset.align(_mean_features(encoder, *self.train, progress))
+        # Real sets have duplicate names (both face classes of Caltech101 are "person"), which count as a tie.
+        if head is not None:
+            return ZeroShotClassifier.from_features(encoder, head.names, head.features, unique=False), dataset
+        return ZeroShotClassifier(encoder, dataset.class_names, templates=dataset.templates, unique=False), dataset
+
+
+def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, root: Path) -> ClassSource:
+    """Choose a ready head, prompts or the photos of the train split, in this order; nothing is encoded yet."""
+    own_folder = dataset.name.startswith(_FOLDER)
+    folder = Path(dataset.name.removeprefix(_FOLDER)).expanduser() if own_folder else root / dataset.name
+    if heads is not None:
+        for path in (heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES):
+            if path.is_file():
+                aligned, head = dataset.align(load_head(path))
+                _check_dimension(encoder, head, path)
+                return ClassSource(aligned, f"head {path.name}", head=head)
+    if encoder.has_text:
+        return ClassSource(dataset, f"prompts ({' | '.join(dataset.templates)})")
+    train = folder / "train"
+    if train.is_dir():
+        list_class_photos(train)  # raises on folders that cannot be averaged
+        photos = data_room.load(dataset.name, root=root, split="train")
+        return ClassSource(dataset, f"mean features of {len(photos)} train photos", train=(photos, train))
+    missing = f" (it is not in {heads})" if heads is not None else ""
+    raise ReactClipError(
+        f"{dataset.name} has no class features: {encoder.name!r} has no text tower, and there is neither "
+        f"{folder.name}{_HEAD_SUFFIXES[0]} in --heads DIR{missing} nor photos in {train}; add one of them or use a "
+        "model with a text tower"
+    )
+
+
+def _mean_features(encoder: Encoder, photos: ImageDataset, folder: Path, progress: bool) -> Head:
+    """The mean feature of each class folder, under the set's name of that class."""
+    averaged = ZeroShotClassifier.from_folder(encoder, folder, progress=progress)
+    labels = {PurePosixPath(photo.id).parts[0]: photo.label for photo in photos.photos}
+    rows = {labels[name]: row for row, name in enumerate(averaged.names) if name in labels}
+    return Head(
+        names=tuple(photos.class_names[label] for label in rows),
+        folders=tuple(photos.folders[label] for label in rows),
+        features=averaged.class_features[list(rows.values())].float().cpu(),
+    )
+
+
+def _check_dimension(encoder: Encoder, head: Head, path: Path) -> None:
+    if head.features.shape[1] != encoder.dim:
+        raise ReactClipError(
+            f"{path} has features of dimension {head.features.shape[1]}; {encoder.name!r} needs {encoder.dim}; give "
+            "the heads made with this model"
+        )

@@ -1,8 +1,8 @@
-"""The store of a run: finished pieces of work, each one file that is there whole or not at all.
+"""The folder of a run: its recipe, its log, and its shards, which are finished pieces of work.
 
-A shard is a safetensors file. Its header (one JSON text, ``react-clip``) says what it was computed from and carries the
-SHA-256 of its tensors. Reading compares both, so that a truncated file, a flipped bit or a shard of other weights, data
-or settings is never mistaken for a result: it is reported in the log and computed again.
+A shard is a safetensors file that is written whole or not at all. Its header (one JSON text, ``react-clip``) says what
+it was computed from and holds the SHA-256 of its tensors. Reading compares both: a truncated file, a flipped bit or a
+shard of other weights, data or settings is reported in the log and computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,82 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from react_clip import storage
-from react_clip.errors import first_line
+from react_clip.errors import ReactClipError, first_line
+from react_clip.evaluation import yaml_text
+from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
+from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")
 
+RECIPE, PER_IMAGE, RESULT, TABLES, SHARDS = "recipe.yaml", "per_image.parquet", "result.json", "tables", "shards"
+IMAGES = "images"
+"""Name of shards that hold pixels, and of the pixels in them."""
+
 Tensors = dict[str, Tensor]
+_LOG = "run.log"
 _FORMAT = "react-clip shard 2"
 _HEADER = "react-clip"
 
 
+@contextmanager
+def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
+    """Lock the folder for this process and this recipe, write its log, and give the store of its shards."""
+    with storage.held_folder(folder):
+        store = ShardStore(folder / SHARDS)
+        _claim(folder, recipe)
+        store.remove_leftovers()
+        with _logging_to(folder / _LOG):
+            yield store
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe into a new folder; refuse a folder that holds another recipe."""
+    path, ours = folder / RECIPE, recipe.to_dict()
+    if not path.exists():
+        if existing := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
+            raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
+        storage.write_text(path, yaml_text.write_mapping(ours))
+        return
+    try:
+        theirs = yaml_text.read_mapping(path)
+    except ReactClipError as error:
+        raise ReactClipError(f"{error}; the file is damaged: remove it to continue, or choose another --out") from None
+    if theirs != ours:
+        keys = [key for key in ours if theirs.get(key) != ours[key]]
+        raise ReactClipError(
+            f"{folder} holds the run {theirs.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
+            f"{', '.join(keys) or 'keys'}); choose another --out"
+        )
+
+
+class _QuietFile(logging.FileHandler):
+    """A log file whose write errors (a full disk) are ignored."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Drop the line."""
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    handler, level = _QuietFile(path, encoding="utf-8", delay=True), log.level
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        with suppress(OSError):
+            handler.close()
+
+
+# ---------------------------------------------------------------------- shards
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The content of a shard, and its digest for whatever is computed from it."""
+    """The tensors of a shard and their digest, which names them as the source of later shards."""
 
     tensors: Tensors
     digest: str
@@ -39,44 +106,42 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardStore:
-    """Shards below one folder, found by path and accepted by content."""
+    """Shards below one folder, addressed by a path of labels."""
 
     folder: Path
 
     def read(self, path: tuple[str, ...], about: dict[str, Any]) -> Shard | None:
-        """A finished shard computed from exactly ``about``; ``None`` where there is none that can be trusted."""
-        place = self._place(path)
+        """The shard at ``path`` if it is intact and was computed from exactly ``about``, otherwise ``None``."""
+        file = self._file(path)
         try:
-            shard, found = _read(place)
+            shard, source = _read(file)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = first_line(error)
-            log.warning("%s is damaged (%s); it is computed again", place, reason)
+            log.warning("%s is damaged (%s); it is computed again", file, first_line(error))
             return None
-        if found != _canonical(about):
-            log.warning(
-                "%s was computed from something else (%s); it is computed again", place, _difference(found, about)
-            )
+        if source != _canonical(about):
+            difference = _difference(source, about)
+            log.warning("%s was computed from something else (%s); it is computed again", file, difference)
             return None
         return shard
 
     def write(self, path: tuple[str, ...], about: dict[str, Any], tensors: Tensors, note: str = "") -> Shard:
-        """Keep a finished shard."""
-        # Clones, because safetensors refuses tensors that share memory, as diagnostics may that nobody measured.
+        """Write a finished shard."""
+        # Clones, because safetensors refuses tensors that share memory, as unmeasured diagnostics may.
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
-        digest = _digest(tensors)
+        digest = storage.tensor_digest(tensors)
         header = {"format": _FORMAT, "about": _canonical(about), "sha256": digest, "note": note}
-        # One entry, because safetensors writes several in no fixed order: the same content is to be the same file.
-        storage.write_tensors(self._place(path), tensors, {_HEADER: _canonical(header)})
+        # One entry, because safetensors writes several in no fixed order and equal content must give equal files.
+        storage.write_tensors(self._file(path), tensors, {_HEADER: _canonical(header)})
         return Shard(tensors, digest)
 
-    def sweep(self) -> None:
-        """Remove what a killed run left half-written."""
+    def remove_leftovers(self) -> None:
+        """Remove the half-written files of killed processes."""
         for leftover in self.folder.rglob(".*.part"):
             leftover.unlink(missing_ok=True)
 
-    def _place(self, path: tuple[str, ...]) -> Path:
+    def _file(self, path: tuple[str, ...]) -> Path:
         *folders, name = (slug(part) for part in path)
         return self.folder.joinpath(*folders, f"{name}.safetensors")
 
@@ -91,42 +156,101 @@ def slug(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def digest_of(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's type, shape and bytes."""
-    return _digest({"": tensor.detach().cpu().contiguous()})
-
-
-def _read(place: Path) -> tuple[Shard, str]:
-    if not place.is_file():
+def _read(file: Path) -> tuple[Shard, str]:
+    if not file.is_file():
         raise FileNotFoundError
-    with safe_open(place, framework="pt") as stored:
+    with safe_open(file, framework="pt") as stored:
         header = json.loads((stored.metadata() or {})[_HEADER])
         tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
     if header["format"] != _FORMAT:
         raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
-    if _digest(tensors) != header["sha256"]:
+    if storage.tensor_digest(tensors) != header["sha256"]:
         raise ValueError("its content does not match its hash")
     return Shard(tensors, header["sha256"]), header["about"]
-
-
-def _digest(tensors: Tensors) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _canonical(about: dict[str, Any]) -> str:
     return json.dumps(about, sort_keys=True)
 
 
-def _difference(found: str, about: dict[str, Any]) -> str:
-    """Which entries differ, for the log."""
+def _difference(source: str, about: dict[str, Any]) -> str:
+    """The entries in which a shard's description differs, for the log."""
     try:
-        before = json.loads(found)
-        keys = sorted(key for key in {*before, *about} if before.get(key) != json.loads(_canonical(about)).get(key))
+        before, now = json.loads(source), json.loads(_canonical(about))
+        return "other " + ", ".join(sorted(key for key in {*before, *now} if before.get(key) != now.get(key)))
     except (ValueError, TypeError, AttributeError):
         return "its description is unreadable"
-    return "other " + ", ".join(keys)
+
+
+# ---------------------------------------------------------------------- stored images
+
+ROUNDING_NOTES = {
+    "float16": (
+        "adversarial images are stored as float16 (steps of at most 0.12/255) and evaluated as stored: rounding can "
+        "kill an attack, though rarely one of 1/255 or more"
+    ),
+    "uint8": (
+        "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can kill an attack, "
+        "above all at budgets of 1/255 or 2/255"
+    ),
+    "none": "adversarial images are not stored; they are evaluated in float32 as the attack left them",
+}
+"""Notes of a result about each way of storing images."""
+
+
+def rounded(images: Tensor, clean: Tensor, eps: float, store: str) -> Tensor:
+    """Adversarial images in the type in which they are stored, still within ``eps`` of the clean ones.
+
+    Rounding to the nearest value may leave the ball by half a step; such a pixel takes the next value towards the clean
+    one instead, so that the stored image is one the attacker was allowed to make (for budgets of at least one step).
+
+    >>> clean = torch.full((1, 3, 2, 2), 100 / 255)
+    >>> rounded(clean + 4 / 255, clean, 4 / 255, "uint8").unique()
+    tensor([104], dtype=torch.uint8)
+    """
+    if store == "none":
+        return images.float()
+    if store == "uint8":
+        nearest = images.mul(255.0).round()
+        back = (nearest / 255.0 - clean).sign()
+        outside = (nearest / 255.0 - clean).abs() > eps + 1e-6
+        return (nearest - back * outside).clamp(0, 255).to(torch.uint8)
+    half = images.half()
+    offset = half.float() - clean
+    # The bit patterns of non-negative floats are ordered like their values: one less is the next smaller number.
+    bits = half.view(torch.int16) - (offset.sign() * (offset.abs() > eps)).to(torch.int16)
+    return bits.clamp_min(0).view(torch.float16)
+
+
+class Pictures:
+    """The images that a run stored, one at a time; ``None`` where it has none or a shard cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shards = Path(folder) / SHARDS
+        self._files = cache(self._list)
+
+    def clean(self, dataset: str, index: int) -> Tensor | None:
+        """The clean photo at the encoder's size, ``[3, S, S]`` in [0, 1]."""
+        return self._read(index, dataset, CLEAN.label)
+
+    def attacked(self, dataset: str, attack: str, eps: float, index: int, defense: str | None = None) -> Tensor | None:
+        """The adversarial photo as stored, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.
+
+        An attack that knows the defence makes images for each, so name the ``defense``.
+        """
+        return self._read(index, dataset, f"{attack} {format_eps(eps)}", *([] if defense is None else [defense]))
+
+    def _read(self, index: int, *path: str) -> Tensor | None:
+        file = next((file for start, file in reversed(self._files(*path)) if start <= index), None)
+        if file is None:
+            return None
+        try:
+            with safe_open(file, framework="pt") as stored:
+                row = (stored.get_tensor("index") == index).nonzero().flatten()
+                return to_float(stored.get_slice(IMAGES)[int(row[0])]) if len(row) else None
+        except (OSError, SafetensorError, ValueError, KeyError):
+            return None
+
+    def _list(self, *path: str) -> list[tuple[int, Path]]:
+        folder = self._shards.joinpath(*(slug(part) for part in path), IMAGES)
+        return sorted((int(file.stem), file) for file in folder.glob("*.safetensors") if file.stem.isdigit())

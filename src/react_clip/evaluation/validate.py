@@ -16,10 +16,9 @@ from react_clip import encoders
 from react_clip.defenses.config import BaseDefense
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.classes import class_source
 from react_clip.evaluation.cost import Passes, attacked_cost, defense_cost, set_cost
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.sets import check_replayable
+from react_clip.evaluation.sets import check_replayable, class_source
 from react_clip.evaluation.threats import ADAPTIVE
 from react_clip.preprocess import as_pixels
 from react_clip.zeroshot import ZeroShotClassifier

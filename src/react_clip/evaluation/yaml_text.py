@@ -73,10 +73,5 @@ def write_mapping(values: dict[str, Any]) -> str:
     require("yaml", "writing recipes", extra="eval")
     import yaml
 
-    class Plain(yaml.SafeDumper):
-        """Without anchors: the same value in two places is written twice."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return yaml.dump(values, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return text

@@ -19,11 +19,11 @@ from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import TOWER, image_parameters, image_tower, lasting_name, load_tower
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.store import digest_of
 from react_clip.finetune.folder import Progress, RunFolder, read_log
 from react_clip.finetune.methods import Method, get
 from react_clip.finetune.photos import Photos, checked_photos
 from react_clip.finetune.training import Settings, Task, train
+from react_clip.storage import tensor_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +116,8 @@ def _identity(
         "method": method.to_dict(),
         "settings": settings.identity(),
         "weights": encoder.fingerprint(),
-        "data": {"photos": digest_of(photos.pixels), "labels": digest_of(photos.labels)},
-        "classes": digest_of(class_features),
+        "data": {"photos": tensor_digest(photos.pixels), "labels": tensor_digest(photos.labels)},
+        "classes": tensor_digest(class_features),
     }
 
 

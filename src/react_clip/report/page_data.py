@@ -16,8 +16,6 @@ from PIL import features
 from PIL.Image import Resampling
 from torch import Tensor
 
-from react_clip.evaluation.images import to_float
-from react_clip.evaluation.pictures import Pictures
 from react_clip.evaluation.recipe import CLEAN, MEAN, format_eps
 from react_clip.evaluation.result import Row
 from react_clip.preprocess import data_uri, to_image

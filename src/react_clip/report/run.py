@@ -16,9 +16,8 @@ import pandas as pd
 
 from react_clip.config import pop_kind
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation import run_dir, yaml_text
-from react_clip.evaluation.merge import merge
-from react_clip.evaluation.result import EvaluationResult
+from react_clip.evaluation import store, yaml_text
+from react_clip.evaluation.result import EvaluationResult, merge
 from react_clip.optional import require
 
 SCORINGS = {
@@ -74,13 +73,13 @@ def read_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise ReactClipError(f"{folder} is no folder; give the --out folder of `react-clip evaluate`")
     missing: list[str] = []
-    result = _or_missing(missing, run_dir.RESULT, lambda: EvaluationResult.load(folder / run_dir.RESULT))
+    result = _or_missing(missing, store.RESULT, lambda: EvaluationResult.load(folder / store.RESULT))
     recipe = result.recipe if result is not None else None
     if recipe is None:
-        recipe = _or_missing(missing, run_dir.RECIPE, lambda: yaml_text.read_mapping(folder / run_dir.RECIPE))
-    images = _or_missing(missing, run_dir.PER_IMAGE, lambda: _read_images(folder / run_dir.PER_IMAGE))
-    if not (folder / run_dir.RESULT).exists():
-        shards = sum(1 for _ in (folder / run_dir.SHARDS).rglob("*.safetensors"))
+        recipe = _or_missing(missing, store.RECIPE, lambda: yaml_text.read_mapping(folder / store.RECIPE))
+    images = _or_missing(missing, store.PER_IMAGE, lambda: _read_images(folder / store.PER_IMAGE))
+    if not (folder / store.RESULT).exists():
+        shards = sum(1 for _ in (folder / store.SHARDS).rglob("*.safetensors"))
         state = f"{shards} finished pieces of work are kept" if shards else "nothing has been computed yet"
         missing.insert(0, f"the run is not finished ({state}): the same `react-clip evaluate` command continues it")
     return Run((folder,), result, recipe or {}, images, tuple(missing))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from react_clip import data as data_room
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import Recipe, run_dir, selfcheck, sets
+from react_clip.evaluation import Recipe, selfcheck, sets
 from react_clip.evaluation.progress import Progress, Tally
 from react_clip.evaluation.result import EvaluationResult, SelfCheck
 from react_clip.evaluation.run import (
@@ -28,7 +28,7 @@ from react_clip.evaluation.run import (
     typed_command,
 )
 from react_clip.evaluation.runner import SetRunner, Span
-from react_clip.evaluation.store import ShardStore, log
+from react_clip.evaluation.store import SHARDS, ShardStore, log
 from react_clip.scale.cluster import connected
 from react_clip.scale.runner import Allocation, WorkerPool
 
@@ -56,11 +56,11 @@ def run_recipe(
         allocation = Allocation.choose(ray, workers, device, whole_nodes=True)
 
         def outcomes(store: ShardStore) -> list[SetOutcome]:
-            written = (folder / run_dir.RECIPE).read_bytes()
+            written = (folder / RECIPE).read_bytes()
             job = _Job(recipe, folder, written, root, heads and heads.absolute(), allocation.device)
             with WorkerPool(ray, partial(_Worker, job), allocation, log=log, one_device=True) as pool:
                 found = _run_sets(pool, recipe, progress)
-            store.sweep()  # temporary files of killed workers
+            store.remove_leftovers()  # temporary files of killed workers
             return found
 
         return conclude(recipe, folder, outcomes, typed_command())
@@ -120,7 +120,7 @@ class _Worker:
     """Loads the encoders once and keeps the set loaded that it worked on last."""
 
     def __init__(self, job: _Job) -> None:
-        recipe = job.folder / run_dir.RECIPE
+        recipe = job.folder / RECIPE
         if not recipe.is_file() or recipe.read_bytes() != job.written_recipe:
             raise ReactClipError(
                 f"node {platform.node()} does not see {job.folder} of the driver; put --out on a file system that all "
@@ -163,6 +163,6 @@ class _Worker:
             job = self._job
             recipe = job.recipe.replace(datasets=(dataset,))
             [subject] = sets.from_recipe(recipe, *self._encoders, job.root, job.heads, progress=False)
-            store = ShardStore(job.folder / run_dir.SHARDS)
+            store = ShardStore(job.folder / SHARDS)
             self._loaded = SetRunner(job.recipe, subject, store, set_costs(job.recipe, subject), Tally())
         return self._loaded
