@@ -161,7 +161,7 @@ def test_the_result_file_reads_back_and_carries_its_origin(finished: Any) -> Non
     again = EvaluationResult.load(folder / "result.json")
     assert again.to_json() == result.to_json()
     assert json.loads((folder / "result.json").read_text())["schema"] == 1
-    assert set(result.versions) == {"python", "react-clip", "torch", "transformers"}
+    assert set(result.versions) == {"python", "react-clip", "torch", "transformers", "threads"}
     assert result.device == "cpu"
     assert len(result.recipe_hash) == len(result.sets[0].fingerprint) == 64
     assert result.sets[0].images == COUNT
