@@ -7,14 +7,20 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from react_clip import storage
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import MEAN
 
 SCHEMA = 1
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A float that may be NaN, which JSON writes as null."""
 
 
 @dataclass(frozen=True)
@@ -23,30 +29,30 @@ class Row:
 
     dataset: str
     attack: str
-    eps: float
+    eps: Number
     defense: str
     threat: str
     scoring: str
     n: int
     attacked: int
     """Images that were attacked; the rest passed through the defence unperturbed."""
-    accuracy: float
+    accuracy: Number
     """Over the whole set, the mean over draws."""
-    low: float
-    high: float
-    worst: float
+    low: Number
+    high: Number
+    worst: Number
     """Only images that are right in every draw."""
-    majority: float
+    majority: Number
     """Only images that are right in more than half of the draws."""
-    leakage: float
+    leakage: Number
     """Attacked images that undefended CLIP gets wrong clean and the defence gets right (mean over draws)."""
-    leakage_share: float
+    leakage_share: Number
     """The same as a share of all images: what the accuracy owes to it."""
-    gate_rate: float
+    gate_rate: Number
     """Share of images whose gate opened, among those that undefended CLIP gets right clean."""
-    passes: float
+    passes: Number
     """Encoder passes per image."""
-    backward_passes: float
+    backward_passes: Number
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,14 @@ class AttackRow:
 
     dataset: str
     attack: str
-    eps: float
+    eps: Number
     config: str
     attacked: int
-    success_rate: float
+    success_rate: Number
     """Share of attacked images that undefended CLIP (or the defence, over its draws) gets wrong, as stored."""
     lost_to_rounding: int
     """Attacks that had succeeded and no longer do on the stored image (or in the precision of the defended encoder)."""
-    queries: float
+    queries: Number
     """Forward passes the attack spent per attacked image."""
     defense: str = ""
     """The defence that the attack knows; its success is then that on the defended answers. Empty for other attacks."""
@@ -92,9 +98,9 @@ class SelfCheck:
     enabled: bool
     dataset: str
     images: int
-    clean_accuracy: float
-    robust_accuracy: float
-    limit: float
+    clean_accuracy: Number
+    robust_accuracy: Number
+    limit: Number
     """Largest share of the clean accuracy that may be left."""
 
 
@@ -107,10 +113,10 @@ class Check:
     attack: str
     expected: str
     """What must hold, in words."""
-    first: float
-    second: float
+    first: Number
+    second: Number
     """The two accuracies compared, or an accuracy and its limit."""
-    slack: float
+    slack: Number
     """By how much chance may let it fail."""
     passed: bool
 
@@ -193,38 +199,18 @@ class EvaluationResult:
                 "the version of react-clip that wrote it"
             )
         try:
-            typed: dict[str, Any] = {
-                **data,
-                "defense_seeds": tuple(data["defense_seeds"]),
-                "notes": tuple(data["notes"]),
-                "self_check": _read(SelfCheck, data["self_check"]),
-                "sets": tuple(_read_set(item) for item in data["sets"]),
-                "attacks": _read_all(AttackRow, data["attacks"]),
-                "rows": _read_all(Row, data["rows"]),
-                "checks": _read_all(Check, data.get("checks", [])),
-            }
-            return cls(**typed)
-        except (KeyError, TypeError, AttributeError) as error:
+            return _schema().validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ReactClipError(
-                f"{path} is no complete result ({error}); run the evaluation again to write it"
+                f"{path} is no complete result ({problem}); run the evaluation again to write it"
             ) from None
 
 
-T = TypeVar("T")
-
-
-def _read_all(kind: type[T], items: Sequence[dict[str, Any]]) -> tuple[T, ...]:
-    return tuple(_read(kind, item) for item in items)
-
-
-def _read(kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass from JSON values; null is NaN, for only floats can be missing."""
-    return kind(**{name: math.nan if value is None else value for name, value in values.items()})
-
-
-def _read_set(values: dict[str, Any]) -> SetInfo:
-    texts = {name: tuple(values.get(name, ())) for name in ("notes", "class_names")}
-    return _read(SetInfo, {**values, **texts})
+@cache
+def _schema() -> TypeAdapter[EvaluationResult]:
+    return TypeAdapter(EvaluationResult)
 
 
 def _without_nan(value: Any) -> Any:
