@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
         attacked = attack(clf, pixels, answers, seed=args.seed).images.mul(255).round().div(255)
         fooled = clf(attacked).argmax(-1)
         for i, path in enumerate(paths):
-            place = args.out / f"{path.stem}.png"
-            save_png(place, attacked[i])
+            written = args.out / f"{path.stem}.png"
+            save_png(written, attacked[i])
             before, after = clf.names[int(answers[i])], clf.names[int(fooled[i])]
-            rows.append({"file": str(path), "attacked": str(place), "before": before, "after": after})
+            rows.append({"file": str(path), "attacked": str(written), "before": before, "after": after})
     if args.json:
         print(json.dumps({"attack": repr(attack), "results": rows, "errors": reader.failed}, indent=2))
     else:

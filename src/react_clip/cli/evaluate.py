@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from react_clip import ReactClipError
 from react_clip.cli.common import notice
 
@@ -59,18 +57,18 @@ def run(args: argparse.Namespace) -> int:
     _check_cluster_options(args)
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
-    place = {"root": args.data, "heads": args.heads, "device": args.device}
+    location = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
-        return _report(args, validate(recipe, folder, **place))
+        return _report(args, validate(recipe, folder, **location))
     with _warnings_on_stderr(not args.quiet):
         if args.engine == "ray":
             from react_clip.scale import evaluation as cluster
 
             result = cluster.run_recipe(
-                recipe, folder, address=args.address, workers=args.workers, progress=not args.quiet, **place
+                recipe, folder, address=args.address, workers=args.workers, progress=not args.quiet, **location
             )
         else:
-            result = run_recipe(recipe, folder, progress=not args.quiet, **place)
+            result = run_recipe(recipe, folder, progress=not args.quiet, **location)
     write_tables(result, folder / TABLES)
     if args.json:
         print(result.to_json(), end="")
@@ -122,20 +120,18 @@ def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]
     return tuple(by_label[label] for label in wanted)
 
 
-class _AboveTheBar(logging.Handler):
-    """Log lines that do not tear the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """One line on stderr."""
-        tqdm.write(f"react-clip: {record.getMessage()}", file=sys.stderr)
-
-
 @contextmanager
 def _warnings_on_stderr(enabled: bool) -> Iterator[None]:
-    logger, handler = logging.getLogger("react_clip.evaluation"), _AboveTheBar(logging.WARNING)
-    if enabled:
-        logger.addHandler(handler)
+    """Print warnings of the run above its progress bar."""
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    logger, handler = logging.getLogger("react_clip.evaluation"), logging.StreamHandler()
+    # A filter, because tqdm takes over filters and not levels.
+    handler.addFilter(lambda record: enabled and record.levelno >= logging.WARNING)
+    handler.setFormatter(logging.Formatter("react-clip: %(message)s"))
+    logger.addHandler(handler)
     try:
-        yield
+        with logging_redirect_tqdm([logger]):
+            yield
     finally:
         logger.removeHandler(handler)
