@@ -27,6 +27,7 @@ from react_clip import encoders, noise
 from react_clip.attacks import BPDA, Both, Queries
 from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
 from react_clip.evaluation.cost import Passes, defense_cost, set_cost
+from react_clip.evaluation.progress import Tally
 from react_clip.evaluation.result import AttackRow, Row, merge
 from react_clip.evaluation.store import Pictures, ShardStore
 from react_clip.report.tables import all_tables
@@ -115,31 +116,18 @@ def test_attack_seeds_are_never_judging_seeds(tmp_path: Path, monkeypatch: pytes
 
 
 def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
-    class Ledger:
-        def __init__(self) -> None:
-            self.passes = self.skipped = 0
-
-        def stage(self, text: str) -> None:
-            pass
-
-        def done(self, passes: int) -> None:
-            self.passes += passes
-
-        def skip(self, passes: int) -> None:
-            self.skipped += passes
-
     attacks = [{"kind": "adaptive-both", "steps": 2, "eot": 1, "eps": "1/255"}, suites(4)[0].to_dict()]
     defenses = [{"defense": "react", "views": 2}, {"defense": "aom", "views": 2}, "ttc"]
-    recipe = adaptive_recipe(attacks=attacks, defenses=defenses, batch=8, datasets=["data"])
+    recipe = adaptive_recipe(attacks=attacks, defenses=defenses, batch=4, datasets=["data"])
     clf = toy_classifier()
-    subject = sets.from_data(clf, clf, toy_photos(12), progress=False)
+    subject = sets.from_data(clf, clf, toy_photos(6), progress=False)
     costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
     planned = set_cost(recipe, len(subject), 32, costs).passes.work
     for resumed in (False, True):
-        ledger: Any = Ledger()
-        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, ledger).run()
-        assert ledger.passes + ledger.skipped == planned
-        assert (ledger.passes == 0) == resumed
+        passes = Tally()
+        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, passes).run()
+        assert passes.finished + passes.skipped == planned
+        assert (passes.finished == 0) == resumed
 
 
 def test_the_disk_estimate_counts_clean_photos_and_every_defence() -> None:

@@ -309,22 +309,6 @@ def test_the_attacked_encoder_may_have_another_precision(place: Path) -> None:
     assert about["model"] != about["attacked_model"]
 
 
-class Ledger:
-    """A progress bar that keeps the books."""
-
-    def __init__(self) -> None:
-        self.passes = self.skipped = 0
-
-    def stage(self, text: str) -> None:
-        pass
-
-    def done(self, passes: int) -> None:
-        self.passes += passes
-
-    def skip(self, passes: int) -> None:
-        self.skipped += passes
-
-
 def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
     recipe = Recipe.from_dict(
         {
@@ -340,10 +324,10 @@ def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
     costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
     planned = set_cost(recipe, len(subject), 32, costs).passes.work
     for resumed in (False, True):
-        ledger: Any = Ledger()
-        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, ledger).run()
-        assert ledger.passes + ledger.skipped == planned
-        assert (ledger.passes == 0) == resumed
+        passes = Tally()
+        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, passes).run()
+        assert passes.finished + passes.skipped == planned
+        assert (passes.finished == 0) == resumed
 
 
 def test_costs_are_those_of_the_protocol() -> None:
