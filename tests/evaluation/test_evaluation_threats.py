@@ -25,7 +25,7 @@ def test_a_recipe_may_know_the_defence() -> None:
     assert recipe.own_self_check is None
 
 
-def test_other_recipes_keep_their_fingerprint() -> None:
+def test_only_a_transfer_recipe_has_a_transfer_model() -> None:
     oblivious = adaptive_recipe(threat="oblivious", attacks=["pgd"])
     assert "transfer_model" not in oblivious.to_dict()
     assert set(oblivious.to_dict()["defenses"][0]) == {
