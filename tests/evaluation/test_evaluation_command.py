@@ -21,6 +21,7 @@ from react_clip.cli import parse_args
 from react_clip.encoders.base import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
 from react_clip.evaluation.cost import Passes, crafting_cost, defense_cost, set_cost
+from react_clip.evaluation.progress import Tally
 from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.sets import class_source
 from react_clip.evaluation.store import ShardStore
