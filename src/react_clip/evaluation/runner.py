@@ -1,7 +1,7 @@
 """The work on one set, cut into shards: clean answers, adversarial images, defended answers.
 
-Each shard covers ``batch`` images and depends only on them, so that a run may stop anywhere and go on later. A result
-names the digest of what it was computed from; when that is computed again and comes out differently, so is the result.
+Each shard covers ``batch`` images and depends only on them, so that a run can stop anywhere and continue later. A shard
+names the digest of the shard it was computed from; if that one is recomputed with another content, so is this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 _INTEGERS = {"prediction": torch.int64, "gated": torch.bool, "passes": torch.int32, "backward_passes": torch.int32}
 _FLOATS = ("d_low", "d_high", "r", "J", "score", "sigma")
 PART = "part "
-"""Before the name of a suite's member: how often its images were wrong where the suite chose between members."""
+"""Prefix of columns about one member of a suite: the share of draws in which its images were wrong."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,34 +48,34 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """Images on their way to a defence: not read or made before one asks for them."""
+class ImageSource:
+    """Input images of a defence, read or crafted only when ``pixels`` is called."""
 
     pixels: Callable[[], Tensor]
     count: int
     digest: str
-    """Of what the pixels come from."""
+    """Digest of the shard that the pixels come from."""
 
 
 @dataclass(frozen=True, eq=False)
-class Victims:
-    """The images of a shard that are attacked, and what became of them; one entry per attacked image."""
+class AttackedImages:
+    """The attacked images of a shard and the outcome of the attack; one entry per attacked image."""
 
     rows: Tensor
-    """Their places in the shard."""
-    source: Source
+    """Their positions in the shard."""
+    source: ImageSource
     """Their adversarial pixels, as stored."""
     plain: Tensor
-    """Undefended answers on these pixels."""
+    """Undefended predictions on these pixels."""
     found: Tensor
-    """Whether the attack had succeeded before its image was rounded for the store."""
+    """Mask: the attack had succeeded before its image was rounded for storage."""
     queries: Tensor
     parts: Tensors
-    """For a suite: what each member achieved."""
+    """For a suite: the columns of its members."""
 
 
 class SetRunner:
-    """Computes, or reads back, everything a recipe asks about one set."""
+    """Computes all outcomes of a recipe on one set, or reads them back."""
 
     def __init__(
         self, recipe: Recipe, subject: EvaluationSet, store: ShardStore, costs: list[Passes], progress: Tally
@@ -90,7 +90,7 @@ class SetRunner:
         self._cache = ViewCache()
 
     def run(self) -> list[Block]:
-        """All outcomes; finished shards are not computed again."""
+        """All outcomes, computed or read back from finished shards."""
         parts = [self.outcomes(span) for span in self.spans()]
         return [
             Block(
@@ -119,14 +119,14 @@ class SetRunner:
         found: dict[tuple[str, int, int], Tensors] = {}
         for item in self.recipe.all_attacks:
             self._cache.clear()
-            outcome, victims = self._outcome(item, span, clean, 0)
+            outcome, attacked_images = self._outcome(item, span, clean, 0)
             for choice in self._choices():
                 if item.adaptive and choice[0] and choice[1] == 0:
-                    # Whoever knows the defence makes images for each.
-                    outcome, victims = self._outcome(item, span, clean, choice[0])
+                    # An attack that knows the defence crafts images for each one.
+                    outcome, attacked_images = self._outcome(item, span, clean, choice[0])
                 answers = unperturbed[choice]
-                if victims is not None:
-                    answers = self._through_defence(item, span, choice, victims, answers)
+                if attacked_images is not None:
+                    answers = self._through_defence(item, span, choice, attacked_images, answers)
                 found[item.title, *choice] = {**outcome, **answers}
         return found
 
@@ -134,17 +134,19 @@ class SetRunner:
         """Every defence with every draw of its noise."""
         return ((number, draw) for number in range(len(self.recipe.defenses)) for draw in range(self.recipe.draws))
 
-    def _outcome(self, item: LabelledAttack, span: Span, clean: Shard, number: int) -> tuple[Tensors, Victims | None]:
-        """What an attack did to a shard, before any defence; ``number`` is the defence that it may know."""
+    def _outcome(
+        self, item: LabelledAttack, span: Span, clean: Shard, number: int
+    ) -> tuple[Tensors, AttackedImages | None]:
+        """Outcome of an attack on a shard before any defence; ``number`` is the defence an adaptive attack knows."""
         labels, prediction = self.subject.labels[slice(*span)], clean.tensors["prediction"]
-        victims = self._attacked(item, item.attack, span, clean, number) if item.attack is not None else None
+        attacked_images = self._attacked(item, item.attack, span, clean, number) if item.attack is not None else None
         attacked, found = torch.zeros(2, len(labels), dtype=torch.bool)
         queries, plain = torch.zeros_like(labels), prediction
-        if victims is not None:
-            attacked = attacked.index_fill(0, victims.rows, True)
-            found = found.index_copy(0, victims.rows, victims.found)
-            queries = queries.index_copy(0, victims.rows, victims.queries)
-            plain = plain.index_copy(0, victims.rows, victims.plain)
+        if attacked_images is not None:
+            attacked = attacked.index_fill(0, attacked_images.rows, True)
+            found = found.index_copy(0, attacked_images.rows, attacked_images.found)
+            queries = queries.index_copy(0, attacked_images.rows, attacked_images.queries)
+            plain = plain.index_copy(0, attacked_images.rows, attacked_images.plain)
         outcome = {
             "index": torch.arange(*span),
             "label": labels,
@@ -155,27 +157,32 @@ class SetRunner:
             "clean_prediction": prediction,
             "plain_prediction": plain,
         }
-        if victims is not None:
-            for name, share in victims.parts.items():
-                outcome[name] = torch.full(labels.shape, torch.nan).index_copy(0, victims.rows, share)
-        return outcome, victims
+        if attacked_images is not None:
+            for name, share in attacked_images.parts.items():
+                outcome[name] = torch.full(labels.shape, torch.nan).index_copy(0, attacked_images.rows, share)
+        return outcome, attacked_images
 
     def _through_defence(
-        self, item: LabelledAttack, span: Span, choice: tuple[int, int], victims: Victims, unperturbed: Tensors
+        self,
+        item: LabelledAttack,
+        span: Span,
+        choice: tuple[int, int],
+        attacked_images: AttackedImages,
+        unperturbed: Tensors,
     ) -> Tensors:
         """Defended answers of a shard under attack.
 
-        What was not attacked passes through unperturbed, so its answer is the one it got among the clean images.
+        Images that were not attacked keep the answers they got as clean images.
         """
-        spared = span[1] - span[0] - len(victims.rows)
+        spared = span[1] - span[0] - len(attacked_images.rows)
         self.progress.skip(self.costs[choice[0]].work * spared)
-        answers = self._defended(item, span, choice, victims.source)
-        return {name: rest.index_copy(0, victims.rows, answers[name]) for name, rest in unperturbed.items()}
+        answers = self._defended(item, span, choice, attacked_images.source)
+        return {name: rest.index_copy(0, attacked_images.rows, answers[name]) for name, rest in unperturbed.items()}
 
     # ------------------------------------------------------------------ the three kinds of work
 
     def _clean_answers(self, span: Span) -> Shard:
-        """Undefended answers on clean images: they decide what is attacked."""
+        """Undefended predictions on clean images, which decide what is attacked."""
         path, about = self._address(CLEAN, "plain", span), self._about(span, work="clean answers")
         if (shard := self.store.read(path, about)) is not None:
             self.progress.skip(span[1] - span[0])
@@ -183,13 +190,13 @@ class SetRunner:
         self.progress.stage("clean")
         images = self._address(CLEAN, IMAGES, span)
         if self.recipe.store != "none" and self.store.read(images, about) is None:
-            # For people who look at a run later; nothing is computed from these, so an exact copy is not needed.
+            # Only shown in reports, never computed with, so bytes are exact enough.
             photos = self.subject.batch(*span).mul(255).round().byte()
             self.store.write(images, about, {IMAGES: photos, "index": torch.arange(*span)})
         return self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
 
-    def _attacked(self, item: LabelledAttack, attack: Attack, span: Span, clean: Shard, number: int) -> Victims:
-        """The images that the protocol attacks, attacked."""
+    def _attacked(self, item: LabelledAttack, attack: Attack, span: Span, clean: Shard, number: int) -> AttackedImages:
+        """Choose the images that the protocol attacks, and craft or read their adversarial versions."""
         labels = self.subject.labels[slice(*span)]
         right = clean.tensors["prediction"] == labels
         rows = (torch.ones_like(right) if self.recipe.scoring == "attack_all" else right).nonzero().flatten()
@@ -220,16 +227,16 @@ class SetRunner:
 
         @cache
         def images() -> Tensor:
-            # Images that are not stored are made again where a defence still needs them: same seed, same images.
+            # Images that are not stored are crafted again if a defence still needs them: same seed, same images.
             source = kept if "images" in kept else crafted or craft()
             return to_float(source["images"].to(self.subject.clf.device))
 
-        source = Source(images, len(rows), shard.digest)
+        source = ImageSource(images, len(rows), shard.digest)
         parts = {name: share for name, share in kept.items() if name.startswith(PART)}
-        return Victims(rows, source, kept["plain"], kept["found"], kept["queries"], parts)
+        return AttackedImages(rows, source, kept["plain"], kept["found"], kept["queries"], parts)
 
     def _craft(self, attack: Attack, number: int, clean: Tensor, labels: Tensor) -> Tensors:
-        """Adversarial images as they are stored, and the undefended answers on them."""
+        """Adversarial images in their stored type, and the undefended predictions on them."""
         defense = self.recipe.defenses[number].defense
         if not len(clean):
             none = torch.zeros(0, dtype=torch.int64)
@@ -249,7 +256,7 @@ class SetRunner:
             self.progress.done(reached - reported)
             reported = reached
 
-        with _one_line_when_memory_is_short(self.recipe.batch):
+        with _explained_memory_error(self.recipe.batch):
             clf, y, seed = self.subject.attack_clf, labels.to(clean.device), self.recipe.seed
             result = attack(attack.target(clf, defense), clean, y, seed=seed, progress=tick)
         self.progress.done(work - reported)
@@ -259,10 +266,10 @@ class SetRunner:
         parts = {PART + name: share.cpu() for name, share in result.parts.items()}
         return {"images": images, "plain": plain, "found": result.success.cpu(), **counts, **parts}
 
-    def _clean_source(self, span: Span, clean: Shard) -> Source:
-        return Source(lambda: self.subject.batch(*span), span[1] - span[0], clean.digest)
+    def _clean_source(self, span: Span, clean: Shard) -> ImageSource:
+        return ImageSource(lambda: self.subject.batch(*span), span[1] - span[0], clean.digest)
 
-    def _defended(self, item: LabelledAttack, span: Span, choice: tuple[int, int], source: Source) -> Tensors:
+    def _defended(self, item: LabelledAttack, span: Span, choice: tuple[int, int], source: ImageSource) -> Tensors:
         """Defended answers on the images of a source."""
         number, draw = choice
         chosen, seed = self.recipe.defenses[number], self.recipe.seeds[draw]
@@ -276,7 +283,7 @@ class SetRunner:
             return shard.tensors
         self.progress.stage(f"{item.title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else ""))
         if source.count:
-            with _one_line_when_memory_is_short(self.recipe.batch), cached_views(self.subject.clf.encoder, self._cache):
+            with _explained_memory_error(self.recipe.batch), cached_views(self.subject.clf.encoder, self._cache):
                 answers = _answers(chosen.defense(self.subject.clf, source.pixels(), seed=seed))
         else:
             answers = _no_answers()
@@ -289,7 +296,7 @@ class SetRunner:
 
     @torch.no_grad()
     def _plain(self, images: Tensor) -> Tensor:
-        with _one_line_when_memory_is_short(self.recipe.batch):
+        with _explained_memory_error(self.recipe.batch):
             logits: Tensor = self.subject.clf(images)
         self.progress.done(len(images))
         return logits.argmax(-1).cpu()
@@ -298,7 +305,7 @@ class SetRunner:
         return (self.subject.name, item.title, kind, *more, f"{span[0]:06d}")
 
     def _about(self, span: Span, **details: Any) -> dict[str, Any]:
-        """Everything a shard depends on."""
+        """Description of everything a shard depends on."""
         protocol = {
             "set": self.subject.name,
             "span": list(span),
@@ -309,7 +316,7 @@ class SetRunner:
 
 
 @contextmanager
-def _one_line_when_memory_is_short(batch: int) -> Iterator[None]:
+def _explained_memory_error(batch: int) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
