@@ -15,7 +15,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 _BYTES = {"float16": 2, "uint8": 1, "none": 0}
 _SHARD_OVERHEAD = 4096
 _ROW_BYTES = 120
-"""A per-image result: about 40 bytes in its shard, as much again in Parquet, and room for file-system blocks."""
+"""Bytes of one per-image result: about 40 in its shard, 40 in Parquet, and file-system blocks."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ class Passes:
 
     @property
     def work(self) -> int:
-        """In forward passes; a backward pass takes about twice as long."""
+        """Total in forward passes; a backward pass takes about twice as long."""
         return self.forward + 2 * self.backward
 
 
 def crafting_cost(attack: Attack, defense: Defense, passes: Passes) -> Passes:
-    """Passes per image at most; an attack that knows the defence runs it too, whose own ``passes`` these are."""
+    """Most passes per image of an attack; ``passes`` are those of the defence, which adaptive attacks run too."""
     return Passes(*attack.cost(defense, (passes.forward, passes.backward)))
 
 
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
-    """Passes per image: the most a defence says it can need, or what one that does not say needs on an example."""
+    """Most passes per image of a defence: its own ``cost()``, or measured on an example if it has none."""
     return Passes(*defense_passes(clf, defense, example))
 
 
 @dataclass(frozen=True)
 class SetCost:
-    """Upper bounds for one set: how many images an attack spares is not known before the run."""
+    """Upper bounds for one set; how many images are attacked is not known before the run."""
 
     passes: Passes
     disk_bytes: int
 
 
 def attacked_cost(recipe: Recipe, item: LabelledAttack, number: int, defenses: list[Passes]) -> Passes:
-    """Passes per image to attack and answer one defence; what defences share is counted with the first."""
+    """Passes per image to attack and run one defence; attacks shared by all defences are counted with the first."""
     answers = defenses[number] * recipe.draws
     if item.attack is None or (number and not item.adaptive):
         return answers

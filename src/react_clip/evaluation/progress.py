@@ -1,4 +1,4 @@
-"""A progress bar in encoder passes: the only unit in which an attack and a defence take time alike."""
+"""A progress bar in encoder passes, the unit in which attacks and defences take the same time."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tqdm import tqdm
 
 
 class Tally:
-    """Passes that were done and passes that need not be, counted for somebody who shows them elsewhere."""
+    """Counts finished passes and planned passes that were not needed."""
 
     def __init__(self) -> None:
         self.finished = 0
         self.skipped = 0
 
     def stage(self, text: str) -> None:
-        """Say what is going on."""
+        """Describe the current work; shown by a bar only."""
 
     def done(self, passes: int) -> None:
-        """That many passes are finished."""
+        """Count finished passes."""
         self.finished += passes
 
     def skip(self, passes: int) -> None:
-        """That many passes need not be done."""
+        """Count planned passes that are not needed."""
         self.skipped += passes
 
 
 class Progress(Tally):
-    """One bar for one set. Work that turns out to be done already, or cheaper than planned, shrinks what is left."""
+    """One bar for one set; passes that are not needed shorten it."""
 
     def __init__(self, name: str, total: int, *, enabled: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Progress(Tally):
         self._bar.close()
 
     def stage(self, text: str) -> None:
-        """Say it in front of the bar."""
+        """Show the text in front of the bar."""
         self._bar.set_description(f"{self._name}: {text}", refresh=False)
 
     def done(self, passes: int) -> None:

@@ -107,7 +107,7 @@ def run_recipe(
 
 
 def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
-    """What is defended, and what attacks are crafted on: the same one unless the recipe says otherwise."""
+    """The defended encoder and the one that attacks are crafted on; the same unless the recipe says otherwise."""
     encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
     if recipe.transfer_model is None and recipe.attack_dtype in (None, recipe.dtype):
         return encoder, encoder
@@ -116,13 +116,13 @@ def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]
 
 
 def typed_command() -> str:
-    """What was typed to get here."""
+    """The command line of this process."""
     return shlex.join(["react-clip", *sys.argv[1:]])
 
 
 @dataclass(frozen=True, eq=False)
 class SetOutcome:
-    """Everything that a run finds out about one set."""
+    """All results of one set."""
 
     info: SetInfo
     device: str
@@ -136,7 +136,7 @@ class SetOutcome:
 def set_outcome(
     recipe: Recipe, subject: EvaluationSet, store: ShardStore, check: SelfCheck, progress: bool
 ) -> SetOutcome:
-    """Compute, or read back, what a recipe asks about one set."""
+    """Compute or read back the results of one set."""
     device = device_name(subject.clf.device)
     log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
     costs = set_costs(recipe, subject)
@@ -153,7 +153,7 @@ def set_costs(recipe: Recipe, subject: EvaluationSet) -> list[Passes]:
 
 
 def planned_work(recipe: Recipe, subject: EvaluationSet, costs: list[Passes], images: int) -> int:
-    """The most that so many images of a set can take, in passes."""
+    """Most passes that so many images of a set can take."""
     return set_cost(recipe, images, subject.clf.encoder.image_size, costs).passes.work
 
 
@@ -174,7 +174,7 @@ def _run(
 def conclude(
     recipe: Recipe, folder: Path, outcomes: Callable[[ShardStore], Iterable[SetOutcome]], command: str
 ) -> EvaluationResult:
-    """Hold a run's folder while the outcomes of its sets come in, in the recipe's order; then write the result."""
+    """Lock a run's folder, collect the outcomes of its sets in the recipe's order, and write the result."""
     with open_run(folder, recipe) as store:
         infos: list[SetInfo] = []
         rows: list[Row] = []

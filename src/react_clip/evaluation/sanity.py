@@ -1,4 +1,4 @@
-"""An attack that knows the defence must behave like one, or its robust accuracy is fiction.
+"""Checks that attacks which know the defence are strong enough for their robust accuracy to mean something.
 
 A defence looks strong under a weak attack (Carlini et al., 2019, "On Evaluating Adversarial Robustness"). So accuracy
 must fall with the budget and with the number of steps, go to about 0 where the budget allows any image, not be lower
@@ -28,22 +28,22 @@ from react_clip.evaluation.threats import ADAPTIVE
 
 HUGE = 64 / 255
 LIMIT = 0.1
-"""Largest accuracy that may be left where the budget is huge."""
+"""Largest accuracy that may be left at the huge budget."""
 
 Measure = Callable[[Tensor, Tensor], Tensor]
-"""From images and labels to the share of draws in which each is answered wrongly."""
+"""``(images, labels) -> [B]``: share of draws in which each image is answered wrongly."""
 
 _IMAGES = 16
 _FEW, _MANY = 5, 20
 
 
 def wanted(recipe: Recipe) -> bool:
-    """Whether a run has to show that its attacks work on the defences."""
+    """Whether a run has to pass these checks."""
     return recipe.self_check and recipe.threat == ADAPTIVE and bool(recipe.attacks)
 
 
 def probes(recipe: Recipe, subject: EvaluationSet, blocks: Sequence[Block], store: ShardStore) -> list[Check]:
-    """What takes attacks of its own, on the first few images of a set that undefended CLIP gets right."""
+    """Checks by extra attacks on the first few images of a set that undefended CLIP gets right."""
     eps = min(item.eps for item in recipe.attacks)
     strongest = [item for item in recipe.attacks if item.eps == eps]
     found: list[Check] = []
@@ -70,7 +70,7 @@ class _Few:
     store: ShardStore
 
     def step_and_budget_checks(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
-        """More steps and more room must help the first attack that takes gradients."""
+        """More steps and a huge budget must make the first gradient attack stronger."""
         probe = next(filter(None, (_with_gradients(item.attack, self.chosen) for item in items)), None)
         if probe is None:
             return
@@ -86,7 +86,7 @@ class _Few:
         yield Check("huge budget", self.chosen.label, title, expected, LIMIT, huge, 0.0, huge <= LIMIT)
 
     def oblivious_check(self, blocks: Sequence[Block]) -> Check:
-        """PGD on undefended CLIP must not hurt more than the strongest of the recipe's attacks."""
+        """PGD on undefended CLIP must not be stronger than the strongest of the recipe's attacks."""
         attack = PGD(eps=self.eps, steps=_MANY, step_size="eps/4")
         oblivious = 1.0 - self._stored(attack, lambda x, y: self._replay(attack, x, y))
         by_attack: dict[str, list[float]] = {}
@@ -108,7 +108,7 @@ class _Few:
         return torch.stack(wrong).float().mean(0)
 
     def _stored(self, attack: Attack, broken: Measure) -> float:
-        """The share of wrong answers, measured once."""
+        """The share of wrong answers, measured once and stored."""
         path = (self.subject.name, "checks", self.chosen.label, f"{attack.name} {format_eps(attack.eps)}")
         about = {
             "work": "sanity check",
@@ -130,12 +130,12 @@ class _Few:
 
 
 def from_rows(rows: Sequence[Row], attacks: Sequence[AttackRow]) -> list[Check]:
-    """What can be read off a run: accuracy falls with the budget, and queries do not beat gradients."""
+    """Checks from the numbers of a run: accuracy falls with the budget, and queries do not beat gradients."""
     return [*_budget_checks(rows), *_query_checks(attacks)]
 
 
 def insist(checks: Sequence[Check]) -> None:
-    """Refuse to report if an attack did not behave like one."""
+    """Raise if a check failed."""
     for check in checks:
         if not check.passed:
             raise ReactClipError(
@@ -165,11 +165,11 @@ def _query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
         if row.attacked:
             groups.setdefault((row.dataset, row.eps, row.defense), []).append(row)
     for (dataset, eps, defense), group in groups.items():
-        # What a suite achieved as a whole is no one's gradient or query; where there are members, these count.
+        # A suite mixes gradients and queries, so its members are compared instead.
         singles = [row for row in group if row.part or not row.config.startswith(f"{Suite.__name__}(")]
         blind = [row for row in singles if (row.part or row.config).startswith((Queries.kind, f"{Queries.__name__}("))]
         seeing = [row for row in singles if row not in blind]
-        # Where members took turns, Square met only what gradients had left, and there is nothing to compare.
+        # With members in turn, Square attacked only what gradients had left, so there is nothing to compare.
         seeing = [row for row in seeing if blind and row.attacked == blind[0].attacked]
         if blind and seeing:
             without, with_gradients = (1.0 - max(row.success_rate for row in side) for side in (blind, seeing))

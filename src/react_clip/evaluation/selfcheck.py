@@ -1,7 +1,7 @@
-"""A run must show that its attack works: PGD-10 at 1/255 leaves next to nothing of an undefended CLIP.
+"""Self-check of a run: PGD-10 at 1/255 must leave undefended CLIP almost no accuracy.
 
-Where it leaves much, the attack or the model is broken (normalisation twice, eps in the wrong unit, gradients that
-vanish in half precision, the wrong class features), and every robust accuracy of the run would be fiction.
+If it leaves much, the attack or the model is broken (normalisation twice, eps in the wrong unit, gradients that
+vanish in half precision, the wrong class features), and no robust accuracy of the run can be trusted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _IMAGES = 32
 
 
 def skipped() -> SelfCheck:
-    """The recipe switched the check off, as it must for towers that were finetuned to be robust."""
+    """The result of a check that was switched off, as for towers that were finetuned to be robust."""
     return SelfCheck(False, "", 0, math.nan, math.nan, LIMIT)
 
 
 def from_blocks(recipe: Recipe, blocks: Sequence[Block]) -> SelfCheck:
-    """Read off the recipe's own PGD-10 at 1/255: mean over sets of the undefended answers."""
+    """The check from the recipe's own PGD-10 at 1/255: mean over sets of the undefended accuracy."""
     clean, robust, images, names = [], [], 0, []
     for name in dict.fromkeys(block.dataset for block in blocks):
         columns = next(b.columns for b in blocks if b.dataset == name and b.attack == recipe.own_self_check)
@@ -45,7 +45,7 @@ def from_blocks(recipe: Recipe, blocks: Sequence[Block]) -> SelfCheck:
 
 
 def on_few_images(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
-    """Attack the first images of a set that undefended CLIP gets right."""
+    """The check on the first images of a set that undefended CLIP gets right."""
     attack = SELF_CHECK_ATTACK.attack
     assert attack is not None
     # Images made for another model need not break this one, but the one that they were made for.

@@ -36,7 +36,7 @@ def _row(recipe: Recipe, draws: list[Block]) -> Row:
     clean_correct = clean == label
     estimate = metrics.wilson(metrics.accuracy(correct), len(label))
     leaked = metrics.leakage(clean_correct, attacked, correct)
-    # Under attack only attacked images count; all of these are right clean unless everything was attacked.
+    # Under attack, gates are counted on attacked images that CLIP gets right clean.
     counted = clean_correct if first.attack.attack is None else clean_correct & attacked
     return Row(
         dataset=first.dataset,
@@ -106,7 +106,7 @@ def attack_rows(blocks: Sequence[Block]) -> list[AttackRow]:
     groups: dict[tuple[LabelledAttack, str], list[Block]] = {}
     for block in blocks:
         if block.attack.attack is not None:
-            # Where every defence met the same images, the first one's block tells all.
+            # Other attacks made the same images for all defences, so one group holds them.
             groups.setdefault((block.attack, block.defense if block.attack.adaptive else ""), []).append(block)
     rows = []
     for (item, defense), draws in groups.items():
@@ -135,7 +135,7 @@ def attack_rows(blocks: Sequence[Block]) -> list[AttackRow]:
 
 
 def _part_row(suite: AttackRow, name: str, shares: npt.NDArray[np.float32]) -> AttackRow:
-    """What one member of a suite achieved on the images that were left to it."""
+    """The row of one member of a suite, over the images that it attacked."""
     tried = shares[~np.isnan(shares)]
     return replace(
         suite,
@@ -199,7 +199,7 @@ def _block_table(pa: Any, recipe: Recipe, block: Block) -> Any:
 
 
 def write_per_image(path: Path, tables: Sequence[Any]) -> None:
-    """One compressed file, whole or not at all."""
+    """Write one compressed Parquet file atomically."""
     pa = require("pyarrow", "writing per-image results", extra="eval")
     parquet = require("pyarrow.parquet", "writing per-image results", extra="eval")
     merged = pa.concat_tables(tables).unify_dictionaries()

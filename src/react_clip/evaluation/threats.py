@@ -1,4 +1,4 @@
-"""What the attacker knows, and which attacks go with it: a robust accuracy means nothing without."""
+"""Threat models: what the attacker knows, and which attacks fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(
     attacks: Iterable[tuple[str, Attack | None]],
     defenses: Iterable[tuple[str, Defense]],
 ) -> None:
-    """Refuse attacks that do not go with the threat model, or not with a defence."""
+    """Refuse attacks that do not fit the threat model or a defence."""
     if (transfer_model is not None) != (threat == TRANSFER):
         raise ReactClipError(
             f"threat is {threat!r} and transfer_model is {transfer_model!r}; the model to craft on belongs to threat: "

@@ -1,4 +1,4 @@
-"""Everything that can be checked before hours are spent: recipe, data, class features, weights, disk, cost."""
+"""Checks before a run: recipe, data, class features, weights, disk space and cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 @dataclass(frozen=True)
 class SetReport:
-    """What is known about one set before it is run; ``problem`` is empty where it can be."""
+    """One set before the run; ``problem`` is empty if it can be run."""
 
     name: str
     images: int = 0
@@ -41,7 +41,7 @@ class SetReport:
 
 @dataclass(frozen=True)
 class DefenseReport:
-    """Passes at most to attack and answer one defence, where the attacker knows it."""
+    """Most passes to attack and run one defence that the attacker knows."""
 
     label: str
     forward_passes: int
@@ -61,7 +61,7 @@ class Validation:
     disk_free: int
     problems: tuple[str, ...]
     defenses: tuple[DefenseReport, ...] = ()
-    """What each defence costs, where each is attacked with images of its own; empty otherwise."""
+    """Cost of each defence under adaptive attacks; empty for other threat models."""
 
     @property
     def ok(self) -> bool:
@@ -149,7 +149,7 @@ def _check_set(
     source = class_source(encoder, dataset, heads, root)
     dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
     if costs is None:
-        # What would fail after an hour fails now: a defence that needs a text tower, or one of the caller's own.
+        # Finds defences that cannot run on this model, such as those that need a text tower.
         photo = as_pixels(dataset.image(0), encoder.image_size)
         costs = _defense_costs(recipe, encoder, photo)
     cost = set_cost(recipe, len(dataset), encoder.image_size, costs)
@@ -179,7 +179,7 @@ def _defense_reports(recipe: Recipe, images: int, costs: list[Passes] | None) ->
 
 
 def _defense_costs(recipe: Recipe, encoder: Encoder, photo: Tensor) -> list[Passes]:
-    """Passes do not depend on the classes, so two made-up ones will do."""
+    """Passes per image of every defence; they do not depend on the classes, so two made-up ones are used."""
     for item in recipe.defenses:
         if isinstance(item.defense, BaseDefense):
             item.defense.check(encoder)
@@ -188,13 +188,13 @@ def _defense_costs(recipe: Recipe, encoder: Encoder, photo: Tensor) -> list[Pass
 
 
 def _free(folder: Path) -> int:
-    """Free bytes where the folder is, or will be."""
+    """Free bytes on the file system of a folder that may not exist yet."""
     place = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
     return shutil.disk_usage(place).free
 
 
 def _size(count: int) -> str:
-    """Bytes for people.
+    """A number of bytes as text.
 
     >>> _size(3_500_000)
     '3.5 MB'
