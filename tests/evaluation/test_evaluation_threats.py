@@ -9,7 +9,7 @@ import pytest
 from evaluation_toys import adaptive_recipe
 
 import react_clip as rc
-from react_clip.adaptive import Both
+from react_clip.attacks import Both
 from react_clip.evaluation import Recipe, yaml_text
 
 
