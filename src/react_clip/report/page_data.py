@@ -18,7 +18,8 @@ from torch import Tensor
 
 from react_clip.evaluation.recipe import CLEAN, MEAN, format_eps
 from react_clip.evaluation.result import Row
-from react_clip.preprocess import data_uri, to_image
+from react_clip.evaluation.store import Pictures
+from react_clip.preprocess import data_uri, to_float, to_image
 from react_clip.report.run import Run, conditions
 
 # ---------------------------------------------------------------------- words

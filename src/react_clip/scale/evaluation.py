@@ -28,7 +28,7 @@ from react_clip.evaluation.run import (
     typed_command,
 )
 from react_clip.evaluation.runner import SetRunner, Span
-from react_clip.evaluation.store import SHARDS, ShardStore, log
+from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, log
 from react_clip.scale.cluster import connected
 from react_clip.scale.runner import Allocation, WorkerPool
 
