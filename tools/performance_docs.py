@@ -35,12 +35,13 @@ FLAT = 1.05
 
 
 def performance(name: str, folder: Path) -> str:
-    """One section: cost, aims, sweeps, roofline, sequential or tried."""
+    """One section: cost, aims, sweeps, roofline, compilation, sequential or tried."""
     sections: dict[str, Callable[[Path], str]] = {
         "cost": lambda folder: cost(read_reports(folder)),
         "aims": lambda folder: aims(read_reports(folder)),
         "sweeps": lambda folder: sweeps(read_reports(folder)),
         "roofline": lambda folder: roofline(read_reports(folder)),
+        "compilation": compilation,
         "sequential": sequential,
         "tried": tried,
     }
@@ -53,6 +54,31 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     head, rows = [head[place] for place in used], [[row[place] for place in used] for row in rows]
     line = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     return [*line, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def compilation(folder: Path) -> str:
+    """What a GPU loses without ``compile=True``."""
+    paths = [folder / f"gpu-{name}.json" for name in ("first-call", *(f"{m}-table-clean-uncompiled" for m in MODELS))]
+    if not all(path.is_file() for path in paths):
+        return ""
+    first, *plain = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    rows = [
+        [f"{text}, seconds", *(f"{case[key]:.2f}" for case in first["seconds"])]
+        for text, key in (
+            ("first defended call, 256 photos", "first_call"),
+            ("second call", "second_call"),
+            ("twenty batch sizes for the first time", "twenty_sizes"),
+            ("the same sizes again", "twenty_sizes_again"),
+        )
+    ]
+    compiled = read_reports(folder)
+    for text, key in (("overhead, batch 256, clean", "overhead"), ("one image alone, p50 ms", "latency_p50")):
+        for model, report in zip(MODELS, plain, strict=True):
+            both = (contender(item, OURS)[key] for item in (report, compiled[f"gpu-{model}-table-clean"]))
+            rows.append([f"{MODELS[model]}: {text}", *(f"{value:.2f}" for value in both)])
+    note = f"*{first['device']}, {first['dtype']}; `benchmarks/results/bench/gpu-first-call.json`, made by"
+    note += f" `{first['command']}`, and `gpu-*-table-clean*.json`.*"
+    return "\n".join([*table(["", "without", "with `compile=True`"], rows), "", note])
 
 
 def source(report: Report) -> str:
