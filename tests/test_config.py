@@ -26,7 +26,7 @@ class Lens(Configuration):
 
 
 class Camera(Registered):
-    registry: ClassVar[Registry[Camera]] = Registry("camera")
+    registry: ClassVar[Registry[Camera]] = Registry("camera", "tests.cameras")
     eps: PixelLength = 4 / 255
 
 

@@ -275,8 +275,8 @@ C = TypeVar("C", bound="Registered")
 class Registry(Generic[C]):
     """The classes of a family by their kinds.
 
-    A kind is the ``kind`` of a class that has been defined, the name of an entry point in ``group`` of any installed
-    package, or ``module:Class``.
+    A kind is the ``kind`` of a class that has been defined. With a ``group`` it is also the name of an entry point in
+    that group of any installed package, or ``module:Class``.
     """
 
     def __init__(self, family: str, group: str = "") -> None:
@@ -303,10 +303,11 @@ class Registry(Generic[C]):
             return self._classes[kind]
         if isinstance(kind, str) and kind in (found := self._entry_points()):
             return self._load(kind, found[kind].value)
-        if isinstance(kind, str) and ":" in kind:
+        if isinstance(kind, str) and ":" in kind and self._group:
             return self._load(kind, kind)
         problem = f"the {self._family} has no kind" if kind is None else f"{self._family} {_short(kind)} does not exist"
-        raise ReactClipError(f"{problem}; choose one of {', '.join(self.names())}, or write module:Class for your own")
+        own = ", or write module:Class for your own" if self._group else ""
+        raise ReactClipError(f"{problem}; choose one of {', '.join(self.names())}{own}")
 
     def read(self, data: Mapping[str, Any] | str) -> C:
         """One of the family from its kind, or from ``{"kind": kind, field: value, ...}``."""

@@ -23,7 +23,7 @@ from react_clip.report.figures import FigureOf, calibration_figure, figures_of
 from react_clip.report.figures.base import View
 from react_clip.report.figures.leakage import best_scale, corrected, flipped, leakage_grids
 from react_clip.report.figures.plot import spread
-from react_clip.report.figures.sweeps import by_mapping, grids_of, sweeps_of
+from react_clip.report.figures.sweeps import by_mapping, default_of, grids_of, sweeps_of
 from react_clip.report.run import Run, read_run
 from react_clip.report.style import (
     COLOURS,
@@ -32,6 +32,8 @@ from react_clip.report.style import (
     PAPER,
     SMALL,
     budget_colour,
+    colour_of,
+    label_of,
     looks_of,
     method_of,
     save_figure,
@@ -358,6 +360,13 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert looks["paper"].colour == looks["calibrated"].colour == COLOURS["react"]
     assert looks["paper"].dashes != looks["calibrated"].dashes
     assert looks["mine"].colour not in COLOURS.values()
+
+
+def test_a_result_file_does_not_decide_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named_by_a_file.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = "named_by_a_file:Guard"
+    assert (label_of(kind), colour_of(kind), default_of(kind, "alpha")) == (kind, None, None)
 
 
 def test_a_method_has_one_colour_everywhere() -> None:

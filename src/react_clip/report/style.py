@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,18 +97,28 @@ def colour_of(method: str) -> str | None:
     """
     if method in TOWERS:
         return TOWERS[method]
-    try:
-        return BaseDefense.registry.get(method).colour
-    except ReactClipError:
-        return None
+    defense = defense_class(method)
+    return defense.colour if defense else None
 
 
 def label_of(kind: str) -> str:
     """The name of a defence in titles: its class's label, or the kind itself where there is no such class."""
+    defense = defense_class(kind)
+    return defense.label if defense else kind
+
+
+def defense_class(kind: str) -> type[BaseDefense] | None:
+    """The class of a kind, if there is one.
+
+    A ``module:Class`` is looked up only where its module is imported already: kinds come from result files, and reading
+    a file must not decide what is imported.
+    """
+    if ":" in kind and kind.partition(":")[0] not in sys.modules:
+        return None
     try:
-        return BaseDefense.registry.get(kind).label
+        return BaseDefense.registry.get(kind)
     except ReactClipError:
-        return kind
+        return None
 
 
 COLOURS = {method: str(colour_of(method)) for method in _SHAPES}

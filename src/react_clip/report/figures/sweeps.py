@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from react_clip import defenses
 from react_clip.calibration import Calibration, best_scale
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.grid import value_at
@@ -136,8 +135,9 @@ def default_of(kind: str, field: str) -> float | None:
     >>> default_of("react", "alpha"), default_of("aom", "mapping.sigma"), default_of("unheard-of", "alpha")
     (2.0, 0.1, None)
     """
+    defense = style.defense_class(kind)
     try:
-        value = value_at(defenses.from_dict(kind).to_dict(), field)
+        value = value_at(defense().to_dict(), field) if defense else None
     except (ReactClipError, TypeError):
         return None
     return float(value) if _is_number(value) else None
