@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # Two test processes and the servers and workers that they start share a few cores: one thread each, set before torch
-# is imported. Programs that tests start inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# is imported. Programs that tests start inherit it, so that all of them add up floats in the same order.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings

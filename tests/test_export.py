@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,6 @@ from react_clip import attacks, defenses
 from react_clip.cli import main
 from react_clip.encoders import exported as exporting
 from react_clip.encoders.exported import FORMATS
-from threads import one_thread
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One thread per test, and small matrices for the machine's limits."""
+"""Small matrices for the machine's limits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from react_clip.bench import hardware
-from threads import one_thread
 
 
 # Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
+def _small_matrices() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(hardware.MATRIX_SIDE, "cpu", 256)
         patch.setitem(hardware.COPIED_BYTES, "cpu", 2**20)
         yield

@@ -1,8 +1,7 @@
-"""Small complete CLIPs for the prompt-tuning defences, and a single thread for everybody."""
+"""Small complete CLIPs for the prompt-tuning defences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,8 @@ import pytest
 import react_clip as rc
 import tiny_clip
 from react_clip import Encoder
-from threads import one_thread
 
 from .prompt_toys import F64, classifier
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""One finished toy run that many tests look at, and a single thread for all of them."""
+"""One finished toy run that many tests read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,13 @@ import pytest
 from evaluation_toys import toy_run
 
 from react_clip.evaluation import EvaluationResult
-from threads import one_thread
-
-
-# Of a module: in a folder without __init__.py a fixture of a "package" would last for the rest of the run.
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationResult]:
     """An uninterrupted run; look, do not touch."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with one_thread():
-        return folder, toy_run(folder)
+    return folder, toy_run(folder)
 
 
 @pytest.fixture(scope="session")

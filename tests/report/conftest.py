@@ -14,7 +14,6 @@ from evaluation_toys import CLASSES, COUNT, ToyEncoder, toy_attacks, toy_defense
 import react_clip as rc
 from react_clip.evaluation import evaluate
 from react_clip.report.page import Report, write_report
-from threads import one_thread
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A class name that would run code if it ever became markup."""
@@ -36,8 +35,7 @@ def second_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(folder: Path, defenses: Any, count: int = COUNT, **options: Any) -> Path:
     clf = rc.ZeroShotClassifier.from_features(ToyEncoder(), NAMES, torch.eye(CLASSES))
     settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "draws": 2, "progress": False, **options}
-    with one_thread():
-        evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
+    evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
     return folder
 
 

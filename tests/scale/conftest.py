@@ -12,7 +12,6 @@ import pytest
 
 import react_clip as rc
 from scale_toys import picture
-from threads import one_thread
 
 pytest.importorskip("ray", reason="needs the scale extra")
 pytest.importorskip("pyarrow", reason="needs the scale extra")
@@ -30,13 +29,6 @@ def cluster() -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As many as a worker has, so that both sides add up floats in the same order."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture
