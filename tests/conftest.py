@@ -28,12 +28,16 @@ settings.register_profile("no deadline", deadline=None, suppress_health_check=[H
 settings.load_profile("no deadline")
 
 LONGEST = (
-    "test_scale_embed_ray.py",
-    "test_tower.py",
     "test_scale_evaluate.py",
+    "test_scale_embed_ray.py",
     "test_scale_serve.py",
+    "test_serve_page.py",
+    "test_page_browser.py",
+    "test_agreement.py",
+    "test_tower.py",
     "test_scale_runner.py",
     "test_export.py",
+    "test_serve_schema.py",
 )
 """The slowest files, which run first, so that no process is left alone with one of them at the end."""
 

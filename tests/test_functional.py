@@ -47,7 +47,7 @@ def test_every_mapping_gives_a_finite_scale_that_is_not_negative(drift: float) -
         sigma = mapping(torch.tensor([drift]))
         assert torch.isfinite(sigma).all(), mapping
         assert (sigma >= 0).all(), mapping
-        assert mappings.from_dict(mappings.to_dict(mapping)) == mapping
+        assert mappings.Mapping.from_dict(mapping.to_dict()) == mapping
 
 
 @given(st.floats(0, 2), st.floats(0, 2))

@@ -187,8 +187,8 @@ def test_alpha_zero_or_a_closed_gate_returns_the_plain_feature_bit_for_bit() -> 
         plain = guard(clf, images)
         with torch.no_grad():
             # The clean views share a batch with the probes; the same batch gives the same bits.
-            features, _, _ = guard._probe(clf.encoder, images, torch.arange(6))
-        assert torch.equal(plain.features, features)
+            decision = guard.decide(clf.encoder, images, torch.arange(6), divergence_of(clf))
+        assert torch.equal(plain.features, decision.plain)
 
 
 def test_an_encoder_that_never_moves_is_left_alone() -> None:

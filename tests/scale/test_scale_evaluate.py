@@ -124,7 +124,7 @@ def test_a_killed_driver_is_continued(cluster: Any, folder: Path, local_run: Pat
 
 def test_adaptive_attacks_pass_the_same_sanity_checks(cluster: Any, folder: Path) -> None:
     values = {
-        **Recipe.load(folder / "tiny.yaml").replace(datasets=("others",), attacks=(), limit=4).to_dict(),
+        **Recipe.load(folder / "tiny.yaml").replace(datasets=("others",), attacks=(), limit=2).to_dict(),
         "threat": "adaptive",
         "attacks": [{"kind": "adaptive-both", "eps": "4/255", "steps": 5, "eot": 1}],
         "defenses": [{"defense": "react", "tau": 1.48}],

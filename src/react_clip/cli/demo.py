@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BUDGETS, ALL_BUDGETS = (4, 8), (1, 4, 8, 16)
 """Attack strengths in 255ths: by default and with --full."""
-_PHOTOS = 3
+_PHOTOS = 2
 """Bundled photos by default; --full takes all."""
 
 
