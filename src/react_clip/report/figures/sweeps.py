@@ -136,8 +136,10 @@ def default_of(kind: str, field: str) -> float | None:
     (2.0, 0.1, None)
     """
     defense = style.defense_class(kind)
+    if defense is None:
+        return None
     try:
-        value = value_at(defense().to_dict(), field) if defense else None
+        value = value_at(defense().to_dict(), field)
     except (ReactClipError, TypeError):
         return None
     return float(value) if _is_number(value) else None
