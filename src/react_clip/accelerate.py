@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.augment import WeakAugmentation
 
 MAX_ROWS = 64
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
@@ -38,10 +37,6 @@ class Backend:
         """See :func:`react_clip.noise.noisy_view`."""
         return noise.noisy_view(pixels, keys, sigma)
 
-    def augmented_view(self, augmentation: WeakAugmentation, pixels: Tensor, keys: Tensor) -> Tensor:
-        """T(x) of each image; see :class:`react_clip.augment.WeakAugmentation`."""
-        return augmentation(pixels, keys)
-
     def reset(self) -> None:
         """Drop what was recorded; the encoder calls it when its weights move."""
 
@@ -62,7 +57,6 @@ class AcceleratedBackend(Backend):
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
-        self._augmentations: dict[WeakAugmentation, Callable[..., Tensor]] = {}
         self._lock = Lock()
 
     def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -92,12 +86,6 @@ class AcceleratedBackend(Backend):
         if not suits or not noise_kernel_works(pixels.device):
             return noise.noisy_view(pixels, keys, sigma)
         return kernel_noisy_view(pixels, keys, sigma)
-
-    def augmented_view(self, augmentation: WeakAugmentation, pixels: Tensor, keys: Tensor) -> Tensor:
-        """T(x) with its noise by the kernel, small batches by a CUDA graph."""
-        # The same function object in every call, because graphs are kept by function.
-        augment = self._augmentations.setdefault(augmentation, partial(augmentation, noisy_view=self.noisy_view))
-        return self(augment, pixels, keys)
 
     def reset(self) -> None:
         """Drop all graphs."""

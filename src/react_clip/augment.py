@@ -52,11 +52,8 @@ class WeakAugmentation(Configuration):
         if self.blur_kernel % 2 == 0:
             raise ReactClipError(f"blur_kernel is {self.blur_kernel}; it must be odd, such as 5")
 
-    def __call__(self, images: Tensor, keys: Tensor, noisy_view: noise.NoisyView = noise.noisy_view) -> Tensor:
-        """One augmented view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``.
-
-        ``noisy_view`` adds the noise: :func:`react_clip.noise.noisy_view`, or a faster equal of it.
-        """
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """One augmented view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``."""
         parameters, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
         draw = noise.uniform(parameters, 13)
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
@@ -64,7 +61,7 @@ class WeakAugmentation(Configuration):
         view = self._move(images, draw[:, 0:4])
         view = torch.where(_per_image(blurred), _blur(view, self._blur_kernels(draw[:, 7])), view)
         # A view without noise has noise of scale zero.
-        view = noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy).clamp(0.0, 1.0)
+        view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy).clamp(0.0, 1.0)
         return torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
 
     def _move(self, images: Tensor, draw: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -108,10 +108,6 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     """
     grain = normal(keys, pixels.shape[1:]).to(pixels.dtype)
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
-
-
-NoisyView = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(pixels [N, ...], keys [N], sigma [N]) -> views``, as :func:`noisy_view`."""
 
 
 def stream_keys(images: Tensor, seed: Seed) -> Tensor:

@@ -355,7 +355,7 @@ class ReACT(BaseDefense):
 
         def views(start: int, stop: int) -> Tensor:
             chosen = rows[start:stop]
-            return encoder.backend.augmented_view(self.augmentation, pixels[chosen], keys[chosen])
+            return encoder.backend(self.augmentation, pixels[chosen], keys[chosen])
 
         augmented = encoder.encode_in_batches(len(rows), self.max_batch, views)
         return result.index_copy(0, rows, divergence(rows, plain[rows], augmented))
