@@ -28,8 +28,8 @@ settings.register_profile("no deadline", deadline=None, suppress_health_check=[H
 settings.load_profile("no deadline")
 
 LONGEST = ("test_tower.py", "test_scale_evaluate.py", "test_scale_serve.py", "test_export.py")
-"""Slow files that run first, so that no process is left alone with one of them at the end. One that computes and one that
-starts processes alternate: two that start processes at the same moment take several times as long on two cores."""
+"""Slow files that run first, so that no process is left alone with one of them at the end. One that computes and one
+that starts processes alternate: two that start processes at the same moment take several times as long on two cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
