@@ -84,7 +84,7 @@ class APGD(Attack):
         x = previous = problem.random_start()
         logits, value, slope = problem.gradient(x, loss, self.eot)
         highest: tuple[Tensor, ...] = (x, value, slope)
-        # What is returned: the highest point among those that break the image, or among all if none does.
+        # Returned per image: the iterate of highest loss among those that break it, or among all if none does.
         best: tuple[Tensor, ...] = (x, logits, value)
         wrong = logits.argmax(1) != problem.y
         step = 2.0 * ball.eps

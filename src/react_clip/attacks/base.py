@@ -1,4 +1,4 @@
-"""What all attacks share: how they are called, and what they return."""
+"""Base classes of all attacks and the result that they return."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Attack(Registered, ABC):
         return margin(logits, labels)
 
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
-        """What to call the attack on in order to attack this classifier behind this defence."""
+        """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
         del defense
         return clf
 

@@ -1,4 +1,4 @@
-"""What an attack works on: checked images with their budgets and random streams, and a count of the passes spent."""
+"""The input of an attack: checked images, their budgets and random streams, and a count of the passes spent."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Queries(DefendedAttack):
         return times(passes, (self.queries + 1) * self.eot)
 
     def search(self, problem: Problem) -> Tensor:
-        """What Square finds."""
+        """Adversarial images ``[B, C, H, W]`` of Square."""
         noisy = defended_of(problem).with_noise(self.kind)
 
         def answer(images: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Transfer(DefendedAttack):
         return self.steps, self.steps
 
     def search(self, problem: Problem) -> Tensor:
-        """What PGD finds."""
+        """Adversarial images ``[B, C, H, W]`` of PGD."""
         defended = defended_of(problem)
         plain = problem.on(Target(defended.clf, defended.clf), derived_seed(defended.seed, self.kind))
         return PGD(steps=self.steps, step_size="eps/4").search(plain)

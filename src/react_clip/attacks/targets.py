@@ -1,4 +1,4 @@
-"""What attacks attack: a plain model, or a classifier behind a defence.
+"""Targets of attacks: a plain model, or a classifier behind a defence.
 
 For an attacker who knows the defence, it gives one of two answers, chosen by a gate:
 
@@ -40,7 +40,7 @@ Passes = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What an attack asks for logits, and the encoder passes that it costs per image."""
+    """A model that returns logits ``[B, K]`` for pixels, and the encoder passes that this costs per image."""
 
     answer: Model
     """Called without gradients."""

@@ -70,8 +70,8 @@ class Bench:
 
     def measure(self, comparisons: Mapping[float, Comparison], progress: Progress) -> Iterator[list[Point]]:
         """After every round, the timings so far of each comparison."""
-        races = list(comparisons.values())
-        for _ in measure(races, rounds=self.rounds, singles=self.singles, progress=progress):
+        ordered = list(comparisons.values())
+        for _ in measure(ordered, rounds=self.rounds, singles=self.singles, progress=progress):
             yield [Point(value, tuple(comparison.timings())) for value, comparison in comparisons.items()]
 
     def values(self, axis: str) -> list[float]:
