@@ -10,8 +10,10 @@ import torch
 
 import react_clip as rc
 from react_clip import cli
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Comparison, Contender, Timing, contenders, measure, speedup
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Comparison, Contender, Timing, measure
 from react_clip.bench.hardware import peak_memory
+from react_clip.bench.timing import speedup
+from react_clip.bench.workload import contenders
 from toys import toy_classifier, toy_images
 
 

@@ -40,7 +40,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the command writes about a small model, under the names of the real measurements."""
     folder = tmp_path_factory.mktemp("bench")
     common = ["--shapes", "small", "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "2", "--quiet"]
-    small = {"patch_size": 8, "image_size": 32, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    small = {"text_config": sizes, "vision_config": {**sizes, "patch_size": 8, "image_size": 32}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small", small)
         assert cli.main(["bench", *common, "--out", str(folder / "cpu-vit-b-32-table-clean.json")]) == 0

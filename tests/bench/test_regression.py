@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip.bench import gate_scores, host_syncs, open_gate_for
+from react_clip.bench.hardware import host_syncs
+from react_clip.bench.workload import gate_scores, open_gate_for
 from react_clip.defenses.react import FIRST_VIEWS
 from toys import on_a_gpu, toy_classifier, toy_images
 

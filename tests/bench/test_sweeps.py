@@ -11,33 +11,20 @@ import torch
 
 import react_clip as rc
 from react_clip import attacks, cli
-from react_clip.bench import (
-    BARE,
-    OURS,
-    PUBLISHED,
-    SHAPES,
-    SWEEPS,
-    Bench,
-    Traffic,
+from react_clip.bench import BARE, OURS, PUBLISHED, SHAPES, SWEEPS, Bench, Traffic
+from react_clip.bench.hardware import pass_flops, roofline
+from react_clip.bench.workload import (
+    attacked_rows,
     gate_scores,
     open_gate_for,
     random_encoder,
-    roofline,
     synthetic_photos,
     with_classes,
 )
-from react_clip.bench.hardware import pass_flops
-from react_clip.bench.workload import attacked_rows
 from toys import toy_classifier, toy_images
 
-TINY = {
-    "patch_size": 8,
-    "image_size": 32,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-}
+_SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 128}
+TINY = {"text_config": _SMALL, "vision_config": {**_SMALL, "patch_size": 8, "image_size": 32}}
 
 
 def toy_bench(**changes: object) -> Bench:
@@ -60,12 +47,12 @@ def test_a_sweep_measures_the_encoder_and_react_at_every_value(axis: str) -> Non
     comparisons = bench.sweep(axis)
     first, points = list(bench.measure(comparisons, labels.append))
     for rounds, found in enumerate((first, points), start=1):
-        assert {len(point.timings[0].round_milliseconds) for point in found} == {rounds}
+        assert {len(point.contenders[0].round_milliseconds) for point in found} == {rounds}
     assert [point.value for point in points] == bench.values(axis)
     assert len(labels) == sum(one.steps(rounds=2, singles=1) for one in comparisons.values())
     for point in points:
-        assert [timing.label for timing in point.timings] == [BARE, OURS]
-        assert 3 <= point.timings[1].passes <= 14
+        assert [timing.label for timing in point.contenders] == [BARE, OURS]
+        assert 3 <= point.contenders[1].passes <= 14
 
 
 def test_axes_span_what_they_should() -> None:

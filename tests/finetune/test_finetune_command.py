@@ -176,7 +176,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
         (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
         (["tecoa", "stripes", "--limit", "0"], "--limit is 0"),
         (["tecoa", "stripes", "--epochs", "-1"], "--epochs is -1"),
-        (["tecoa", "stripes", "--eps", "much"], "--eps is 'much'; give a number such as 1/255"),
+        (["tecoa", "stripes", "--eps", "much"], "eps is 'much'; it must be a number such as 4/255"),
         (["tecoa", "stripes", "--eps", "0"], "eps is 0"),
         (["tecoa", "stripes", "--dtype", "fp16"], "must be one of fp32, bf16"),
         (["tecoa", "stripes", "--batch", "0"], "batch is 0"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from react_clip.bench.hardware import host_syncs, peak_memory, seconds_of
@@ -70,35 +70,12 @@ class Ratio:
         >>> Ratio.of([3.0, 1.0, 2.0])
         Ratio(middle=2.0, low=1.0, high=3.0)
         """
-        return cls(statistics.median(values), min(values), max(values))
+        return cls(float(np.median(values)), min(values), max(values))
 
 
 def speedup(ours: Timing, theirs: Timing) -> Ratio:
     """Our images per second divided by theirs, round by round."""
     return Ratio.of([b / a for a, b in zip(ours.round_milliseconds, theirs.round_milliseconds, strict=True)])
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One contender on some images: seconds, and the sum of forward and backward passes."""
-
-    seconds: float
-    images: int
-    forward: float
-    backward: float
-
-    def __add__(self, other: _Run) -> _Run:
-        return _Run(
-            self.seconds + other.seconds,
-            self.images + other.images,
-            self.forward + other.forward,
-            self.backward + other.backward,
-        )
-
-    @property
-    def work(self) -> float:
-        """Forward passes, a backward pass counted as two."""
-        return self.forward + 2 * self.backward
 
 
 class Comparison:
@@ -114,7 +91,8 @@ class Comparison:
         # A busy CPU slows contenders alike when they alternate batch by batch. A GPU computes one batch while the host
         # prepares the next, so there contenders alternate over all images.
         self.chunks = torch.split(images, batch if images.device.type == "cpu" else len(images))
-        self._rounds: list[list[_Run]] = []
+        # For each round: seconds, images, forward and backward passes ``[contenders, 4]``.
+        self._rounds: list[NDArray[np.float64]] = []
         self._syncs: list[int] = []
         self._peaks: list[int] = []
         self._latencies: list[list[float]] = [[] for _ in contenders]
@@ -129,47 +107,41 @@ class Comparison:
         for number in range(singles):
             image = self.images[number % len(self.images)][None]
             for latencies, contender in zip(self._latencies, self.contenders, strict=True):
-                latencies.append(1000 * self._run(contender, image).seconds)
+                latencies.append(1000 * self._run(contender, image)[0])
             progress("one image alone")
 
     def measure_chunk(self, chunk: Tensor, first: bool, progress: Progress) -> None:
         """Every contender once on some of the images; ``first`` begins a new round."""
-        runs = []
-        for contender in self.contenders:
-            runs.append(self._run(contender, chunk))
-            progress(f"round {len(self._rounds) + first}: {contender.label}")
         if first:
-            self._rounds.append(runs)
-        else:
-            self._rounds[-1] = [total + run for total, run in zip(self._rounds[-1], runs, strict=True)]
+            self._rounds.append(np.zeros((len(self.contenders), 4)))
+        for number, contender in enumerate(self.contenders):
+            self._rounds[-1][number] += self._run(contender, chunk)
+            progress(f"round {len(self._rounds)}: {contender.label}")
 
     def timings(self) -> list[Timing]:
         """Measurements of every contender in the rounds so far."""
-        bare, *_ = by_contender = list(zip(*self._rounds, strict=True))
-        columns = (self.contenders, by_contender, self._latencies, self._peaks, self._syncs)
-        found = []
-        for contender, runs, latencies, peak, syncs in zip(*columns, strict=True):
-            each = tuple(1000 * run.seconds / run.images for run in runs)
-            pairs = zip(runs, bare, strict=True)
-            overhead = Ratio.of([run.seconds * one.work / (one.seconds * run.work) for run, one in pairs])
-            p50, p99 = np.percentile(latencies, [50, 99], method="inverted_cdf")
-            found.append(
-                Timing(
-                    label=contender.label,
-                    images_per_second=1000 / statistics.median(each),
-                    milliseconds=statistics.median(each),
-                    passes=runs[0].forward / runs[0].images,
-                    backward_passes=runs[0].backward / runs[0].images,
-                    overhead=overhead.middle,
-                    overhead_range=(overhead.low, overhead.high),
-                    latency_p50=float(p50),
-                    latency_p99=float(p99),
-                    peak_bytes=peak,
-                    host_syncs=syncs,
-                    round_milliseconds=each,
-                )
+        seconds, images, forward, backward = np.moveaxis(np.stack(self._rounds), -1, 0)
+        milliseconds, cost = 1000 * seconds / images, seconds / (forward + 2 * backward)
+        overheads = cost / cost[:, :1]
+        middle = np.median(milliseconds, axis=0)
+        p50, p99 = np.percentile(self._latencies, [50, 99], axis=1, method="inverted_cdf")
+        return [
+            Timing(
+                label=contender.label,
+                images_per_second=float(1000 / middle[i]),
+                milliseconds=float(middle[i]),
+                passes=float(forward[0, i] / images[0, i]),
+                backward_passes=float(backward[0, i] / images[0, i]),
+                overhead=float(np.median(overheads[:, i])),
+                overhead_range=(float(overheads[:, i].min()), float(overheads[:, i].max())),
+                latency_p50=float(p50[i]),
+                latency_p99=float(p99[i]),
+                peak_bytes=self._peaks[i],
+                host_syncs=self._syncs[i],
+                round_milliseconds=tuple(milliseconds[:, i].tolist()),
             )
-        return found
+            for i, contender in enumerate(self.contenders)
+        ]
 
     def steps(self, rounds: int, singles: int) -> int:
         """How often ``progress`` is called."""
@@ -178,11 +150,12 @@ class Comparison:
     def _answer(self, contender: Contender, images: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [contender.answer(part) for part in torch.split(images, self.batch)]
 
-    def _run(self, contender: Contender, images: Tensor) -> _Run:
+    def _run(self, contender: Contender, images: Tensor) -> tuple[float, int, float, float]:
+        """Seconds, images, forward passes and backward passes."""
         passes: list[tuple[Tensor, Tensor]] = []
         seconds = seconds_of(lambda: passes.extend(self._answer(contender, images)), images.device)
         forward, backward = (sum(part[kind].double().sum().item() for part in passes) for kind in (0, 1))
-        return _Run(seconds, len(images), forward, backward)
+        return seconds, len(images), forward, backward
 
 
 def measure(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from react_clip.attacks import Attack
 from react_clip.bench.timing import Answer, Contender
@@ -53,7 +54,8 @@ class Traffic:
     def __init__(
         self, clf: ZeroShotClassifier, photos: Tensor, attack: Attack | None, *, batch: int, seed: int = 0
     ) -> None:
-        self._clf, self._attack, self._batch, self._seed = clf, attack, batch, seed
+        self.attack = attack
+        self._clf, self._batch, self._seed = clf, batch, seed
         self._photos = photos.to(clf.device)
         self._attacked: dict[int, Tensor] = {}
 
@@ -62,7 +64,7 @@ class Traffic:
         chosen = torch.arange(count) % len(self._photos)
         images = self._photos[chosen.to(self._photos.device)]
         rows = attacked_rows(count, share)
-        if self._attack is None or not len(rows):
+        if self.attack is None or not len(rows):
             return images
         photos = chosen[rows].tolist()
         missing = torch.tensor(sorted(set(photos) - self._attacked.keys()), dtype=torch.long)
@@ -71,7 +73,7 @@ class Traffic:
                 clean = self._photos[part.to(self._photos.device)]
                 with torch.no_grad():
                     answers = self._clf(clean).argmax(-1)
-                attacked = self._attack(self._clf, clean, answers, seed=self._seed).images
+                attacked = self.attack(self._clf, clean, answers, seed=self._seed).images
                 self._attacked |= dict(zip(part.tolist(), attacked, strict=True))
         return images.index_copy(0, rows.to(images.device), torch.stack([self._attacked[photo] for photo in photos]))
 
@@ -114,10 +116,14 @@ def with_classes(clf: ZeroShotClassifier, count: int) -> ZeroShotClassifier:
 
 # ------------------------------------------------------------------ encoders with random weights
 
-_START, _END, _CONTEXT = 49406, 49407, 77
+_START, _END = 49406, 49407
+"""Tokens of CLIP's tokenizer around every prompt."""
 
-SHAPES: dict[str, dict[str, int]] = {"ViT-B-32": {"patch_size": 32}, "ViT-B-16": {"patch_size": 16}}
-"""Sizes of the image tower that differ from transformers' defaults, which are ViT-B's."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "ViT-B-32": {"vision_config": {"patch_size": 32}},
+    "ViT-B-16": {"vision_config": {"patch_size": 16}},
+}
+"""Values of ``CLIPConfig`` that differ from transformers' defaults, which are ViT-B's."""
 
 
 def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32", seed: int = 0) -> Encoder:
@@ -131,19 +137,7 @@ def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32",
         raise ReactClipError(f"no shapes are called {name!r}; choose one of {', '.join(SHAPES)}")
     from transformers import CLIPConfig, CLIPModel
 
-    where = resolve_device(device)
-    vision = SHAPES[name]
-    text = {
-        "hidden_size": vision.get("hidden_size", 512),
-        "intermediate_size": 4 * vision.get("hidden_size", 512),
-        "num_hidden_layers": vision.get("num_hidden_layers", 12),
-        "vocab_size": _END + 1,
-        "max_position_embeddings": _CONTEXT,
-        "bos_token_id": _START,
-        "eos_token_id": _END,
-        "pad_token_id": _END,
-    }
-    config = CLIPConfig(text_config=text, vision_config=vision)
+    where, config = resolve_device(device), CLIPConfig(**SHAPES[name])
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), where:
         torch.manual_seed(seed)
         model: Any = CLIPModel(config)
@@ -161,11 +155,10 @@ def _tokenize(prompts: list[str], *, max_length: int, **_: object) -> Any:
     from transformers import BatchEncoding
 
     words = [[zlib.crc32(word.encode()) % _START for word in prompt.split()] for prompt in prompts]
-    rows = [[_START, *tokens[: max_length - 2], _END] for tokens in words]
-    longest = max(map(len, rows))
-    padded = [row + [_END] * (longest - len(row)) for row in rows]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
-    return BatchEncoding({"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)})
+    rows = [torch.tensor([_START, *tokens[: max_length - 2], _END]) for tokens in words]
+    ids = pad_sequence(rows, batch_first=True, padding_value=_END)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
 
 # ------------------------------------------------------------------ contenders

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from torch import Tensor
-
 from react_clip import ReactClipError, attacks
-from react_clip.cli.common import (
-    PhotoReader,
-    add_label_options,
-    add_model_options,
-    add_photo_argument,
-    build_classifier,
-    load_encoder,
-    notice,
-)
+from react_clip.cli import common
 from react_clip.preprocess import to_image
 from react_clip.storage import atomic_path
 
@@ -26,13 +15,13 @@ _BATCH = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_photo_argument(parser)
+    common.add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
     parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(attacks.names('oblivious'))} (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
     parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
-    add_model_options(parser)
-    add_label_options(parser)
+    common.add_model_options(parser)
+    common.add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,28 +31,29 @@ def run(args: argparse.Namespace) -> int:
     if "oblivious" not in attack.threats:
         known = ", ".join(attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
-    reader = PhotoReader(args, batch=_BATCH)
+    reader = common.PhotoReader(args, batch=_BATCH)
     _refuse_equal_names([path.stem for path in reader.files])
-    encoder = load_encoder(args)
-    clf = build_classifier(args, encoder)
+    encoder = common.load_encoder(args)
+    clf = common.build_classifier(args, encoder)
     rows = []
     for paths, clean in reader.batches(encoder.image_size):
         pixels = clean.to(clf.device)
         answers = clf(pixels).argmax(-1)
         # Judged as written: a PNG holds 8 bits a pixel, and rounding can undo an attack.
         attacked = attack(clf, pixels, answers, seed=args.seed).images.mul(255).round().div(255)
-        fooled = clf(attacked).argmax(-1)
+        new_answers = clf(attacked).argmax(-1)
         for i, path in enumerate(paths):
             written = args.out / f"{path.stem}.png"
-            save_png(written, attacked[i])
-            before, after = clf.names[int(answers[i])], clf.names[int(fooled[i])]
+            with atomic_path(written) as temporary:
+                to_image(attacked[i]).save(temporary, format="PNG")
+            before, after = clf.names[int(answers[i])], clf.names[int(new_answers[i])]
             rows.append({"file": str(path), "attacked": str(written), "before": before, "after": after})
-    if args.json:
-        print(json.dumps({"attack": repr(attack), "results": rows, "errors": reader.failed}, indent=2))
-    else:
-        for row in rows:
-            print(f"{row['attacked']}: {row['before']} -> {row['after']}")
-        notice(args, "PNG holds 8 bits a pixel; rounding weakens attacks of about 1/255 and below")
+    common.print_result(
+        args,
+        {"attack": repr(attack), "results": rows, "errors": reader.failed},
+        [f"{row['attacked']}: {row['before']} -> {row['after']}" for row in rows],
+        ["PNG holds 8 bits a pixel; rounding weakens attacks of about 1/255 and below"],
+    )
     return reader.exit_code
 
 
@@ -71,9 +61,3 @@ def _refuse_equal_names(stems: list[str]) -> None:
     if len(set(stems)) < len(stems):
         twice = next(stem for stem in stems if stems.count(stem) > 1)
         raise ReactClipError(f"two photos are called {twice!r} and would overwrite each other; attack them separately")
-
-
-def save_png(path: Path, pixels: Tensor) -> None:
-    """One image as PNG, whole or not at all."""
-    with atomic_path(path) as temporary:
-        to_image(pixels).save(temporary, format="PNG")

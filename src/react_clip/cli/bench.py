@@ -5,56 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, attacks, defenses, storage
-from react_clip.bench import (
-    BARE,
-    OURS,
-    PLAIN,
-    PUBLISHED,
-    SHAPES,
-    SWEEPS,
-    Bench,
-    Point,
-    Timing,
-    Traffic,
-    gate_scores,
-    random_encoder,
-    roofline,
-    speedup,
-    synthetic_photos,
-)
-from react_clip.cli.common import (
-    PhotoReader,
-    add_label_options,
-    add_model_options,
-    add_photo_argument,
-    build_classifier,
-    build_guard,
-    bundled_photos,
-    load_encoder,
-    notice,
-)
-from react_clip.encoders import offline
+from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, attacks, bench, defenses, storage
+from react_clip.bench.hardware import roofline
+from react_clip.bench.timing import speedup
+from react_clip.bench.workload import random_encoder, synthetic_photos
+from react_clip.cli import common
+from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 
 SCHEMA = 2
 _CLASSES = 1_000
 """Classes of an encoder with random weights."""
+_OPTIONS = ("dtype", "compile", "images", "batch", "attacked", "eps", "rounds", "singles", "seed")
+"""Options that the report repeats."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
+    common.add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     parser.add_argument("--images", type=int, default=64, help="photos are repeated up to so many (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images per batch (%(default)s)")
@@ -66,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eps", default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument(
         "--sweep",
-        choices=(*SWEEPS, "all"),
+        choices=(*bench.SWEEPS, "all"),
         help="instead of the table: ReACT and the bare encoder along an axis (classes: 10 to 20,000; attacked: 0 to 1)",
     )
     parser.add_argument(
@@ -78,55 +52,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--defenses", default="", help=f"measure these as well, comma-separated: {', '.join(defenses.names())}"
     )
     parser.add_argument(
-        "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(SHAPES)}"
+        "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(bench.SHAPES)}"
     )
-    add_model_options(parser)
-    add_label_options(parser)
+    common.add_model_options(parser)
+    common.add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, and write the JSON after every round: an interrupted run keeps its rounds."""
     _check(args)
-    reader = PhotoReader(_with_photos(args)) if args.photos_in or not args.shapes else None
-    bench = _bench(args, reader)
-    report = _report(args, bench)
-    axes = SWEEPS if args.sweep == "all" else (args.sweep,) if args.sweep else ("",)
-    comparisons = {axis: bench.sweep(axis) if axis else {0.0: bench.table()} for axis in axes}
+    reader = common.PhotoReader(args) if args.photos_in or not args.shapes else None
+    job = _bench(args, reader)
+    report = _report(args, job.clf)
+    axes = bench.SWEEPS if args.sweep == "all" else (args.sweep,)
+    comparisons = {axis: job.sweep(axis) if axis else {0.0: job.table()} for axis in axes}
     steps = sum(one.steps(args.rounds, args.singles) for each in comparisons.values() for one in each.values())
-    tables: dict[str, list[Point]] = {}
-    with tqdm(total=steps, unit="step", disable=args.quiet or None) as bar:
-
-        def progress(label: str) -> None:
-            bar.set_description(label)
-            bar.update(1)
-
+    tables: dict[str | None, list[bench.Point]] = {}
+    with Progress(quiet=args.quiet, unit="step", total=steps) as progress:
         for axis, each in comparisons.items():
-            for tables[axis] in bench.measure(each, progress):
+            for tables[axis] in job.measure(each, lambda label: progress.advance(note=label)):
                 points = [dataclasses.asdict(point) for point in tables[axis]]
                 if axis:
-                    report["sweeps"][axis] = [{"value": p["value"], "contenders": p["timings"]} for p in points]
+                    report["sweeps"][axis] = points
                 else:
-                    report["contenders"] = points[0]["timings"]
+                    report["contenders"] = points[0]["contenders"]
                 if args.out:
                     storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _print(report, tables)
-        if args.out:
-            notice(args, f"written to {args.out}")
+    notices = [f"written to {args.out}"] if args.out else []
+    common.print_result(args, report, _lines(report, tables), notices)
     return reader.exit_code if reader else 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("images", "batch", "rounds", "singles"):
-        if getattr(args, name) < 1:
-            raise ReactClipError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    common.check_at_least_one(args, "images", "batch", "rounds", "singles")
     if not 0.0 <= args.attacked <= 1.0:
         raise ReactClipError(f"--attacked is {args.attacked}; it is a share between 0 and 1")
     if args.shapes is None:
         return
-    if args.model != offline.NAME:
+    if args.model != common.DEFAULT_MODEL:
         raise ReactClipError(f"--shapes {args.shapes} and --model {args.model} are both given; choose one of them")
     given = [name for name in ("labels", "labels_file", "photos", "template") if getattr(args, name) is not None]
     if given:
@@ -136,71 +99,47 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _with_photos(args: argparse.Namespace) -> argparse.Namespace:
-    args.photos_in = args.photos_in or bundled_photos()
-    return args
-
-
-def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> Bench:
+def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench.Bench:
     """The measurement that the options describe."""
-    others = {name: _defense(name, args.batch) for name in _names(args.defenses)}
+    others = {name: _defense(name, args.batch) for name in map(str.strip, args.defenses.split(",")) if name}
     if args.shapes:
         encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
-        clf, guard = _random_classifier(encoder), ReACT() if args.config is None else build_guard(args, encoder)
+        clf, guard = _random_classifier(encoder), ReACT() if args.config is None else common.build_guard(args, encoder)
     else:
-        encoder = load_encoder(args)
-        clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+        encoder = common.load_encoder(args)
+        clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     if args.compile:
         encoder.accelerate()
+    size = encoder.image_size
+    photos = reader.sample(args.images, size) if reader else synthetic_photos(args.images, size, seed=args.seed)
     attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
-    photos = _photos(reader, encoder.image_size, args.images, args.seed)
-    traffic = Traffic(clf, photos, attack, batch=args.batch, seed=args.seed)
-    return Bench(
+    return bench.Bench(
         clf=clf,
         guard=guard,
-        traffic=traffic,
+        traffic=bench.Traffic(clf, photos, attack, batch=args.batch, seed=args.seed),
         images=args.images,
         batch=args.batch,
         attacked=args.attacked,
         rounds=args.rounds,
         singles=args.singles,
-        scores=gate_scores(clf, guard, traffic.images(args.images, 0.0), batch=args.batch) if args.shapes else None,
         defenses=others,
     )
 
 
 def _random_classifier(encoder: Encoder) -> ZeroShotClassifier:
-    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(_CLASSES, encoder.dim, generator=torch.Generator().manual_seed(0))
     names = [f"class {number + 1}" for number in range(_CLASSES)]
-    return ZeroShotClassifier.from_features(
-        encoder, names, torch.randn(_CLASSES, encoder.dim, generator=generator).to(encoder.device)
-    )
+    return ZeroShotClassifier.from_features(encoder, names, features.to(encoder.device))
 
 
 def _defense(name: str, batch: int) -> defenses.Defense:
     """A defence with its default values and the run's batch size."""
-    plain = defenses.from_dict(name)
-    return defenses.from_dict({**plain.to_dict(), "max_batch": batch}) if "max_batch" in plain.to_dict() else plain
+    values = defenses.from_dict(name).to_dict()
+    return defenses.from_dict({**values, "max_batch": batch} if "max_batch" in values else values)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _photos(reader: PhotoReader | None, size: int, count: int, seed: int) -> Tensor:
-    """At most ``count`` readable photos, spread evenly over the list; synthetic ones without a reader."""
-    if reader is None:
-        return synthetic_photos(count, size, seed=seed)
-    files, wanted = reader.files, min(count, len(reader.files))
-    reader.files = [files[number * len(files) // wanted] for number in range(wanted)]
-    found = [pixels for _, pixels in reader.batches(size)]
-    if not found:
-        raise ReactClipError("none of the photos can be read; give others")
-    return torch.cat(found)
-
-
-def _report(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
-    clf = bench.clf
+def _report(args: argparse.Namespace, clf: ZeroShotClassifier) -> dict[str, Any]:
+    """The JSON document, without measurements."""
     notes = []
     if args.shapes:
         notes.append(
@@ -208,24 +147,17 @@ def _report(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         )
     if not clf.encoder.has_text and not args.sweep:
         notes.append(
-            f"{PUBLISHED} is measured without encoding the class prompts anew: {clf.encoder.name} has no text tower"
+            f"{bench.PUBLISHED} is measured without encoding the class prompts anew: {clf.encoder.name} has no text "
+            "tower"
         )
     return {
         "schema": SCHEMA,
-        "command": shlex.join(["react-clip", *sys.argv[1:]]),
+        "command": common.command_line(),
         "model": clf.encoder.name,
         "classes": len(clf.names),
-        "dtype": args.dtype,
-        "compile": args.compile,
         "device": device_name(clf.device),
         "threads": torch.get_num_threads(),
-        "images": args.images,
-        "batch": args.batch,
-        "attacked": args.attacked,
-        "eps": args.eps,
-        "rounds": args.rounds,
-        "singles": args.singles,
-        "seed": args.seed,
+        **{name: getattr(args, name) for name in _OPTIONS},
         "notes": notes,
         "versions": versions(),
         "roofline": dataclasses.asdict(roofline(clf.encoder)),
@@ -234,17 +166,18 @@ def _report(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     }
 
 
-def _print(report: dict[str, Any], tables: dict[str, list[Point]]) -> None:
+def _lines(report: dict[str, Any], tables: dict[str | None, list[bench.Point]]) -> Iterator[str]:
+    """Lines of the terminal."""
     for axis, points in tables.items():
         if axis:
-            print(f"\nalong {axis}:")
-            rows = [(f"{point.value:>7,g}  {timing.label}", timing) for point in points for timing in point.timings]
-            _print_rows(rows, f"{axis:>7}")
+            yield f"\nalong {axis}:"
+            yield from _table({f"{p.value:>7,g}  {row.label}": row for p in points for row in p.contenders}, axis)
         else:
-            _print_rows([(timing.label, timing) for timing in points[0].timings], "")
-            _print_ratios(report, {timing.label: timing for timing in points[0].timings})
+            by_label = {timing.label: timing for timing in points[0].contenders}
+            yield from _table(by_label, "")
+            yield from _ratios(by_label, report["roofline"])
     for note in report["notes"]:
-        print(f"note: {note}")
+        yield f"note: {note}"
 
 
 _COLUMNS = {
@@ -260,22 +193,21 @@ _COLUMNS = {
 }
 
 
-def _print_rows(rows: Sequence[tuple[str, Timing]], corner: str) -> None:
-    width = max(len(label) for label, _ in rows)
-    print(f"{corner:{width}}" + "".join(f"{title:>11}" for title in (*_COLUMNS, "peak MiB")))
-    for label, timing in rows:
+def _table(rows: dict[str, bench.Timing], axis: str) -> Iterator[str]:
+    width = max(len(label) for label in rows)
+    yield f"{f'{axis:>7}':{width}}" + "".join(f"{title:>11}" for title in (*_COLUMNS, "peak MiB"))
+    for label, timing in rows.items():
         cells = [*(column.format(timing) for column in _COLUMNS.values()), f"{timing.peak_bytes / 2**20:.0f}"]
-        print(f"{label:{width}}" + "".join(f"{cell:>11}" for cell in cells))
+        yield f"{label:{width}}" + "".join(f"{cell:>11}" for cell in cells)
 
 
-def _print_ratios(report: dict[str, Any], by_label: dict[str, Timing]) -> None:
-    for other in (BARE, PLAIN, PUBLISHED):
-        ratio = speedup(by_label[OURS], by_label[other])
-        print(f"ReACT runs at {ratio.middle:.2f} x the speed of {other} ({ratio.low:.2f} to {ratio.high:.2f})")
-    limits = report["roofline"]
+def _ratios(by_label: dict[str, bench.Timing], limits: dict[str, float]) -> Iterator[str]:
+    for other in (bench.BARE, bench.PLAIN, bench.PUBLISHED):
+        ratio = speedup(by_label[bench.OURS], by_label[other])
+        yield f"ReACT runs at {ratio.middle:.2f} x the speed of {other} ({ratio.low:.2f} to {ratio.high:.2f})"
     if limits["pass_flops"]:
-        share = by_label[BARE].images_per_second * limits["pass_flops"] / limits["matmul_flops"]
-        print(
+        share = by_label[bench.BARE].images_per_second * limits["pass_flops"] / limits["matmul_flops"]
+        yield (
             f"one pass is {limits['pass_flops'] / 1e9:.1f} GFLOP; the bare encoder reaches {share:.0%} of the "
             f"{limits['matmul_flops'] / 1e12:.3g} TFLOP/s of a large matrix product here"
         )

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from react_clip import ReactClipError
 from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
-from react_clip.cli.common import (
-    add_dataset_options,
-    add_model_options,
-    check_at_least_one,
-    command_line,
-    load_encoder,
-    load_photos,
-    notice,
-    try_to_plot,
-)
+from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 from react_clip.preprocess import to_float
@@ -27,7 +18,7 @@ from react_clip.preprocess import to_float
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_dataset_options(parser)
+    common.add_dataset_options(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; plot beside it)"
     )
@@ -37,16 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of attack and noise (%(default)s)")
-    add_model_options(parser)
+    common.add_model_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate, write the JSON and its plot."""
-    check_at_least_one(args, "steps", "batch")
+    common.check_at_least_one(args, "steps", "batch")
     sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
-    encoder = load_encoder(args)
-    photos, clf, _ = load_photos(args, encoder)
+    encoder = common.load_encoder(args)
+    photos, clf, _ = common.load_photos(args, encoder)
     assert clf is not None
+    provenance = {
+        "command": common.command_line(),
+        "model": encoder.name,
+        "weights": encoder.fingerprint(),
+        "dtype": args.dtype,
+        "device": device_name(encoder.device),
+        "data": common.describe_photos(args, photos),
+        "classes": len(clf.names),
+        "versions": versions(),
+    }
     pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))
     with Progress(quiet=args.quiet, unit="batch") as progress:
 
@@ -65,29 +66,12 @@ def run(args: argparse.Namespace) -> int:
             batch=args.batch,
             seed=args.seed,
             progress=advance,
-            provenance={
-                "command": command_line(),
-                "model": encoder.name,
-                "weights": encoder.fingerprint(),
-                "dtype": args.dtype,
-                "device": device_name(encoder.device),
-                "data": {
-                    "name": args.dataset,
-                    "split": args.split,
-                    "photos": len(photos),
-                    "sha256": photos.fingerprint(),
-                },
-                "classes": len(clf.names),
-                "versions": versions(),
-            },
+            provenance=provenance,
         )
     result.save(args.out)
-    try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
-    if args.json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        _describe(result)
-        notice(args, f"written to {args.out}; use it with --config {args.out} or rc.ReACT.load({str(args.out)!r})")
+    common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
+    usage = f"written to {args.out}; use it with --config {args.out} or rc.ReACT.load({str(args.out)!r})"
+    common.print_result(args, result.to_dict(), _describe(result), [usage])
     return 0
 
 
@@ -108,14 +92,15 @@ def _plot(result: Calibration, path: Path) -> None:
     save_figure(calibration_figure(result), path)
 
 
-def _describe(result: Calibration) -> None:
-    print(f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}")
+def _describe(result: Calibration) -> Iterator[str]:
+    """Lines of the terminal: the measured points, the fits and the threshold."""
+    yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
     for point in result.points:
         best = point.accuracy[f"{point.best_sigma:g}"]
-        print(f"{point.eps * 255:>5g}/255{point.mean_drift:>9.3f}{point.best_sigma:>12.3f}{best:>15.1%}")
+        yield f"{point.eps * 255:>5g}/255{point.mean_drift:>9.3f}{point.best_sigma:>12.3f}{best:>15.1%}"
     for name, fit in result.fits.items():
         chosen = "  <- used" if fit == result.config.mapping else ""
-        print(f"{name:>10}: {fit}{chosen}")
+        yield f"{name:>10}: {fit}{chosen}"
     for note in result.notes:
-        print(f"{'note':>10}: {note}")
-    print(f"{'tau':>10}: {result.config.tau:g}, which leaves {result.clean_pass:.0%} of the clean photos alone")
+        yield f"{'note':>10}: {note}"
+    yield f"{'tau':>10}: {result.config.tau:g}, which leaves {result.clean_pass:.0%} of the clean photos alone"

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from react_clip.cli.common import (
-    PhotoReader,
-    add_label_options,
-    add_model_options,
-    add_photo_argument,
-    build_classifier,
-    build_guard,
-    diagnostics,
-    load_encoder,
-)
-
-if TYPE_CHECKING:
-    from react_clip import Defended
+from react_clip import Defended
+from react_clip.cli import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_photo_argument(parser)
+    common.add_photo_argument(parser)
     parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
-    add_model_options(parser)
-    add_label_options(parser)
+    common.add_model_options(parser)
+    common.add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo."""
-    reader = PhotoReader(args)
-    encoder = load_encoder(args)
-    clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder)
+    reader = common.PhotoReader(args)
+    encoder = common.load_encoder(args)
+    clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     rows: list[dict[str, Any]] = []
     for paths, pixels in reader.batches(encoder.image_size):
         rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))
-    if args.json:
-        print(json.dumps({"results": rows, "errors": reader.failed}, indent=2))
-    else:
-        for row in rows:
-            answers = ", ".join(f"{answer['label']} {answer['probability']:.0%}" for answer in row["answers"])
-            print(f"{row['file']}: {answers}{'  [corrected]' if row['gated'] else ''}")
+    common.print_result(args, {"results": rows, "errors": reader.failed}, map(_line, rows))
     return reader.exit_code
 
 
@@ -58,7 +40,12 @@ def describe(paths: list[Path], out: Defended, top: int) -> list[dict[str, Any]]
                 {"label": out.class_names[k], "probability": p}
                 for p, k in zip(probabilities[row], classes[row], strict=True)
             ],
-            **diagnostics(out, row),
+            **common.diagnostics(out, row),
         }
         for row, path in enumerate(paths)
     ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    answers = ", ".join(f"{answer['label']} {answer['probability']:.0%}" for answer in row["answers"])
+    return f"{row['file']}: {answers}{'  [corrected]' if row['gated'] else ''}"

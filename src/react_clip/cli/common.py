@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
 }
+
+# ---------------------------------------------------------------------- options
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +69,16 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="at most so many photos; all are kept in memory, 150 KB each at 224")
 
 
+def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
+    """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
+    group = parser.add_argument_group("many machines")
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
+    )
+    group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
+    group.add_argument("--workers", type=int, help=workers)
+
+
 def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
     """Add the photos a command works on, as ``args.photos_in``."""
     parser.add_argument(
@@ -80,9 +94,34 @@ def check_at_least_one(args: argparse.Namespace, *names: str) -> None:
             raise ReactClipError(f"--{name} is {value}; it must be at least 1")
 
 
-def command_line() -> str:
-    """The command as it was typed, for the records in result files."""
-    return shlex.join(["react-clip", *sys.argv[1:]])
+def check_cluster_options(args: argparse.Namespace) -> None:
+    """Refuse options of a cluster without one."""
+    for name in ("address", "workers"):
+        if args.engine != "ray" and getattr(args, name) is not None:
+            raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
+    check_at_least_one(args, "workers")
+
+
+# ---------------------------------------------------------------------- output
+
+
+def notice(args: argparse.Namespace, line: str) -> None:
+    """Print a line for people to stderr, unless --quiet is given."""
+    if not args.quiet:
+        print(line, file=sys.stderr)
+
+
+def print_result(
+    args: argparse.Namespace, document: object, lines: Iterable[str] = (), notices: Iterable[str] = ()
+) -> None:
+    """Print ``document`` as JSON with --json; otherwise lines to stdout and notices to stderr."""
+    if args.json:
+        print(json.dumps(document, indent=2))
+        return
+    for line in lines:
+        print(line)
+    for line in notices:
+        notice(args, line)
 
 
 def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
@@ -93,24 +132,30 @@ def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
         notice(args, "no plot: it needs matplotlib (`pip install 'react-clip[eval]'`)")
 
 
-def notice(args: argparse.Namespace, line: str) -> None:
-    """Print a line for people to stderr, unless --quiet is given."""
-    if not args.quiet:
-        print(line, file=sys.stderr)
+def command_line() -> str:
+    """The command as it was typed, for the records in result files."""
+    return shlex.join(["react-clip", *sys.argv[1:]])
 
 
-def load_encoder(args: argparse.Namespace, *, pull: Callable[[str], None] | None = None) -> Encoder:
-    """Load --model. With ``pull``, which is called with lines of progress, the offline tower is fetched if missing."""
+def diagnostics(out: Defended, row: int) -> dict[str, Any]:
+    """Why one image was left alone or corrected, as JSON values; None where a value was not measured."""
+    values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
+    measured = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"gated": bool(out.gated[row]), **measured, "passes": int(out.passes[row])}
+
+
+# ---------------------------------------------------------------------- model, classes, defence
+
+
+def load_encoder(args: argparse.Namespace) -> Encoder:
+    """Load --model on --device in --dtype."""
     from react_clip import encoders
 
-    if pull is not None and args.model == DEFAULT_MODEL:
-        encoders.pull(DEFAULT_MODEL, say=pull)
     return encoders.load(args.model, device=args.device, dtype=args.dtype)
 
 
 def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
     """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
-    from react_clip.bank import LabelBank
     from react_clip.zeroshot import ZeroShotClassifier
 
     given = [name for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
@@ -119,20 +164,43 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
         raise ReactClipError(f"{options} are both given; choose one of them")
     if args.photos is not None:
         return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
+    return ZeroShotClassifier(encoder, _class_names(args, encoder), templates=args.template)
+
+
+def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
+    from react_clip.bank import LabelBank
+
     if args.labels is not None:
-        names = args.labels.split(",")
-        # A trailing comma is common and does not mean a blank label.
-        names = names[:-1] if len(names) > 1 and not names[-1].strip() else names
-        if not any(name.strip() for name in names):
+        if not args.labels.replace(",", "").strip():
             raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
-    elif args.labels_file is not None:
-        names = _read_lines(args.labels_file)
-    else:
-        bank = LabelBank.load()
-        if encoder.base != bank.encoder:
-            raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
-        names = list(bank.vocabulary())
-    return ZeroShotClassifier(encoder, names, templates=args.template)
+        # A trailing comma is common and does not mean a blank label.
+        names: list[str] = args.labels.rstrip().removesuffix(",").split(",")
+        return names
+    if args.labels_file is not None:
+        try:
+            return [line for line in args.labels_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ReactClipError(f"{args.labels_file} cannot be read: {reason}") from None
+    bank = LabelBank.load()
+    if encoder.base != bank.encoder:
+        raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
+    return list(bank.vocabulary())
+
+
+def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
+    """The defence: --config where given, else the constants for the encoder.
+
+    With ``features`` the anchors are made of all views, because features are stored and not only classified.
+    """
+    from react_clip.defenses import ReACT
+
+    if args.config is None:
+        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
+    return ReACT() if args.config == "paper" else ReACT.load(args.config)
+
+
+# ---------------------------------------------------------------------- labelled photos
 
 
 def load_photos(
@@ -160,29 +228,22 @@ def load_photos(
     return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description
 
 
-def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
-    """The defence: --config where given, else the constants for the encoder.
+def describe_photos(args: argparse.Namespace, photos: ImageDataset) -> dict[str, Any]:
+    """What result files record about the photos of :func:`load_photos`, as JSON values."""
+    return {
+        "name": args.dataset,
+        "split": args.split,
+        "photos": len(photos),
+        "sha256": photos.fingerprint(),
+        "notes": list(photos.notes),
+    }
 
-    With ``features`` the anchors are made of all views, because features are stored and not only classified.
-    """
-    from react_clip.defenses import ReACT
 
-    if args.config is None:
-        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
-    return ReACT() if args.config == "paper" else ReACT.load(args.config)
-
-
-def diagnostics(out: Defended, row: int) -> dict[str, Any]:
-    """Why one image was left alone or corrected, as JSON values; None where a value was not measured."""
-    values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
-    measured = {name: None if math.isnan(value) else value for name, value in values.items()}
-    return {"gated": bool(out.gated[row]), **measured, "passes": int(out.passes[row])}
+# ---------------------------------------------------------------------- photos of the command line
 
 
 def bundled_photos() -> list[Path]:
     """Photos that come with scikit-image and scikit-learn; neither package is imported."""
-    from importlib.util import find_spec
-
     photos = []
     for package, names in _BUNDLED.items():
         spec = find_spec(package)
@@ -192,15 +253,6 @@ def bundled_photos() -> list[Path]:
             )
         photos += [Path(spec.submodule_search_locations[0]) / name for name in names]
     return [path for path in photos if path.is_file()]
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ReactClipError(f"{path} cannot be read: {reason}") from None
-    return [line for line in lines if line.strip()]
 
 
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
@@ -224,13 +276,16 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
 
 
 class PhotoReader:
-    """Reads photos as pixel batches with progress; one that cannot be read costs one line, not the whole job."""
+    """Reads the photos of the command line (bundled ones if none are given) as pixel batches, with progress.
+
+    A photo that cannot be read is an entry of ``failed`` and a line on stderr; the others are still read.
+    """
 
     def __init__(self, args: argparse.Namespace, *, batch: int = 32) -> None:
-        self.files = expand_inputs(args.photos_in)
+        self.files = expand_inputs(args.photos_in or bundled_photos())
+        self.failed: list[dict[str, str]] = []
         self._batch = batch
         self._quiet = args.quiet
-        self.failed: list[dict[str, str]] = []
 
     def batches(self, size: int) -> Iterator[tuple[list[Path], Tensor]]:
         """Paths and pixels ``[B, 3, size, size]`` of the photos that can be read."""
@@ -243,6 +298,17 @@ class PhotoReader:
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
                 progress.advance(len(chunk))
+
+    def sample(self, count: int, size: int) -> Tensor:
+        """Pixels ``[N, 3, size, size]`` of at most ``count`` photos, spread evenly over all of them."""
+        import torch
+
+        count = min(count, len(self.files))
+        self.files = [self.files[number * len(self.files) // count] for number in range(count)]
+        batches = [pixels for _, pixels in self.batches(size)]
+        if not batches:
+            raise ReactClipError(f"none of the {count} photos could be read; give others")
+        return torch.cat(batches)
 
     @property
     def exit_code(self) -> int:

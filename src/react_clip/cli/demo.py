@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from react_clip.cli.common import (
-    add_label_options,
-    add_model_options,
-    add_photo_argument,
-    build_classifier,
-    build_guard,
-    bundled_photos,
-    diagnostics,
-    expand_inputs,
-    load_encoder,
-)
+from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
 
@@ -36,31 +26,37 @@ _PHOTOS = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_photo_argument(parser, nargs="*", note=f" ({_PHOTOS} bundled ones by default)")
+    common.add_photo_argument(parser, nargs="*", note=f" ({_PHOTOS} bundled ones by default)")
     parser.add_argument("--full", action="store_true", help="all bundled photos, and four attack strengths, not two")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
-    add_model_options(parser)
+    common.add_model_options(parser)
     parser.set_defaults(dtype=None)  # bf16 where the CPU is fast at it, else fp32
-    add_label_options(parser)
+    common.add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print each outcome when it is known, and write the page."""
-    files = expand_inputs(args.photos_in) if args.photos_in else bundled_photos()[: None if args.full else _PHOTOS]
+    files = common.expand_inputs(args.photos_in or common.bundled_photos())
+    if not args.photos_in and not args.full:
+        files = files[:_PHOTOS]
     budgets = ALL_BUDGETS if args.full else BUDGETS
     results: list[PhotoResult] = []
     with Progress(quiet=args.quiet, unit="attack step", total=len(files) * len(budgets) * args.steps) as progress:
         # The first line comes before the imports, which take seconds.
         progress.show("loading the model")
+        from react_clip import encoders
         from react_clip.encoders.base import resolve_device
         from react_clip.report.demo_page import PhotoResult, write_page
 
         if args.dtype is None:
             on_cpu = resolve_device(args.device).type == "cpu"
             args.dtype = "bf16" if on_cpu and has_fast_bf16() else "fp32"
-        encoder = load_encoder(args, pull=progress.show)
-        clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+        if args.model == common.DEFAULT_MODEL:
+            encoders.pull(args.model, say=progress.show)
+        encoder = common.load_encoder(args)
+        clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
+        demo = _Demo(clf, guard, args, progress)
         write = (lambda text: None) if args.json else progress.write
         for number, path in enumerate(files):
             # The first photo's budgets are attacked one by one, so that the first outcome comes soon; one batch of all
@@ -68,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             groups = [budgets] if number else [[budget] for budget in budgets]
             result = PhotoResult(path.name, [])
             write(_heading(result))
-            for outcome in attack_photo(clf, guard, path, groups, args, progress):
+            for outcome in demo.outcomes(path, groups):
                 result.outcomes.append(outcome)
                 write(_row(result, outcome))
             results.append(result)
@@ -77,89 +73,78 @@ def run(args: argparse.Namespace) -> int:
         page,
         results,
         model=f"{encoder.name} in {args.dtype}",
-        guard=_summary(guard),
+        guard=f"ReACT with tau = {guard.tau:g}, sigma = {guard.mapping}, alpha = {guard.alpha:g}, M = {guard.views}",
         steps=args.steps,
         classes=len(clf.names),
     )
-    if args.json:
-        print(json.dumps({"page": str(page), "photos": [result.to_dict() for result in results]}, indent=2))
-    else:
-        print("\nThese attacks do not know the defence; an attacker who does can defeat it.")
-        print(f"Page with the photos and perturbations: {page.resolve()}")
+    closing = [
+        "\nThese attacks do not know the defence; an attacker who does can defeat it.",
+        f"Page with the photos and perturbations: {page.resolve()}",
+    ]
+    common.print_result(args, {"page": str(page), "photos": [result.to_dict() for result in results]}, closing)
     return 0
 
 
-def attack_photo(
-    clf: ZeroShotClassifier,
-    guard: ReACT,
-    path: Path,
-    groups: Sequence[Sequence[int]],
-    args: argparse.Namespace,
-    progress: Progress,
-) -> Iterator[Outcome]:
-    """Outcomes of the clean photo and of each budget in turn; the budgets of a group are attacked in one batch."""
-    from react_clip.preprocess import to_pixels
+@dataclass(frozen=True)
+class _Demo:
+    """Attacks photos and asks plain and defended CLIP."""
 
-    progress.show(f"defending {path.name}")
-    clean = to_pixels(path, clf.encoder.image_size).to(clf.device)
-    [outcome] = _outcomes(clf, guard, clean, clean[None], [0], args.seed)
-    yield outcome
-    for budgets in groups:
-        progress.show(f"attacking {path.name}")
-        attacked = _attack(clf, clean, outcome.plain, budgets, args, progress)
-        progress.show(f"defending {path.name}")
-        yield from _outcomes(clf, guard, clean, attacked, budgets, args.seed)
+    clf: ZeroShotClassifier
+    guard: ReACT
+    args: argparse.Namespace
+    progress: Progress
 
+    def outcomes(self, path: Path, groups: Sequence[Sequence[int]]) -> Iterator[Outcome]:
+        """Outcomes of the clean photo and of each budget in turn; the budgets of a group are attacked in one batch."""
+        from react_clip.preprocess import to_pixels
 
-def _attack(
-    clf: ZeroShotClassifier,
-    clean: Tensor,
-    answer: str,
-    budgets: Sequence[int],
-    args: argparse.Namespace,
-    progress: Progress,
-) -> Tensor:
-    """Images ``[len(budgets), 3, S, S]`` that PGD moved away from CLIP's answer for the clean photo."""
-    import torch
+        self.progress.show(f"defending {path.name}")
+        clean = to_pixels(path, self.clf.encoder.image_size).to(self.clf.device)[None]
+        [outcome] = self._answers(clean, clean, [0])
+        yield outcome
+        for budgets in groups:
+            self.progress.show(f"attacking {path.name}")
+            attacked = self._attack(clean, outcome.plain, budgets)
+            self.progress.show(f"defending {path.name}")
+            yield from self._answers(clean, attacked, budgets)
 
-    from react_clip.attacks import PGD
+    def _attack(self, clean: Tensor, answer: str, budgets: Sequence[int]) -> Tensor:
+        """Images ``[len(budgets), 3, S, S]`` that PGD moved away from CLIP's answer for the clean photo."""
+        import torch
 
-    count = len(budgets)
-    images = clean.expand(count, -1, -1, -1)
-    labels = torch.full((count,), clf.names.index(answer), device=clf.device)
-    eps = torch.tensor(budgets, device=clf.device) / 255
-    attack = PGD(steps=args.steps)
-    return attack(
-        clf, images, labels, seed=args.seed, eps=eps, progress=lambda done, total: progress.advance(count)
-    ).images
+        from react_clip.attacks import PGD
 
-
-def _outcomes(
-    clf: ZeroShotClassifier, guard: ReACT, clean: Tensor, images: Tensor, budgets: Sequence[int], seed: int
-) -> list[Outcome]:
-    """What plain and defended CLIP say about versions ``[B, 3, S, S]`` of the photo ``clean`` ``[3, S, S]``."""
-    from react_clip.defenses import Undefended
-    from react_clip.report.demo_page import Outcome
-
-    plain, defended = Undefended()(clf, images), guard(clf, images, seed=seed)
-    return [
-        Outcome(
-            eps=eps,
-            pixels=images[row].cpu(),
-            perturbation=(images[row] - clean).cpu(),
-            plain=plain.names[row],
-            plain_probability=float(plain.probs[row].max()),
-            defended=defended.names[row],
-            defended_probability=float(defended.probs[row].max()),
-            diagnostics=diagnostics(defended, row),
+        count, device = len(budgets), self.clf.device
+        result = PGD(steps=self.args.steps)(
+            self.clf,
+            clean.expand(count, -1, -1, -1),
+            torch.full((count,), self.clf.names.index(answer), device=device),
+            seed=self.args.seed,
+            eps=torch.tensor(budgets, device=device) / 255,
+            progress=lambda done, total: self.progress.advance(count),
         )
-        for row, eps in enumerate(budgets)
-    ]
+        return result.images
 
+    def _answers(self, clean: Tensor, images: Tensor, budgets: Sequence[int]) -> list[Outcome]:
+        """What plain and defended CLIP say about versions ``[B, 3, S, S]`` of the photo ``clean`` ``[1, 3, S, S]``."""
+        from react_clip.defenses import Undefended
+        from react_clip.report.demo_page import Outcome
 
-def _summary(guard: ReACT) -> str:
-    """The constants of the defence in one line."""
-    return f"ReACT with tau = {guard.tau:g}, sigma = {guard.mapping}, alpha = {guard.alpha:g}, M = {guard.views}"
+        plain, defended = Undefended()(self.clf, images), self.guard(self.clf, images, seed=self.args.seed)
+        pixels, perturbations = images.cpu(), (images - clean).cpu()
+        return [
+            Outcome(
+                eps=eps,
+                pixels=pixels[row],
+                perturbation=perturbations[row],
+                plain=plain.names[row],
+                plain_probability=float(plain.probs[row].max()),
+                defended=defended.names[row],
+                defended_probability=float(defended.probs[row].max()),
+                diagnostics=common.diagnostics(defended, row),
+            )
+            for row, eps in enumerate(budgets)
+        ]
 
 
 def _heading(result: PhotoResult) -> str:

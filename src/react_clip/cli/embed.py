@@ -6,28 +6,20 @@ import argparse
 import json
 import sys
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from react_clip import ReactClipError
-from react_clip.cli.common import (
-    PhotoReader,
-    add_label_options,
-    add_model_options,
-    build_classifier,
-    build_guard,
-    load_encoder,
-    notice,
-)
+from react_clip.cli import common
 from react_clip.defenses import Defense
 from react_clip.scale import defend_dataset
 from react_clip.storage import atomic_path, write_tensors, write_text
 from react_clip.zeroshot import ZeroShotClassifier
 
-_RAY_OPTIONS = ("address", "workers")
-_FOLDER_OPTIONS = ("chunk", "top", "column", "resume", *_RAY_OPTIONS)
+_FOLDER_OPTIONS = ("chunk", "top", "column", "resume", "address", "workers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,57 +35,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet parts",
     )
-    add_model_options(parser)
-    add_label_options(parser)
+    common.add_model_options(parser)
+    common.add_label_options(parser)
     parser.add_argument("--batch", type=int, help="views in one encoder call (what the defence's constants say)")
     group = parser.add_argument_group("collections")
-    group.add_argument("--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster")
-    group.add_argument("--address", help="host:port of the Ray cluster, or auto (by default one on this machine)")
-    group.add_argument(
-        "--workers", type=int, help="copies of the model in the cluster (two per GPU, else one per core)"
-    )
     group.add_argument("--chunk", type=int, help="images that are read, defended and written together (256)")
     group.add_argument("--top", type=int, help="answers listed in a row (5)")
     group.add_argument("--column", help="of Parquet files, with the images (image)")
     group.add_argument("--resume", action="store_true", default=None, help="continue in a folder with finished parts")
+    common.add_cluster_options(parser, workers="copies of the model in the cluster (two per GPU, else one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write features to one file, or to a folder of Parquet parts; exit code 2 if something could not be read."""
-    to_file = PurePosixPath(args.out).suffix in (".npy", ".safetensors")
-    _check_options(args, to_file)
-    if to_file:
+    options = {name: value for name in _FOLDER_OPTIONS if (value := getattr(args, name)) is not None}
+    reader = None
+    if PurePosixPath(args.out).suffix in (".npy", ".safetensors"):
+        _refuse_folder_options(args, list(options))
         args.photos_in = [Path(source) for source in args.photos_in]
+        reader = common.PhotoReader(args)
+    else:
+        _check_folder(args.out)
+        common.check_cluster_options(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
-    reader = PhotoReader(args) if to_file else None
-    encoder = load_encoder(here)
-    clf = build_classifier(args, encoder)
-    guard = build_guard(args, encoder, features=True)
+    encoder = common.load_encoder(here)
+    clf = common.build_classifier(args, encoder)
+    guard = common.build_guard(args, encoder, features=True)
     guard = guard if args.batch is None else guard.replace(max_batch=args.batch)
-    return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
+    return _to_folder(args, options, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
 
 
-def _check_options(args: argparse.Namespace, to_file: bool) -> None:
-    given = [name for name in _FOLDER_OPTIONS if getattr(args, name) is not None]
-    if to_file:
-        if given:
-            raise ReactClipError(f"--{given[0]} is for collections; give --out a folder, not {args.out}")
-        if args.engine != "local":
-            raise ReactClipError(f"--engine {args.engine} writes Parquet parts; give --out a folder, not {args.out}")
-        return
-    local = "://" not in args.out and not args.out.endswith("/") and not Path(args.out).is_dir()
-    if local and PurePosixPath(args.out).suffix:
+def _refuse_folder_options(args: argparse.Namespace, given: list[str]) -> None:
+    if given:
+        raise ReactClipError(f"--{given[0]} is for collections; give --out a folder, not {args.out}")
+    if args.engine != "local":
+        raise ReactClipError(f"--engine {args.engine} writes Parquet parts; give --out a folder, not {args.out}")
+
+
+def _check_folder(out: str) -> None:
+    is_folder = "://" in out or out.endswith("/") or Path(out).is_dir()
+    if PurePosixPath(out).suffix and not is_folder:
         raise ReactClipError(
-            f"--out is {args.out}; its name must end in .npy or .safetensors, or have no ending: then it is a "
+            f"--out is {out}; its name must end in .npy or .safetensors, or have no ending: then it is a "
             "folder for Parquet parts"
         )
-    if args.engine == "local" and (for_ray := [name for name in given if name in _RAY_OPTIONS]):
-        raise ReactClipError(f"--{for_ray[0]} is for --engine ray; add that, or leave it out")
 
 
-def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense) -> int:
-    options = {name: getattr(args, name) for name in _FOLDER_OPTIONS if getattr(args, name) is not None}
+def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotClassifier, guard: Defense) -> int:
     summary = defend_dataset(
         args.photos_in,
         args.out,
@@ -107,18 +96,16 @@ def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense
     )
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(summary.to_dict()))
-    else:
-        failed = f", {summary.errors} of them with an error" if summary.errors else ""
-        notice(args, f"{summary.images} images in {summary.parts} parts in {summary.out}{failed}")
-        if summary.missing:
-            notice(args, f"{len(summary.missing)} pieces are missing; --resume tries them again")
+    failed = f", {summary.errors} of them with an error" if summary.errors else ""
+    notices = [f"{summary.images} images in {summary.parts} parts in {summary.out}{failed}"]
+    if summary.missing:
+        notices.append(f"{len(summary.missing)} pieces are missing; --resume tries them again")
+    common.print_result(args, summary.to_dict(), notices=notices)
     return 2 if summary.missing else 0
 
 
-def _to_file(args: argparse.Namespace, reader: PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
-    """Batch by batch; a photo that cannot be read is a line on stderr and no row."""
+def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
+    """Write one row per photo; a photo that cannot be read is a line on stderr and has no row."""
     out, dim = Path(args.out), clf.encoder.dim
     files: list[str] = []
     features: list[Tensor] = []
@@ -129,10 +116,9 @@ def _to_file(args: argparse.Namespace, reader: PhotoReader, clf: ZeroShotClassif
         raise ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
     write_features(out, torch.cat(features), files, clf.encoder.name)
     failed = [failure["file"] for failure in reader.failed]
-    if args.json:
-        print(json.dumps({"out": str(out), "photos": len(files), "failed": failed, "dim": dim}))
-    else:
-        notice(args, f"{len(files)} x {dim} features in {out}" + (f", {len(failed)} failed" if failed else ""))
+    summary = f"{len(files)} x {dim} features in {out}" + (f", {len(failed)} failed" if failed else "")
+    document = {"out": str(out), "photos": len(files), "failed": failed, "dim": dim}
+    common.print_result(args, document, notices=[summary])
     return reader.exit_code
 
 

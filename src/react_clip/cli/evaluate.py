@@ -9,14 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from react_clip import ReactClipError
-from react_clip.cli.common import notice
-
-if TYPE_CHECKING:
-    from react_clip.evaluation import Recipe
-    from react_clip.evaluation.recipe import LabelledDefense
+from react_clip.cli import common
+from react_clip.evaluation import Recipe, run_recipe, validate
+from react_clip.evaluation.recipe import LabelledDefense
+from react_clip.evaluation.store import TABLES
+from react_clip.report.tables import accuracy_table, write_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,26 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
-    group = parser.add_argument_group("many machines")
-    group.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
-    )
-    group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
-    group.add_argument("--workers", type=int, help="processes of the cluster (one per GPU, else one per node)")
+    common.add_cluster_options(parser, workers="processes of the cluster (one per GPU, else one per node)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
-    from react_clip.evaluation import Recipe, run_recipe, validate
-    from react_clip.evaluation.store import TABLES
-    from react_clip.report.tables import accuracy_table, write_tables
-
-    _check_cluster_options(args)
+    common.check_cluster_options(args)
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
-        return _report(args, validate(recipe, folder, **location))
+        validation = validate(recipe, folder, **location)
+        common.print_result(args, validation.to_dict(), validation.lines())
+        for problem in validation.problems:
+            print(f"react-clip: {problem}", file=sys.stderr)
+        return 0 if validation.ok else 2
     with _warnings_on_stderr(not args.quiet):
         if args.engine == "ray":
             from react_clip.scale import evaluation as cluster
@@ -70,32 +66,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             result = run_recipe(recipe, folder, progress=not args.quiet, **location)
     write_tables(result, folder / TABLES)
-    if args.json:
-        print(result.to_json(), end="")
-    else:
-        print(accuracy_table(result).markdown())
-        for note in result.notes:
-            notice(args, f"note: {note}")
-        notice(args, f"result, per-image values and tables are in {folder}")
+    notices = [f"note: {note}" for note in result.notes]
+    notices.append(f"result, per-image values and tables are in {folder}")
+    common.print_result(args, json.loads(result.to_json()), [accuracy_table(result).markdown()], notices)
     return 0
-
-
-def _report(args: argparse.Namespace, validation: Any) -> int:
-    if args.json:
-        print(json.dumps(validation.to_dict(), indent=2))
-    else:
-        print("\n".join(validation.lines()))
-    for problem in validation.problems:
-        print(f"react-clip: {problem}", file=sys.stderr)
-    return 0 if validation.ok else 2
-
-
-def _check_cluster_options(args: argparse.Namespace) -> None:
-    for name in ("address", "workers"):
-        if args.engine != "ray" and getattr(args, name) is not None:
-            raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
-    if args.workers is not None and args.workers < 1:
-        raise ReactClipError(f"--workers is {args.workers}; it must be >= 1")
 
 
 def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
@@ -120,18 +94,20 @@ def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]
     return tuple(by_label[label] for label in wanted)
 
 
+class _PrintAboveBar(logging.Handler):
+    """Prints warnings to stderr without breaking the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(f"react-clip: {record.getMessage()}", file=sys.stderr)
+
+
 @contextmanager
 def _warnings_on_stderr(enabled: bool) -> Iterator[None]:
-    """Print warnings of the run above its progress bar."""
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
-    logger, handler = logging.getLogger("react_clip.evaluation"), logging.StreamHandler()
-    # A filter, because tqdm takes over filters and not levels.
-    handler.addFilter(lambda record: enabled and record.levelno >= logging.WARNING)
-    handler.setFormatter(logging.Formatter("react-clip: %(message)s"))
+    """Print warnings of the run, such as damaged shards that are computed again."""
+    logger = logging.getLogger("react_clip.evaluation")
+    handler = _PrintAboveBar(logging.WARNING if enabled else logging.CRITICAL)
     logger.addHandler(handler)
     try:
-        with logging_redirect_tqdm([logger]):
-            yield
+        yield
     finally:
         logger.removeHandler(handler)

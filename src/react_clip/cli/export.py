@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
-import torch
-
 from react_clip import ReactClipError
-from react_clip.cli.common import PhotoReader, bundled_photos, load_encoder, notice
+from react_clip.cli import common
 from react_clip.encoders.exported import FORMATS, TOLERANCE, export
 
 _MOST_PHOTOS = 64
@@ -40,21 +37,15 @@ def run(args: argparse.Namespace) -> int:
     """Export and compare; the folder is created only if the features agree."""
     if not args.tolerance > 0:
         raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {TOLERANCE}")
-    args.photos_in = args.photos_in or bundled_photos()
-    reader = PhotoReader(args)
-    reader.files = reader.files[:_MOST_PHOTOS]
-    encoder = load_encoder(args)
-    batches = [pixels for _, pixels in reader.batches(encoder.image_size)]
-    if not batches:
-        raise ReactClipError(f"none of the {len(reader.files)} photos could be read; give others with --photos")
-    parity = export(encoder, args.format, args.out, torch.cat(batches), tolerance=args.tolerance)
+    reader = common.PhotoReader(args)
+    encoder = common.load_encoder(args)
+    pixels = reader.sample(_MOST_PHOTOS, encoder.image_size)
+    parity = export(encoder, args.format, args.out, pixels, tolerance=args.tolerance)
     name = f"{args.format}:{args.out}"
-    if args.json:
-        print(json.dumps({"model": name, "exported_from": args.model, **dataclasses.asdict(parity)}))
-        return reader.exit_code
-    print(
+    summary = (
         f"{name} is ready: largest difference {parity.max_difference:.2g}, smallest cosine {parity.min_cosine:.7f} "
         f"over {parity.images} images"
     )
-    notice(args, f"use it as --model {name}")
+    document = {"model": name, "exported_from": args.model, **dataclasses.asdict(parity)}
+    common.print_result(args, document, [summary], [f"use it as --model {name}"])
     return reader.exit_code

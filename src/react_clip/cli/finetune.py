@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
-import os
 from pathlib import Path
 
 import torch
 
 from react_clip import ReactClipError, load
-from react_clip.cli.common import (
-    add_dataset_options,
-    add_model_options,
-    command_line,
-    load_photos,
-    notice,
-    try_to_plot,
-)
+from react_clip.cli import common
 from react_clip.cli.progress import Progress
-from react_clip.config import pop_kind
 from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.photos import check_memory
 
 _PLOT = "loss.png"
+_SETTINGS = ("batch", "accumulate", "lr", "weight_decay", "dtype", "augment", "seed", "half", "save_every")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("method", help=f"one of {', '.join(names())}")
-    add_dataset_options(parser)
+    common.add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help=f"updates of the weights ({Settings.steps})")
+    length.add_argument("--steps", type=int, default=Settings.steps, help="updates of the weights (%(default)s)")
     length.add_argument("--epochs", type=float, help="passes over the photos, instead of --steps")
     parser.add_argument("--batch", type=int, default=Settings.batch, help="photos at a time (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=Settings.accumulate, help="batches per update (%(default)s)")
@@ -51,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps a checkpoint (%(default)s)")
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
     parser.add_argument("--seed", type=int, default=0, help="of order, augmentation and attack (%(default)s)")
-    add_model_options(parser)
+    common.add_model_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,22 +49,12 @@ def run(args: argparse.Namespace) -> int:
     method, settings = _method(args), _settings(args)
     # The weights stay fp32; --dtype is what the towers compute in.
     encoder = load(args.model, device=args.device, dtype="fp32")
-    photos, clf, source = load_photos(args, encoder, classes=method.needs_labels)
-    check_memory(len(photos), encoder.image_size, _memory())
+    photos, clf, source = common.load_photos(args, encoder, classes=method.needs_labels)
+    check_memory(len(photos), encoder.image_size)
     if args.epochs is not None:
         steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
-        settings = dataclasses.replace(settings, steps=steps, warmup=args.warmup)
+        settings = settings.replace(steps=steps, warmup=args.warmup)
     pixels = photos.pixels(encoder.image_size, progress=not args.quiet)
-    about = {
-        "command": command_line(),
-        "class_source": source,
-        "dataset": {
-            "name": args.dataset,
-            "split": args.split,
-            "sha256": photos.fingerprint(),
-            "notes": list(photos.notes),
-        },
-    }
     with Progress(quiet=args.quiet, unit="step") as progress:
         result = finetune(
             encoder,
@@ -84,11 +64,17 @@ def run(args: argparse.Namespace) -> int:
             None if clf is None else clf.class_features,
             out=args.out,
             settings=settings,
-            about=about,
+            about={
+                "command": common.command_line(),
+                "class_source": source,
+                "dataset": common.describe_photos(args, photos),
+            },
             progress=lambda done, total, loss: progress.show(done=done, total=total, note=f"loss {loss:.4g}"),
         )
-    try_to_plot(args, lambda: _plot(result))
-    _print(args, result)
+    common.try_to_plot(args, lambda: _plot(result, method))
+    usage = f"use it with --model {result.folder} or rc.load({str(result.folder)!r})"
+    document = {"folder": str(result.folder), "was_finished": result.was_finished, **result.record}
+    common.print_result(args, document, [_summary(result, method)], [usage])
     return 0
 
 
@@ -103,30 +89,16 @@ def _method(args: argparse.Namespace) -> Method:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+    """Settings from the options; with --epochs, steps and warm-up are set when the number of photos is known."""
     if args.epochs is not None and not 0 < args.epochs < math.inf:
         raise ReactClipError(f"--epochs is {args.epochs:g}; it must be above 0")
-    length = {"steps": args.steps} if args.steps is not None else {}
-    attack = InnerAttack(_length("--eps", args.eps), _length("--attack-step", args.attack_step), args.attack_steps)
-    # With --epochs the number of steps is known once the photos are; the warm-up is checked against it then.
+    attack = InnerAttack.from_dict({"eps": args.eps, "step": args.attack_step, "steps": args.attack_steps})
     warmup = None if args.epochs is not None else args.warmup
-    same = ("batch", "accumulate", "lr", "weight_decay", "dtype", "augment", "seed", "half", "save_every")
-    return Settings(**length, attack=attack, warmup=warmup, **{name: getattr(args, name) for name in same})
+    same = {name: getattr(args, name) for name in _SETTINGS}
+    return Settings(steps=args.steps, attack=attack, warmup=warmup, **same)
 
 
-def _length(name: str, text: str) -> float:
-    above, _, below = text.partition("/")
-    try:
-        return float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError):
-        raise ReactClipError(f"{name} is {text!r}; give a number such as 1/255") from None
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _plot(result: Finetuned) -> None:
+def _plot(result: Finetuned, method: Method) -> None:
     """Draw the loss; a finished run keeps the plot it has."""
     path = result.folder / _PLOT
     if result.was_finished and path.is_file():
@@ -138,20 +110,15 @@ def _plot(result: Finetuned) -> None:
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.loss for row in rows], color=COLOURS["react"], linewidth=1.2)
     axes.set_xlabel("step")
-    axes.set_ylabel(f"loss of {pop_kind(dict(result.record['method']))}")
+    axes.set_ylabel(f"loss of {method.kind}")
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
 
 
-def _print(args: argparse.Namespace, result: Finetuned) -> None:
+def _summary(result: Finetuned, method: Method) -> str:
     record = result.record
-    if args.json:
-        print(json.dumps({"folder": str(result.folder), "was_finished": result.was_finished, **record}, indent=2))
-        return
-    steps, photos, name = record["settings"]["steps"], record["photos"], pop_kind(dict(record["method"]))
+    steps = record["settings"]["steps"]
     if result.was_finished:
-        print(f"{result.folder} is finished already: {name}, {steps} steps; nothing was done")
-    else:
-        losses = f"loss {record['first_loss']:.4g} -> {record['final_loss']:.4g}"
-        print(f"{name}: {steps} steps on {photos} photos in {record['seconds']:.0f} s, {losses}")
-    notice(args, f"use it with --model {result.folder} or rc.load({str(result.folder)!r})")
+        return f"{result.folder} is finished already: {method.kind}, {steps} steps; nothing was done"
+    losses = f"loss {record['first_loss']:.4g} -> {record['final_loss']:.4g}"
+    return f"{method.kind}: {steps} steps on {record['photos']} photos in {record['seconds']:.0f} s, {losses}"

@@ -63,9 +63,9 @@ class Progress:
         elif changed and not self._quiet:
             self._print_line()
 
-    def advance(self, steps: int = 1) -> None:
+    def advance(self, steps: int = 1, *, note: str = "") -> None:
         """Count steps as done."""
-        self.show(done=self._done + steps, note=self._note)
+        self.show(done=self._done + steps, note=note)
 
     def write(self, text: str, *, error: bool = False) -> None:
         """Print text to stdout (or stderr) above the bar, at once."""

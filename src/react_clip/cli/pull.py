@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from react_clip.cli import common
 from react_clip.cli.progress import Progress
 
 
@@ -21,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
         from react_clip.encoders import pull
 
         path = pull(args.model, force=args.force, say=progress.show)
-    print(json.dumps({"model": args.model, "path": path}) if args.json else f"{args.model} is ready in {path}")
+    common.print_result(args, {"model": args.model, "path": path}, [f"{args.model} is ready in {path}"])
     return 0

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-from tqdm import tqdm
-
-from react_clip.cli.common import notice
+from react_clip.cli import common
+from react_clip.cli.progress import Progress
 from react_clip.optional import require
 
 
@@ -34,24 +31,21 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.report.page import write_report
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    bar: tqdm[Any] = tqdm(unit="figure", disable=args.quiet or None)
-
-    def advance(title: str, done: int, total: int) -> None:
-        bar.total = total
-        bar.set_description(title)
-        bar.update(done - bar.n)
-
     options = {"rows": args.rows, "photos": args.photos, "calibration": args.calibration}
-    with bar:
-        report = write_report(args.runs, out, **options, progress=advance)
-    if args.json:
-        figures = [str(path) for path in report.figures]
-        missing = [*report.missing, *report.not_drawn]
-        print(json.dumps({"page": str(report.page), "figures": figures, "missing": missing}, indent=2))
-    else:
-        for line in report.missing:
-            notice(args, f"missing: {line}")
-        if report.not_drawn:
-            notice(args, f"{len(report.not_drawn)} figures need other data than this; the page says which")
-        print(report.page)
+    with Progress(quiet=args.quiet, unit="figure") as progress:
+        report = write_report(
+            args.runs,
+            out,
+            **options,
+            progress=lambda title, done, total: progress.show("drawing", done=done, total=total, note=title),
+        )
+    document = {
+        "page": str(report.page),
+        "figures": [str(path) for path in report.figures],
+        "missing": [*report.missing, *report.not_drawn],
+    }
+    notices = [f"missing: {line}" for line in report.missing]
+    if report.not_drawn:
+        notices.append(f"{len(report.not_drawn)} figures need other data than this; the page says which")
+    common.print_result(args, document, [str(report.page)], notices)
     return 0

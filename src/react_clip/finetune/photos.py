@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -87,11 +88,12 @@ def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, clas
     return Photos(pixels.detach().cpu().contiguous(), labels.detach().cpu().long())
 
 
-def check_memory(photos: int, size: int, available: int) -> None:
-    """Refuse sets that need more than half of the memory: photos are read once and kept.
+def check_memory(photos: int, size: int, available: int | None = None) -> None:
+    """Refuse sets that need more than half of the memory (by default this machine's): photos are read once and kept.
 
     >>> check_memory(2000, 224, available=8 * 2**30)
     """
+    available = available or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = photos * 3 * size * size
     if needed > available // 2:
         most = available // 2 // (3 * size * size)
