@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import react_clip as rc
 import tiny_clip
 from react_clip import accelerate, encoders, noise
-from react_clip.encoders import offline
-from react_clip.encoders.vision import VisionTower
+from react_clip.encoders import base, offline
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 from toys import ToyEncoder, on_a_gpu, toy_images
 
 
@@ -35,19 +35,79 @@ def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path,
 
 def test_the_plain_torch_tower_agrees_with_transformers(tiny_folder: Path) -> None:
     reference = rc.load(tiny_folder)
-    weights = {
-        name: value for name, value in reference.tower.state_dict().items() if name.startswith(("vision_", "visual_"))
-    }
-    sizes = {"width": tiny_clip.WIDTH, "hidden": 4 * tiny_clip.WIDTH, "layers": tiny_clip.LAYERS}
-    sizes |= {"heads": tiny_clip.HEADS, "size": tiny_clip.SIZE, "patch": tiny_clip.PATCH, "dim": tiny_clip.DIM}
-    tower = VisionTower(**sizes)
-    tower.load_state_dict(weights)
-    assert list(tower.state_dict()) == list(weights), "fingerprints depend on the order"
-    encoder = rc.Encoder(tower, name="tiny", image_size=tiny_clip.SIZE, dim=tiny_clip.DIM)
+    encoder = offline_encoder(reference)
     pixels = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert (encoder(pixels) - reference(pixels)).abs().max() < 1e-5
     with pytest.raises(rc.ReactClipError, match="no text tower"):
         encoder.encode_text(["a cat"])
+
+
+def offline_encoder(reference: rc.Encoder) -> VisionEncoder:
+    """The tower in plain torch with the weights of the tiny CLIP."""
+    sizes = {"width": tiny_clip.WIDTH, "hidden": 4 * tiny_clip.WIDTH, "layers": tiny_clip.LAYERS}
+    sizes |= {"heads": tiny_clip.HEADS, "size": tiny_clip.SIZE, "patch": tiny_clip.PATCH, "dim": tiny_clip.DIM}
+    tower = VisionTower(**sizes)
+    weights = {
+        name: value for name, value in reference.tower.state_dict().items() if name.startswith(("vision_", "visual_"))
+    }
+    tower.load_state_dict(weights)
+    assert list(tower.state_dict()) == list(weights), "fingerprints depend on the order"
+    return VisionEncoder(tower, name="tiny", image_size=tiny_clip.SIZE, dim=tiny_clip.DIM, patch_size=tiny_clip.PATCH)
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_images_of_another_size_get_the_positions_that_transformers_interpolates(
+    tiny_folder: Path, open_clip_name: str, size: int
+) -> None:
+    from transformers import CLIPModel
+
+    encoder, model = rc.load(tiny_folder, device="cpu"), CLIPModel.from_pretrained(tiny_folder).eval()
+    pixels = torch.rand(3, 3, size, size, generator=torch.Generator().manual_seed(0)) * 1.5 - 0.25
+    normalised = (pixels - encoder.mean) / encoder.std
+    with torch.no_grad():
+        hidden = model.vision_model(pixel_values=normalised, interpolate_pos_encoding=True).pooler_output
+        expected = torch.nn.functional.normalize(model.visual_projection(hidden))
+    for each in (encoder, rc.load(open_clip_name, device="cpu"), offline_encoder(encoder)):
+        assert each.takes(size)
+        assert each.size_near(size / 32) == size
+        assert (each.encode_views(pixels) - expected).abs().max() < 1e-5
+        assert each.token_share(size) == (1 + (size // 8) ** 2) / 17
+        with pytest.raises(rc.ReactClipError, match=r"takes \[B, 3, 32, 32\]"):
+            each(pixels.clamp(0, 1))
+        with pytest.raises(rc.ReactClipError, match=r"takes \[B, 3, 32, 32\]"):
+            each.encode_views(pixels[..., :20, :20])
+
+
+def test_position_tables_are_computed_once_and_again_when_the_weights_change(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = rc.load(tiny_folder, device="cpu")
+    sides, interpolate = [], base.interpolate_positions
+    monkeypatch.setattr(
+        base, "interpolate_positions", lambda table, side: (sides.append(side), interpolate(table, side))[1]
+    )
+    pixels = torch.rand(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = encoder.encode_views(pixels)
+    encoder.encode_views(pixels.requires_grad_()).sum().backward()
+    assert pixels.grad is not None
+    assert sides == [3], "the table made in inference mode serves with gradients too"
+    with torch.no_grad():
+        encoder.tower.vision_model.embeddings.position_embedding.weight.neg_()
+        after = encoder.encode_views(pixels)
+    assert sides == [3, 3]
+    assert (after - before).abs().max() > 0.01
+    assert encoder.double().encode_views(pixels.detach().double()).dtype == torch.float64
+    assert sides == [3, 3, 3]
+
+
+def test_an_encoder_without_patches_takes_one_size_only() -> None:
+    encoder = ToyEncoder()
+    assert encoder.size_near(0.75) is None
+    assert not encoder.takes(12)
+    assert encoder.token_share(16) == 1.0
+    with pytest.raises(rc.ReactClipError, match=r"takes \[B, 3, 16, 16\]"):
+        encoder.encode_views(torch.rand(1, 3, 12, 12))
 
 
 def test_features_are_unit_fp32_whatever_the_dtype(tiny_folder: Path) -> None:

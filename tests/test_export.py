@@ -54,6 +54,11 @@ def test_features_are_those_of_the_tower_for_any_number_of_images(name: str, tin
         assert (graph(images) - tower(images)).abs().max() < 1e-5
         noisy = images * 3 - 1
         assert (graph.encode_views(noisy) - tower.encode_views(noisy)).abs().max() < 1e-5
+        small = noisy[..., :24, :24]
+        assert (graph.encode_views(small) - tower.encode_views(small)).abs().max() < 1e-5
+    assert graph.size_near(160 / 224) == tower.size_near(160 / 224) == 24
+    assert graph.token_share(24) == tower.token_share(24)
+    assert graph.size_near(0.5) is None, "there is no graph for 16 pixels"
     assert (graph.image_size, graph.dim, graph.base) == (tower.image_size, tower.dim, tower.base)
     assert graph.original == str(tiny_folder)
     assert not graph.has_text
@@ -112,9 +117,22 @@ def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folde
         record = json.loads((folder / "encoder.json").read_text())
         assert record["fingerprint"] == rc.load(tiny_folder, device="cpu").fingerprint()
         assert record["normalisation"] == "inside the graph"
-        assert record["parity"]["images"] == 6
+        assert record["parity"]["images"] == 12
         assert 0 <= record["parity"]["max_difference"] < 1e-5
-        assert sorted(path.name for path in folder.iterdir()) == sorted([*FORMATS[kind], "encoder.json"])
+        graphs = [stem + ending for stem in ("encoder", "encoder-small") for ending in FORMATS[kind]]
+        assert sorted(path.name for path in folder.iterdir()) == sorted([*graphs, "encoder.json"])
+
+
+def test_an_export_of_an_earlier_version_takes_one_size(exported: dict[str, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exported["onnx"], copy)
+    (copy / "encoder-small.onnx").unlink()
+    record = json.loads((copy / "encoder.json").read_text())
+    earlier = {key: value for key, value in record.items() if key not in ("patch_size", "small_size")}
+    (copy / "encoder.json").write_text(json.dumps(earlier))
+    encoder = rc.load(f"onnx:{copy}")
+    assert encoder(pixels(1)).shape == (1, tiny_clip.DIM)
+    assert encoder.size_near(160 / 224) is None
 
 
 def test_a_graph_that_differs_from_its_tower_is_not_kept(
@@ -125,9 +143,12 @@ def test_a_graph_that_differs_from_its_tower_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = tiny_clip.write_hf(tmp_path / "other", seed=1)
-    graph = exported["onnx"] / "encoder.onnx"
-    # An exporter that goes wrong: what it writes is sound, but the graph of another tower.
-    monkeypatch.setattr(exporting, "_write_graph", lambda encoder, kind, folder: shutil.copy(graph, folder))
+
+    def copy_graph(encoder: rc.Encoder, kind: str, stem: Path, size: int) -> None:
+        """An exporter that goes wrong: what it writes is sound, but the graph of another tower."""
+        shutil.copy(exported["onnx"] / f"{stem.name}.onnx", f"{stem}.onnx")
+
+    monkeypatch.setattr(exporting, "_write_graph", copy_graph)
     place = tmp_path / "place"
     capsys.readouterr()
     arguments = ["export", other, "--format", "onnx", "--out", place / "new", "--photos", photos, "--quiet"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip import Encoder, ZeroShotClassifier
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -29,6 +30,18 @@ class ToyEncoder(Encoder):
         self.encoded += len(normalised)
         self.calls += 1
         return self.tower(normalised)
+
+
+def patch_encoder(dtype: torch.dtype = torch.float32) -> VisionEncoder:
+    """A random vision transformer at 32 pixels with 8 x 8 patches; it takes other sizes too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tower = VisionTower(width=32, hidden=64, layers=2, heads=2, size=32, patch=4, dim=12)
+        for name, parameter in tower.named_parameters():
+            if parameter.ndim > 1 or "class_embedding" in name:
+                nn.init.normal_(parameter, std=0.3)
+    encoder = VisionEncoder(tower.to(dtype), name="patches", image_size=32, dim=12, patch_size=4)
+    return encoder.to(dtype)
 
 
 def toy_classifier(dtype: torch.dtype = torch.float32, classes: int = 5) -> ZeroShotClassifier:

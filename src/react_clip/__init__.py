@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from react_clip import adaptive, attacks, data, defenses, integrations, scale
     from react_clip.bank import LabelBank
     from react_clip.calibration import Calibration, calibrate
-    from react_clip.defenses import Defended, ReACT, Undefended, as_module
+    from react_clip.defenses import Defended, ReACT, SecondLook, Undefended, as_module
     from react_clip.encoders import Encoder, load, pull
     from react_clip.evaluation import EvaluationResult, evaluate
     from react_clip.zeroshot import ZeroShotClassifier
@@ -30,6 +30,7 @@ __all__ = [
     "LabelBank",
     "ReACT",
     "ReactClipError",
+    "SecondLook",
     "Undefended",
     "ZeroShotClassifier",
     "__version__",
@@ -53,6 +54,7 @@ OWNERS = {
     "EvaluationResult": "evaluation",
     "LabelBank": "bank",
     "ReACT": "defenses",
+    "SecondLook": "defenses",
     "Undefended": "defenses",
     "ZeroShotClassifier": "zeroshot",
     "as_module": "defenses",

@@ -23,8 +23,40 @@ _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [
 _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
 
 
-class WeakAugmentation(Configuration):
-    """Ranges of T(x); every value is drawn per image.
+class Motion(Configuration):
+    """Ranges of a small rotation, shift and zoom about the centre; every value is drawn per image.
+
+    >>> views = Motion()(torch.rand(2, 3, 32, 32), torch.tensor([1, 2]))
+    >>> views.shape, bool(views.min() >= 0), bool(views.max() <= 1)
+    (torch.Size([2, 3, 32, 32]), True, True)
+    """
+
+    rotation: float = 5.0
+    """Largest angle, in degrees."""
+    translation: float = 0.08
+    """Largest shift, as a share of the side."""
+    scale: Range = (0.96, 1.04)
+
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """One moved view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``."""
+        return self._move(images, noise.uniform(keys, 4).to(images.dtype))
+
+    def _move(self, images: Tensor, draw: Tensor) -> Tensor:
+        """Images moved by random numbers ``[B, 4]`` in [0, 1); black comes in from outside."""
+        angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
+        # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
+        right, down = (2.0 * self.translation * (2.0 * draw[:, i : i + 1] - 1.0) for i in (1, 2))
+        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3:4]
+        cos, sin = angle.cos() / zoom, angle.sin() / zoom
+        x, y = (_pixel_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
+        across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
+        along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
+        grid = torch.stack([across, along], 3)
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
+
+
+class WeakAugmentation(Motion):
+    """Ranges of T(x): a motion, then blur, noise and colour jitter; every value is drawn per image.
 
     >>> keys = torch.tensor([1, 2])
     >>> views = WeakAugmentation()(torch.rand(2, 3, 32, 32), keys)
@@ -32,10 +64,7 @@ class WeakAugmentation(Configuration):
     (torch.Size([2, 3, 32, 32]), True, True)
     """
 
-    rotation: float = 5.0
-    """Largest angle, in degrees."""
     translation: float = 0.04
-    """Largest shift, as a share of the side."""
     scale: Range = (0.92, 1.08)
     probability: Share = 0.5
     """Chance of each of blur, noise and jitter."""
@@ -64,19 +93,6 @@ class WeakAugmentation(Configuration):
         view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy).clamp(0.0, 1.0)
         return torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
 
-    def _move(self, images: Tensor, draw: Tensor) -> Tensor:
-        """Images rotated, shifted and scaled about their centre; black comes in from outside."""
-        angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
-        # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
-        right, down = (2.0 * self.translation * (2.0 * draw[:, i : i + 1] - 1.0) for i in (1, 2))
-        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3:4]
-        cos, sin = angle.cos() / zoom, angle.sin() / zoom
-        x, y = (_pixel_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
-        across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
-        along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
-        grid = torch.stack([across, along], 3)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
-
     def _blur_kernels(self, draw: Tensor) -> Tensor:
         """One Gaussian kernel per image, ``[B, blur_kernel]``."""
         low, high = self.blur_sigma
@@ -93,6 +109,13 @@ class WeakAugmentation(Configuration):
         view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
         turns = _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0))
         return torch.einsum("bij,bjhw->bihw", turns, view).clamp(0.0, 1.0)
+
+
+def smaller_copy(images: Tensor, size: int) -> Tensor:
+    """Images resized to ``[B, 3, size, size]``, bilinear with antialiasing; those of that size are returned as is."""
+    if images.shape[-1] == size:
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
 def _per_image(values: Tensor) -> Tensor:

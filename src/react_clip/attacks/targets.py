@@ -4,8 +4,9 @@ For an attacker who knows the defence, it gives one of two answers, chosen by a 
 
 .. math:: z_{def}(x) = z_{closed}(x) + 1[s(x) \\ge \\tau]\\,[z_{open}(x) - z_{closed}(x)]
 
-Defences that correct through an anchor (ReACT, AOM, Defend-CLIP) show all these parts with gradients. Of any other
-defence only the answer is known; if it has no gradient, that of undefended CLIP is used (BPDA with the identity).
+Defences that correct through an anchor (ReACT, AOM, Defend-CLIP, SecondLook) show all these parts with gradients. Of
+any other defence only the answer is known; if it has no gradient, that of undefended CLIP is used (BPDA with the
+identity).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from react_clip.defenses.base import (
     gradients,
     straight_through,
 )
-from react_clip.defenses.react import ReACT, divergence_of
+from react_clip.defenses.react import ReACT, divergence_of, logits_of
+from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Gradients
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
@@ -129,6 +131,8 @@ class DefendedClassifier:
         with gradients(self.clf.encoder, self.how):
             if isinstance(self.defense, ReACT):
                 parts = self._anchored_parts(self.defense, pixels, seed)
+            elif isinstance(self.defense, SecondLook):
+                parts = self._looked_parts(self.defense, pixels, seed)
             else:
                 parts = self._other_parts(pixels, seed)
         return Draw(labels, clean_features, **parts)
@@ -152,6 +156,23 @@ class DefendedClassifier:
             "score": parts.score,
             "drift": parts.drift,
             "threshold": parts.threshold,
+        }
+
+    def _looked_parts(self, defense: SecondLook, pixels: Tensor, seed: noise.Seed) -> dict[str, Tensor]:
+        clf, pixels = self.clf, self.clf.encoder.prepare(pixels)
+        keys = noise.stream_keys(pixels, seed)
+        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
+        return {
+            "closed": clf.logits(parts.closed),
+            "opened": clf.logits(parts.opened),
+            "defended": clf.logits(parts.features),
+            "closed_features": parts.closed,
+            "opened_features": parts.opened,
+            "defended_features": parts.features,
+            # Two thresholds must be reached; the score of the one that is further away decides.
+            "score": parts.excess,
+            "drift": parts.drift,
+            "threshold": torch.zeros_like(parts.excess),
         }
 
     def _other_parts(self, pixels: Tensor, seed: noise.Seed) -> dict[str, Tensor]:
@@ -206,7 +227,7 @@ def draw_passes(defense: Defense, passes: Passes) -> Passes:
     >>> draw_passes(ReACT(), (14, 0)), draw_passes(TTC(), (4, 2))  # the plain answer of TTC is extra
     ((14, 0), (5, 2))
     """
-    return passes if isinstance(defense, ReACT) else (passes[0] + 1, passes[1])
+    return passes if isinstance(defense, ReACT | SecondLook) else (passes[0] + 1, passes[1])
 
 
 def gradient_passes(defense: Defense, passes: Passes, checkpoint: bool) -> Passes:

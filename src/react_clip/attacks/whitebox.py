@@ -22,6 +22,7 @@ from react_clip.attacks.targets import DefendedClassifier, Draw, Passes, draw_pa
 from react_clip.config import Count, NonNegative, Positive, PositiveLength
 from react_clip.defenses.base import Defense
 from react_clip.defenses.react import ReACT
+from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Gradients
 from react_clip.errors import ReactClipError
 
@@ -153,7 +154,9 @@ class Through(GradientAttack):
 
     def obstacle(self, defense: Defense) -> str:
         """It needs a correction."""
-        return "" if isinstance(defense, ReACT) else f"{defense.name} has no anchor correction to see through"
+        return (
+            "" if isinstance(defense, ReACT | SecondLook) else f"{defense.name} has no anchor correction to see through"
+        )
 
 
 class Both(GradientAttack):
@@ -219,7 +222,7 @@ class Evade(GradientAttack):
 
     def obstacle(self, defense: Defense) -> str:
         """It needs a gate."""
-        gated = isinstance(defense, ReACT) and defense.tau is not None
+        gated = isinstance(defense, SecondLook) or (isinstance(defense, ReACT) and defense.tau is not None)
         return "" if gated else f"{defense.name} has no gate to keep shut"
 
 

@@ -14,6 +14,7 @@ from react_clip.defenses.hd import HD
 from react_clip.defenses.mac import MAC
 from react_clip.defenses.r_tpt import RTPT
 from react_clip.defenses.react import ReACT
+from react_clip.defenses.second_look import SecondLook
 from react_clip.defenses.ss_tpt import SSTPT
 from react_clip.defenses.ttc import TTC
 from react_clip.defenses.tte import TTE
@@ -34,6 +35,7 @@ __all__ = [
     "Defended",
     "Defense",
     "ReACT",
+    "SecondLook",
     "Undefended",
     "as_module",
     "from_dict",

@@ -41,7 +41,8 @@ class Defended:
     sigma: Tensor
     """Noise scale of the anchor views, from the drift."""
     passes: Tensor
-    """Encoder forward passes spent on the image."""
+    """Encoder forward passes spent on the image: whole numbers, or floats where views of another size count as their
+    share of the tokens."""
     backward_passes: Tensor
     """Encoder backward passes spent on the image (0 for everything optimisation-free)."""
     class_names: tuple[str, ...]

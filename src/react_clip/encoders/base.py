@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,12 +44,16 @@ class Encoder(nn.Module):
     wrong. ``tower`` maps normalised pixels to projected features; subclasses whose tower is called in another way
     override :meth:`_image_features`.
 
+    A vision transformer with learned positions takes images of other sizes too, in whole patches: its subclass gives
+    ``patch_size`` and defines :meth:`_learned_positions` and :meth:`_resized_features`.
+
     Args:
         tower: the model; it is put into evaluation mode and frozen.
         name: by which :func:`react_clip.load` finds it.
         image_size: side of the pixels in, S.
         dim: length of a feature.
         mean, std: normalisation of the three channels.
+        patch_size: side of a patch, for towers that take other sizes; ``None`` for towers that take one size only.
         text: the text tower of the same model; ``None`` where there is none.
     """
 
@@ -64,6 +69,7 @@ class Encoder(nn.Module):
         dim: int,
         mean: Sequence[float] = CLIP_MEAN,
         std: Sequence[float] = CLIP_STD,
+        patch_size: int | None = None,
         text: TextTower | None = None,
     ) -> None:
         super().__init__()
@@ -73,6 +79,8 @@ class Encoder(nn.Module):
         """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
         self.image_size = image_size
         self.dim = dim
+        self.patch_size = patch_size
+        self._tables: dict[int, PositionTable] = {}
         self._text = text
         self.backend = Backend()
         self.gradients = Gradients()
@@ -117,7 +125,7 @@ class Encoder(nn.Module):
         return self.encode_views(pixels)
 
     def encode_views(self, pixels: Tensor) -> Tensor:
-        """Unit features of noisy views, whose pixels may leave [0, 1]."""
+        """Unit features of views, whose pixels may leave [0, 1] and whose size may be any that :meth:`takes` allows."""
         return functional.normalize(self.raw_features(pixels))
 
     def encode_in_batches(self, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
@@ -136,20 +144,71 @@ class Encoder(nn.Module):
 
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
-        self._check_shape(pixels)
+        self._check_shape(pixels, any_size=True)
+        if pixels.shape[-1] != self.image_size:
+            self.update_positions(pixels.shape[-1])
         return self.backend(self._compute, pixels)
 
     def _compute(self, pixels: Tensor) -> Tensor:
-        normalised = (pixels.to(self.mean.device) - self.mean) / self.std
-        return at_least_fp32(self._image_features(normalised.to(self.dtype)))
+        normalised = ((pixels.to(self.mean.device) - self.mean) / self.std).to(self.dtype)
+        if pixels.shape[-1] == self.image_size:
+            return at_least_fp32(self._image_features(normalised))
+        return at_least_fp32(self._resized_features(normalised, self._tables[pixels.shape[-1]].positions))
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         features: Tensor = self.tower(normalised)
         return features
 
+    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
+        """Projected features of images of another size, with the position embeddings of that size."""
+        raise NotImplementedError
+
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
         """Unit features of prompts, ``[N, dim]``."""
         return self.text.encode(prompts)
+
+    # ------------------------------------------------------------------ other sizes
+
+    def takes(self, size: int) -> bool:
+        """Whether :meth:`encode_views` takes square images of this side."""
+        resizable = self.patch_size is not None and size > 0 and size % self.patch_size == 0
+        return size == self.image_size or resizable
+
+    def size_near(self, share: float) -> int | None:
+        """The size in whole patches nearest to a share of ``image_size``; ``None`` if it cannot be encoded.
+
+        ViT-B/16 at 224 pixels has 14 patches a side; a share of 160/224 are 10 of them, 160 pixels.
+        """
+        if self.patch_size is None:
+            return None
+        size = self.patch_size * round(share * self.image_size / self.patch_size)
+        return size if self.takes(size) else None
+
+    def token_share(self, size: int) -> float:
+        """Tokens of an image of this size (its patches and the class token), divided by those of ``image_size``."""
+        if self.patch_size is None or size == self.image_size:
+            return 1.0
+        tokens, all_tokens = (1 + (side // self.patch_size) ** 2 for side in (size, self.image_size))
+        return tokens / all_tokens
+
+    def update_positions(self, size: int) -> None:
+        """Interpolate the position embeddings for a size, unless that was done since the weights last changed."""
+        if self.patch_size is None:
+            return
+        learned = self._learned_positions()
+        version = 0 if learned.is_inference() else learned._version
+        known = self._tables.get(size)
+        if known is not None and known.version == version:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            positions = interpolate_positions(learned, size // self.patch_size)
+            # CUDA graphs hold the address of a table, so new values go into the memory of the old ones.
+            positions = positions if known is None else known.positions.copy_(positions)
+        self._tables[size] = PositionTable(positions, version)
+
+    def _learned_positions(self) -> Tensor:
+        """Position embeddings ``[1 + patches, width]`` at ``image_size``; the first is that of the class token."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ checks
 
@@ -172,8 +231,10 @@ class Encoder(nn.Module):
         self._check_shape(pixels)
         RangeCheck(pixels).wait()
 
-    def _check_shape(self, pixels: Tensor) -> None:
+    def _check_shape(self, pixels: Tensor, *, any_size: bool = False) -> None:
         size = self.image_size
+        if any_size and pixels.ndim == 4 and self.takes(pixels.shape[-1]):
+            size = pixels.shape[-1]
         # `len` would fix the number of images in a graph that is traced through here.
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or pixels.shape[0] < 1:
             raise ReactClipError(
@@ -200,6 +261,7 @@ class Encoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `to`, `cuda`, `float` and the like end here; weights get new addresses.
         self.backend.reset()
+        self._tables.clear()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -217,6 +279,33 @@ class Encoder(nn.Module):
         """One line: name, size, dtype, device."""
         sizes = f"image_size={self.image_size}, dim={self.dim}"
         return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
+
+
+@dataclass(frozen=True, eq=False)
+class PositionTable:
+    """Interpolated position embeddings, and the version of the learned ones that they were computed from."""
+
+    positions: Tensor
+    version: int
+
+
+def interpolate_positions(positions: Tensor, side: int) -> Tensor:
+    """Position embeddings ``[1 + side * side, width]`` of a grid with another side, by bicubic interpolation.
+
+    This is how transformers interpolates them, but always in at least fp32; the class token keeps its own.
+    """
+    first, grid = positions[:1], positions[1:]
+    old_side = round(len(grid) ** 0.5)
+    planes = at_least_fp32(grid).T.reshape(1, -1, old_side, old_side)
+    planes = F.interpolate(planes, size=(side, side), mode="bicubic", align_corners=False)
+    return torch.cat([first, planes[0].flatten(1).T.to(positions.dtype)])
+
+
+def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tensor, positions: Tensor) -> Tensor:
+    """Tokens ``[B, 1 + patches, width]`` of normalised pixels: the class token and the patches, positions added."""
+    tokens = patches(normalised).flatten(2).transpose(1, 2)
+    first = class_embedding.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
+    return torch.cat([first, tokens], 1) + positions.to(tokens.dtype)
 
 
 class RangeCheck:

@@ -1,8 +1,9 @@
 """Image towers for other runtimes: ``onnx:FOLDER`` runs in ONNX Runtime, ``openvino:FOLDER`` in OpenVINO.
 
 :func:`export` writes a folder with a graph from [0, 1] pixels to unit features (normalisation inside, any number of
-images) and a record of its source; the graph is compared with the tower before the folder appears. Graphs run on the
-CPU, have no text tower and give no gradients: every defence that needs neither works as with the original tower.
+images), a second one for smaller images where the tower takes them, and a record of their source; both are compared
+with the tower before the folder appears. Graphs run on the CPU, have no text tower and give no gradients: every defence
+that needs neither works as with the original tower.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from react_clip import noise
+from react_clip import functional, noise
+from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder, quiet_libraries, resolve_device, resolve_dtype
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
@@ -29,8 +31,12 @@ from react_clip.preprocess import RESIZE_RATIO
 from react_clip.storage import read_json, sha256_of, write_text
 
 RECORD, SCHEMA = "encoder.json", 1
-FORMATS = {"onnx": ("encoder.onnx",), "openvino": ("encoder.xml", "encoder.bin")}
-"""The files of each format; its runtime opens the first."""
+FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
+"""Endings of the files of one graph in each format; the runtime opens the first."""
+FULL, SMALL = "encoder", "encoder-small"
+"""Names of the graphs, without ending: at the tower's image size, and at the size of ``rc.SecondLook``'s look."""
+SMALL_SHARE = 160 / 224
+"""Size of the small graph as a share of the tower's."""
 PRECISIONS = {"onnx": {torch.float32: "fp32"}, "openvino": {torch.float32: "fp32", torch.bfloat16: "bf16"}}
 
 TOLERANCE = 1e-4
@@ -43,11 +49,14 @@ Graph = Callable[[np.ndarray], np.ndarray]
 
 
 class ExportedEncoder(Encoder):
-    """A graph in its runtime; features leave it with unit length."""
+    """Graphs by image size in their runtime; features leave them with unit length."""
 
-    def __init__(self, graph: Graph, record: dict[str, Any], *, name: str, dtype: torch.dtype) -> None:
+    tower: _GraphModule
+
+    def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str, dtype: torch.dtype) -> None:
         sizes = {key: record[key] for key in ("image_size", "dim", "mean", "std")}
-        super().__init__(_GraphModule(graph), name=name, **sizes)
+        # Exports of earlier versions have one graph and do not name the patch size.
+        super().__init__(_GraphModule(graphs), name=name, patch_size=record.get("patch_size"), **sizes)
         self.base = record["base"]
         self._source: str = record["model"]
         self._dtype = dtype
@@ -77,20 +86,27 @@ class ExportedEncoder(Encoder):
         features: Tensor = self.tower(pixels.detach().float())
         return features
 
+    def takes(self, size: int) -> bool:
+        """Whether there is a graph for images of this side."""
+        return size in self.tower.graphs
+
+    def update_positions(self, size: int) -> None:
+        """Nothing to do: the position embeddings are inside the graphs."""
+
     def fingerprint(self) -> str:
         """Short identity of the graph and its precision, for cache keys."""
         return hashlib.sha256(self._identity.encode()).hexdigest()[:16]
 
 
 class _GraphModule(nn.Module):
-    """A graph as a module from [0, 1] pixels to unit features; it normalises by itself."""
+    """Graphs as one module from [0, 1] pixels to unit features; they normalise by themselves."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graphs: dict[int, Graph]) -> None:
         super().__init__()
-        self.graph = graph
+        self.graphs = graphs
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return torch.from_numpy(self.graph(pixels.cpu().contiguous().numpy()))
+        return torch.from_numpy(self.graphs[pixels.shape[-1]](pixels.cpu().contiguous().numpy()))
 
 
 # ---------------------------------------------------------------------- loading
@@ -116,7 +132,13 @@ def load_exported(name: str, *, device: str | torch.device | None, dtype: str | 
         known = " or ".join(PRECISIONS[kind].values())
         raise ReactClipError(f"{name!r} was asked for in {dtype}; {kind} towers compute in {known}")
     record = _checked_record(kind, folder)
-    return ExportedEncoder(open_graph(kind, folder, chosen), record, name=name, dtype=chosen)
+    graphs = {size: open_graph(kind, folder / stem, chosen) for size, stem in _graph_names(record).items()}
+    return ExportedEncoder(graphs, record, name=name, dtype=chosen)
+
+
+def _graph_names(record: dict[str, Any]) -> dict[int, str]:
+    """Names of the graphs that a record describes, by image size."""
+    return {record["image_size"]: FULL} | ({record["small_size"]: SMALL} if record.get("small_size") else {})
 
 
 def _way_out(kind: str) -> str:
@@ -131,7 +153,7 @@ def _checked_record(kind: str, folder: Path) -> dict[str, Any]:
         raise ReactClipError(f"{folder / RECORD} is no record of an exported tower of schema {SCHEMA}; {way_out}")
     if record["format"] != kind:
         raise ReactClipError(f"{folder} holds a tower in {record['format']} format; load {record['format']}:{folder}")
-    for file in FORMATS[kind]:
+    for file in _files(kind, record):
         if not (folder / file).is_file():
             raise ReactClipError(f"{folder} has no {file}; copy the whole folder, or {way_out}")
         if sha256_of(folder / file) != record["sha256"].get(file):
@@ -139,11 +161,15 @@ def _checked_record(kind: str, folder: Path) -> dict[str, Any]:
     return record
 
 
-def open_graph(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Graph:
-    """The graph of a folder in its runtime, with as many threads as PyTorch has."""
+def _files(kind: str, record: dict[str, Any]) -> list[str]:
+    return [stem + ending for stem in _graph_names(record).values() for ending in FORMATS[kind]]
+
+
+def open_graph(kind: str, stem: Path, dtype: torch.dtype = torch.float32) -> Graph:
+    """The graph ``stem.*`` in its runtime, with as many threads as PyTorch has."""
     runtime = {"onnx": "onnxruntime", "openvino": "openvino"}[kind]
     module = require(runtime, f"a tower in {kind} format", extra="export")
-    path = str(folder / FORMATS[kind][0])
+    path = f"{stem}{FORMATS[kind][0]}"
     try:
         return _onnx_graph(module, path) if kind == "onnx" else _openvino_graph(module, path, dtype)
     except Exception as error:  # each runtime has its own errors
@@ -184,7 +210,7 @@ class Parity:
 def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, tolerance: float = TOLERANCE) -> Parity:
     """Write the image tower to a new folder, as :func:`react_clip.load` reads it; a failure leaves nothing behind.
 
-    ``photos`` ``[B, 3, S, S]`` in [0, 1], and noisy views of them, go through the tower and through the graph; a
+    ``photos`` ``[B, 3, S, S]`` in [0, 1], and noisy views of them, go through the tower and through the graphs; a
     difference above ``tolerance`` is a failure.
     """
     _check_request(encoder, kind, folder)
@@ -195,8 +221,12 @@ def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, toleran
             # A folder inside the private scratch folder, so that what is published has ordinary permissions.
             finished = Path(scratch) / "finished"
             finished.mkdir()
-            _write_graph(encoder, kind, finished)
-            parity = measure_parity(encoder, open_graph(kind, finished), photos)
+            record = _record(encoder, kind)
+            graphs = {}
+            for size, stem in _graph_names(record).items():
+                _write_graph(encoder, kind, finished / stem, size)
+                graphs[size] = open_graph(kind, finished / stem)
+            parity = measure_parity(encoder, graphs, photos)
             # Written so that NaN fails too.
             if not parity.max_difference <= tolerance:
                 raise ReactClipError(
@@ -204,7 +234,9 @@ def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, toleran
                     f"{parity.min_cosine:.6f}), more than {tolerance:g}; nothing was written: use another --format, or "
                     "raise --tolerance knowingly"
                 )
-            write_text(finished / RECORD, json.dumps(_record(encoder, kind, finished, parity), indent=1) + "\n")
+            record["sha256"] = {file: sha256_of(finished / file) for file in _files(kind, record)}
+            record |= {"parity": asdict(parity), "versions": versions()}
+            write_text(finished / RECORD, json.dumps(record, indent=1) + "\n")
             finished.rename(folder)
     except OSError as error:
         raise ReactClipError(f"cannot write {folder}: {error.strerror or error}; choose another --out") from error
@@ -212,15 +244,19 @@ def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, toleran
 
 
 @torch.no_grad()
-def measure_parity(encoder: Encoder, graph: Graph, photos: Tensor) -> Parity:
-    """Compare the tower and its graph on photos, on noisy views of them, and on one photo alone."""
+def measure_parity(encoder: Encoder, graphs: dict[int, Graph], photos: Tensor) -> Parity:
+    """Compare the tower and its graphs on photos, on noisy views of them, and on one photo alone."""
     sigma = torch.full((len(photos),), _NOISE)
-    views = torch.cat([photos, noise.noisy_view(photos, noise.stream_keys(photos, 0), sigma)])
-    expected = encoder.encode_views(views)
-    exported = torch.cat([torch.from_numpy(graph(part.numpy())) for part in (views[:1], views[1:])])
-    difference = (exported - expected).abs().max().item()
-    cosine = (exported.double() * expected.double()).sum(1).min().item()
-    return Parity(len(views), difference, cosine)
+    noisy = torch.cat([photos, noise.noisy_view(photos, noise.stream_keys(photos, 0), sigma)])
+    images, differences, cosines = 0, [], []
+    for size, graph in graphs.items():
+        views = smaller_copy(noisy, size)
+        expected = encoder.encode_views(views)
+        exported = torch.cat([torch.from_numpy(graph(part.numpy())) for part in (views[:1], views[1:])])
+        differences.append((exported - expected).abs().max().item())
+        cosines.append((exported.double() * expected.double()).sum(1).min().item())
+        images += len(views)
+    return Parity(images, float(np.max(differences)), float(np.min(cosines)))
 
 
 def _check_request(encoder: Encoder, kind: str, folder: Path) -> None:
@@ -242,15 +278,16 @@ class _PixelsToFeatures(nn.Module):
         self.encoder = encoder
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.encoder.encode_views(pixels)
+        return functional.normalize(self.encoder._compute(pixels))
 
 
-def _write_graph(encoder: Encoder, kind: str, folder: Path) -> None:
+def _write_graph(encoder: Encoder, kind: str, stem: Path, size: int) -> None:
     needed = ("onnx", "onnxscript", *(["openvino"] if kind == "openvino" else []))
     modules = {name: require(name, f"exporting to {kind}", extra="export") for name in needed}
-    onnx_file = folder / FORMATS["onnx"][0]
+    onnx_file = Path(f"{stem}.onnx")
     # Two images as an example: a batch of one would be taken for a constant.
-    example = torch.zeros(2, 3, encoder.image_size, encoder.image_size)
+    example = torch.zeros(2, 3, size, size)
+    encoder.update_positions(size)
     shapes = {"pixels": {0: torch.export.Dim("batch", min=1)}}
     names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["features"], "dynamic_shapes": shapes}
     try:
@@ -261,7 +298,7 @@ def _write_graph(encoder: Encoder, kind: str, folder: Path) -> None:
         if kind == "openvino":
             openvino = modules["openvino"]
             model = openvino.convert_model(str(onnx_file))
-            openvino.save_model(model, str(folder / FORMATS["openvino"][0]), compress_to_fp16=False)
+            openvino.save_model(model, f"{stem}{FORMATS[kind][0]}", compress_to_fp16=False)
             onnx_file.unlink()
     except OSError:
         raise
@@ -271,7 +308,7 @@ def _write_graph(encoder: Encoder, kind: str, folder: Path) -> None:
         ) from error
 
 
-def _record(encoder: Encoder, kind: str, folder: Path, parity: Parity) -> dict[str, Any]:
+def _record(encoder: Encoder, kind: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "format": kind,
@@ -279,13 +316,12 @@ def _record(encoder: Encoder, kind: str, folder: Path, parity: Parity) -> dict[s
         "base": encoder.base,
         "fingerprint": encoder.fingerprint(),
         "image_size": encoder.image_size,
+        "patch_size": encoder.patch_size,
+        "small_size": encoder.size_near(SMALL_SHARE),
         "dim": encoder.dim,
         "pixels": f"float32 RGB [batch, 3, {encoder.image_size}, {encoder.image_size}] in [0, 1]",
         "resize": f"shorter side to {round(encoder.image_size * RESIZE_RATIO)}, bilinear; centre crop",
         "mean": encoder.mean.flatten().tolist(),
         "std": encoder.std.flatten().tolist(),
         "normalisation": "inside the graph",
-        "sha256": {file: sha256_of(folder / file) for file in FORMATS[kind]},
-        "parity": asdict(parity),
-        "versions": versions(),
     }

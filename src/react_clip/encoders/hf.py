@@ -16,6 +16,7 @@ from react_clip.encoders.base import (
     QUICK_GELU,
     Encoder,
     check_activation,
+    embed_patches,
     loading_error,
     quiet_libraries,
 )
@@ -35,11 +36,28 @@ class HFEncoder(Encoder):
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
         text = None if tokenizer is None else HFText(model, tokenizer, name)
-        super().__init__(model, name=name, text=text, **kwargs)
+        vision: Any = model
+        patch_size = int(vision.vision_model.embeddings.patch_size)
+        super().__init__(model, name=name, text=text, patch_size=patch_size, **kwargs)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         model: Any = self.tower
         features: Tensor = model.visual_projection(model.vision_model(pixel_values=normalised).pooler_output)
+        return features
+
+    def _learned_positions(self) -> Tensor:
+        model: Any = self.tower
+        positions: Tensor = model.vision_model.embeddings.position_embedding.weight
+        return positions
+
+    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
+        # `interpolate_pos_encoding=True` would give the same, but interpolate in every call.
+        model: Any = self.tower
+        vision = model.vision_model
+        embeddings = vision.embeddings
+        tokens = embed_patches(normalised, embeddings.patch_embedding, embeddings.class_embedding, positions)
+        hidden = vision.encoder(inputs_embeds=vision.pre_layrnorm(tokens)).last_hidden_state
+        features: Tensor = model.visual_projection(vision.post_layernorm(hidden[:, 0]))
         return features
 
 

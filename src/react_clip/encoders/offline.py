@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.vision import VisionTower
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.storage import cache_dir, sha256_of
 
@@ -107,8 +107,13 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
             dim=_CONFIG["projection_dim"],
         )
     tower.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
-    size, dim = _CONFIG["image_size"], _CONFIG["projection_dim"]
-    return Encoder(tower.to(dtype=dtype), name=NAME, image_size=size, dim=dim).to(device)
+    return VisionEncoder(
+        tower.to(dtype=dtype),
+        name=NAME,
+        image_size=_CONFIG["image_size"],
+        dim=_CONFIG["projection_dim"],
+        patch_size=_CONFIG["patch_size"],
+    ).to(device)
 
 
 def _download(folder: Path) -> Path:

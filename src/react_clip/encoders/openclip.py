@@ -15,6 +15,7 @@ from react_clip.encoders.base import (
     QUICK_GELU,
     Encoder,
     check_activation,
+    embed_patches,
     loading_error,
     quiet_libraries,
 )
@@ -29,12 +30,37 @@ class OpenCLIPEncoder(Encoder):
     """An open_clip model with both towers."""
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        super().__init__(model, name=name, text=OpenCLIPText(model, tokenizer, name), **kwargs)
+        text = OpenCLIPText(model, tokenizer, name)
+        super().__init__(model, name=name, text=text, patch_size=_patch_size(model.visual), **kwargs)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         model: Any = self.tower
         features: Tensor = model.encode_image(normalised)
         return features
+
+    def _learned_positions(self) -> Tensor:
+        model: Any = self.tower
+        positions: Tensor = model.visual.positional_embedding
+        return positions
+
+    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
+        model: Any = self.tower
+        visual = model.visual
+        tokens = embed_patches(normalised, visual.conv1, visual.class_embedding, positions)
+        hidden = visual.transformer(visual.ln_pre(tokens))
+        features: Tensor = visual.ln_post(hidden[:, 0]) @ visual.proj
+        return features
+
+
+def _patch_size(visual: Any) -> int | None:
+    """Side of a patch of CLIP's vision transformer, read at the class token; ``None`` for any other image tower."""
+    from open_clip.transformer import VisionTransformer
+
+    if not isinstance(visual, VisionTransformer) or visual.attn_pool is not None or visual.pool_type != "tok":
+        return None
+    height, width = visual.patch_size
+    square = height == width and visual.grid_size[0] == visual.grid_size[1]
+    return int(height) if square and visual.proj is not None else None
 
 
 class OpenCLIPText(TextTower):

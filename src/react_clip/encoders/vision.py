@@ -6,9 +6,26 @@ without it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+from react_clip.encoders.base import Encoder, embed_patches
+
+
+class VisionEncoder(Encoder):
+    """An encoder whose tower is a :class:`VisionTower`."""
+
+    tower: VisionTower
+
+    def _learned_positions(self) -> Tensor:
+        return self.tower.positions
+
+    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
+        features: Tensor = self.tower(normalised, positions)
+        return features
 
 
 class VisionTower(nn.Module):
@@ -26,10 +43,17 @@ class VisionTower(nn.Module):
         self.vision_model = nn.ModuleDict(parts)
         self.visual_projection = nn.Linear(width, dim, bias=False)
 
-    def forward(self, normalised: Tensor) -> Tensor:
-        """Features of the class token."""
+    @property
+    def positions(self) -> Tensor:
+        """Learned position embeddings ``[1 + patches, width]``."""
+        embeddings: Any = self.vision_model["embeddings"]
+        positions: Tensor = embeddings.position_embedding.weight
+        return positions
+
+    def forward(self, normalised: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Features of the class token; images of another size need position embeddings of that size."""
         model = self.vision_model
-        tokens: Tensor = model["pre_layrnorm"](model["embeddings"](normalised))
+        tokens: Tensor = model["pre_layrnorm"](model["embeddings"](normalised, positions))
         for block in self.vision_model["encoder"]["layers"]:  # type: ignore[index]
             tokens = block(tokens)
         features: Tensor = self.visual_projection(model["post_layernorm"](tokens[:, 0]))
@@ -45,10 +69,9 @@ class _Embeddings(nn.Module):
         self.patch_embedding = nn.Conv2d(3, width, patch, stride=patch, bias=False)
         self.position_embedding = nn.Embedding(1 + (size // patch) ** 2, width)
 
-    def forward(self, normalised: Tensor) -> Tensor:
-        patches = self.patch_embedding(normalised).flatten(2).transpose(1, 2)
-        first = self.class_embedding.expand(len(patches), 1, -1)
-        return torch.cat([first, patches], 1) + self.position_embedding.weight
+    def forward(self, normalised: Tensor, positions: Tensor | None) -> Tensor:
+        positions = self.position_embedding.weight if positions is None else positions
+        return embed_patches(normalised, self.patch_embedding, self.class_embedding, positions)
 
 
 class _Block(nn.Module):

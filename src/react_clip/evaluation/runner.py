@@ -29,8 +29,8 @@ from react_clip.preprocess import to_float
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
 
-_INTEGERS = {"prediction": torch.int64, "gated": torch.bool, "passes": torch.int32, "backward_passes": torch.int32}
-_FLOATS = ("d_low", "d_high", "r", "J", "score", "sigma")
+_INTEGERS = {"prediction": torch.int64, "gated": torch.bool, "backward_passes": torch.int32}
+_FLOATS = ("d_low", "d_high", "r", "J", "score", "sigma", "passes")
 PART = "part "
 """Prefix of columns about one member of a suite: the share of draws in which its images were wrong."""
 

@@ -189,7 +189,7 @@ def _block_table(pa: Any, recipe: Recipe, block: Block) -> Any:
         "score": number("score", pa.float32()),
         "gated": number("gated", pa.bool_()),
         "sigma": number("sigma", pa.float32()),
-        "passes": number("passes", pa.int32()),
+        "passes": number("passes", pa.float32()),
         "backward_passes": number("backward_passes", pa.int32()),
         "queries": number("queries", pa.int64()),
         "seed": pa.array(np.full(count, block.seed, np.int64)),

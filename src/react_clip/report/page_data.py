@@ -177,8 +177,9 @@ class Rows:
         """Columns for the page's script, without ``<``, so that no text can end the script element."""
         names: dict[str, int] = {}
         columns: dict[str, Any] = {
-            name: self.rows[name].tolist() for name in ("set", "attack", "defense", "index", "draw", "passes")
+            name: self.rows[name].tolist() for name in ("set", "attack", "defense", "index", "draw")
         }
+        columns["passes"] = self.rows["passes"].round(2).tolist()
         columns |= {"gate": self.rows["gated"].astype(int).tolist(), "outcome": self.outcome.tolist()}
         columns["attacked"] = self.rows["attacked"].astype(int).tolist()
         for column in ("clean", "plain"):

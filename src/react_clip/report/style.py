@@ -66,6 +66,7 @@ class Look:
 _SHAPES: dict[str, tuple[str, Dashes]] = {
     "undefended": ("o", SOLID),
     "react": ("o", SOLID),
+    "second_look": ("D", SOLID),
     "aom": ("s", SOLID),
     "defend-clip": ("^", SOLID),
     "ttc": ("D", DASHED),
