@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
 import torch
 from pydantic import Field
@@ -39,9 +39,6 @@ from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
-
-if TYPE_CHECKING:
-    from react_clip.defenses.look_thresholds import LookCalibration
 
 LOOK, MOVED, NOISY, GRAIN = range(4)
 """Branches of an image's random stream: motion of the look (where it is a moved view), motion of the moved view, motion
@@ -117,7 +114,7 @@ class SecondLooked(Defended):
 class SecondLook(BaseDefense):
     """Compare the image with a smaller copy of itself, and correct it where they differ.
 
-    The thresholds are those of OpenAI's ViT-B/16; :meth:`calibrate` finds those of another encoder, or of your photos.
+    The thresholds are those of OpenAI's ViT-B/16.
 
     >>> guard = SecondLook(look_threshold=0.5)
     >>> guard.alpha, guard.sigma, guard.cost()
@@ -196,16 +193,6 @@ class SecondLook(BaseDefense):
                 f"calibrate PHOTOS --model {name}` on some hundred clean photos and load its result"
             )
         return cls()
-
-    @classmethod
-    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Images, clean_pass: float = 0.99) -> LookCalibration:
-        """Thresholds from clean photos of your own, without labels and without an attack.
-
-        Its ``config`` is the defence; see :func:`react_clip.defenses.look_thresholds.calibrate`.
-        """
-        from react_clip.defenses import look_thresholds
-
-        return look_thresholds.calibrate(clip, photos, base=cls(), clean_pass=clean_pass)
 
     # ------------------------------------------------------------------ the algorithm
 
