@@ -26,11 +26,11 @@ ROOMS = [
         "augment",
         "preprocess",
     ),
-    *("encoders", "bank", "zeroshot", "linf", "defenses", "attacks", "adaptive", "calibration", "data", "evaluation"),
+    *("encoders", "bank", "zeroshot", "linf", "defenses", "attacks", "calibration", "data", "evaluation"),
     *("finetune", "bench", "report", "integrations", "serve", "scale", "cli", "__main__"),
 ]
 FORBIDDEN = {
-    "serve": {"attacks", "adaptive", "evaluation"},
+    "serve": {"attacks", "evaluation"},
     "data": {"defenses", "attacks", "calibration"},
 }
 OPTIONAL = {"open_clip", "torchvision", "onnx", "transformers", "skimage", "sklearn", "yaml", "pyarrow", "matplotlib"}

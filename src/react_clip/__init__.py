@@ -14,7 +14,7 @@ from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
-    from react_clip import adaptive, attacks, data, defenses, integrations, scale
+    from react_clip import attacks, data, defenses, integrations, scale
     from react_clip.bank import LabelBank
     from react_clip.calibration import Calibration, calibrate
     from react_clip.defenses import Defended, ReACT, SecondLook, Undefended, as_module
@@ -34,7 +34,6 @@ __all__ = [
     "Undefended",
     "ZeroShotClassifier",
     "__version__",
-    "adaptive",
     "as_module",
     "attacks",
     "calibrate",

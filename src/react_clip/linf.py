@@ -13,9 +13,6 @@ from torch import Tensor
 
 from react_clip import noise
 
-Loss = Callable[[Tensor], Tensor]
-"""From pixels ``[B, C, H, W]`` to one value per image ``[B]``."""
-
 
 @dataclass(frozen=True, eq=False)
 class Ball:
@@ -52,17 +49,13 @@ class Ball:
         return self.project(self.centre + self.eps * (2.0 * unit - 1.0))
 
 
-def gradient(loss: Loss, images: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The loss of each image and its gradient in the pixels; ``None`` if the loss does not depend on the pixels.
+def slope(values: Tensor, pixels: Tensor) -> Tensor | None:
+    """The gradient ``[B, C, H, W]`` of values ``[B]`` in the pixels; ``None`` if they do not depend on the pixels.
 
-    The loss is summed over the batch, not averaged: a mean would shrink an image's gradient with the size of the batch,
-    in half precision down to zero.
+    The values are summed over the batch, not averaged: a mean would shrink an image's gradient with the size of the
+    batch, in half precision down to zero.
     """
-    with torch.enable_grad():
-        pixels = images.detach().requires_grad_()
-        values = loss(pixels)
-        slope = torch.autograd.grad(values.sum(), pixels, allow_unused=True)[0] if values.requires_grad else None
-    return values.detach(), slope
+    return torch.autograd.grad(values.sum(), pixels, allow_unused=True)[0] if values.requires_grad else None
 
 
 def ascend(
@@ -72,7 +65,7 @@ def ascend(
 
     .. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign}\,\nabla_x \textstyle\sum_b \ell(x_k^b)\big)
 
-    ``slope_at`` returns the gradient at given images, for example by :func:`gradient`.
+    ``slope_at`` returns the gradient at given images, for example by :func:`slope`.
 
     >>> ball = Ball(torch.full((1, 1, 1, 2), 0.5), eps=0.25)
     >>> ascend(lambda images: torch.tensor([[[[3.0, -1.0]]]]), ball.centre, ball, steps=4, step_size=0.1)

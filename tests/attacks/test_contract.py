@@ -218,7 +218,7 @@ def test_success_loss_and_queries_are_those_of_the_model(attack: Attack, task: T
     ids=repr,
 )
 def test_the_planned_cost_is_that_of_an_unbreakable_image(attack: Attack, passes: tuple[int, int]) -> None:
-    assert attack.cost(rc.Undefended(), (1, 0)) == passes
+    assert attack.cost(rc.Undefended()) == passes
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -302,7 +302,7 @@ def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
     assert not torch.equal(result.images, attack(target, x, y, seed=3).images)
     assert calls[-1] == (attack.total_steps, attack.total_steps)
     assert torch.equal(result.success, result.broken > 0.5)
-    forward, backward = attack.cost(GUARD, GUARD.cost())
+    forward, backward = attack.cost(GUARD)
     assert int(result.queries.max()) <= forward
     assert int(result.backward.max()) <= backward
     assert from_dict(attack.to_dict()).to_dict() == attack.to_dict()

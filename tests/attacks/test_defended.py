@@ -12,7 +12,7 @@ import react_clip as rc
 from react_clip import noise
 from react_clip.attacks import BPDA, Both, Evade, Feature, GradientAttack, Queries, Rand, Suite, Through, Transfer
 from react_clip.attacks.base import JUDGE_DRAWS
-from react_clip.attacks.targets import DefendedClassifier
+from react_clip.attacks.targets import take_draw
 from react_clip.defenses.base import derived_seed
 from react_clip.defenses.react import Correction, Decision
 
@@ -36,15 +36,11 @@ def attacked(attack: Any, clf: Any, guard: Any, x: Tensor, y: Tensor, seed: int 
     return attack(rc.as_module(clf, guard), x, y, seed=seed)
 
 
-def seen_by_attacker(clf: Any, guard: Any, seed: int = 0) -> DefendedClassifier:
-    return DefendedClassifier(clf, guard, (1, 0), seed)
-
-
 def objective(attack: GradientAttack, clf: Any, guard: Any, clean: Tensor, y: Tensor, images: Tensor) -> Tensor:
-    """The attack's objective on draws of our own."""
-    target, features = seen_by_attacker(clf, guard, 77), clf.encoder(clean)
+    """The attack's objective on draws that it does not know."""
+    target, features = rc.as_module(clf, guard, seed=77, fresh=True), clf.encoder(clean)
     with torch.no_grad():
-        return torch.stack([attack.objective(target.draw(images, y, features)) for _ in range(8)]).mean(0)
+        return torch.stack([attack.objective(take_draw(target, images, y, features)) for _ in range(8)]).mean(0)
 
 
 PAIRS = [
@@ -80,9 +76,8 @@ def test_planned_passes_are_those_spent(toy: Any) -> None:
                     continue
                 encoder.encoded = 0
                 result = attacked(attack, clf, guard, x, y)
-                passes = guard.cost() if guard.name != "react" else (guard.cost()[0], 0)
                 assert encoder.encoded == int(result.queries.sum())
-                assert encoder.encoded <= attack.cost(guard, passes)[0] * len(x)
+                assert encoder.encoded <= attack.cost(guard)[0] * len(x)
                 spent[attack.kind, guard.name, options["views"]] = encoder.encoded
     fewer = spent["adaptive-both", "react", None] - spent["adaptive-both", "react", 1]
     assert fewer == 7 * 2 * 2 * len(x), "seven iterates, two draws, two views less each"
@@ -92,13 +87,12 @@ def test_a_draw_contains_the_defence_s_own_answer(toy: Any) -> None:
     clf, x, y = toy
     hardened = GUARD.replace(jitter=0.5, alpha_closed=0.3)
     for guard in (GUARD, hardened, rc.defenses.AOM(views=3), rc.defenses.DefendCLIP(views=3), rc.defenses.TTC()):
-        draw = seen_by_attacker(clf, guard, 5).draw(x, y, clf.encoder(x))
+        draw = take_draw(rc.as_module(clf, guard, seed=5, fresh=True), x, y, clf.encoder(x))
         expected = guard(clf, x, seed=derived_seed(5, "draw 1"))
-        assert torch.allclose(draw.defended, expected.logits, atol=1e-3)
+        assert torch.allclose(draw.defended.logits, expected.logits, atol=1e-3)
+        assert torch.allclose(draw.defended.features, expected.features, atol=1e-5)
         if guard.name == "react":
-            gated = draw.score >= draw.threshold
-            assert gated.tolist() == expected.gated.tolist()
-            assert torch.allclose(draw.defended, torch.where(gated[:, None], draw.opened, draw.closed))
+            assert (draw.score >= draw.threshold).tolist() == expected.gated.tolist()
 
 
 # ---------------------------------------------------------------------- a gate that can be evaded
@@ -159,9 +153,9 @@ def test_evading_keeps_the_gate_shut_where_that_is_possible(bright: Any) -> None
 def test_the_soft_gate_is_hard_forward_and_soft_backward(bright: Any) -> None:
     clf, x, y = bright
     pixels = (x + 0.002).requires_grad_()
-    draw = seen_by_attacker(clf, GATE).draw(pixels, y, clf.encoder(x))
+    draw = take_draw(rc.as_module(clf, GATE), pixels, y, clf.encoder(x))
     value = BPDA(temperature=0.01).objective(draw)
-    assert torch.allclose(value, torch.nn.functional.cross_entropy(draw.defended, y, reduction="none"))
+    assert torch.allclose(value, torch.nn.functional.cross_entropy(draw.defended.logits, y, reduction="none"))
     (slope,) = torch.autograd.grad(value.sum(), pixels)
     left, right = slope[..., :4].mean(), slope[..., 4:].mean()
     assert left > 0, "brightening fools the plain answer"
@@ -177,8 +171,8 @@ def test_a_suite_returns_the_worst_of_its_members(bright: Any, toy: Any) -> None
         result = attacked(suite, clf, guard, x, y, seed=1)
         assert list(result.parts) == [member.name for member in suite.members]
         assert torch.equal(result.broken, torch.stack(list(result.parts.values())).amax(0))
-        assert int(result.queries.max()) <= suite.cost(guard, guard.cost())[0]
-        assert int(result.backward.max()) <= suite.cost(guard, guard.cost())[1]
+        assert int(result.queries.max()) <= suite.cost(guard)[0]
+        assert int(result.backward.max()) <= suite.cost(guard)[1]
     assert bool((attacked(suite, bright[0], GATE, *bright[1:]).broken == 1).all())
 
 
@@ -246,7 +240,7 @@ def test_one_lucky_draw_is_not_a_success(bright: Any) -> None:
             self.calls += 1
             wrong = self.calls % 20 == 0
             features = torch.eye(2)[int(wrong)].expand(len(images), 2)
-            return rc.defenses.base.answer(clf, features=features, passes=1)
+            return rc.defenses.base.answer(clf, features, passes=(1, 0))
 
     clf, x, y = bright
     for attack in (BPDA(eps=EPS, steps=3, eot=2), Queries(eps=EPS, queries=4, eot=4)):

@@ -15,8 +15,14 @@ import react_clip as rc
 import tiny_clip
 from react_clip import Encoder, defenses, noise
 from react_clip.defenses import RTPT, SSTPT, prompt_tuning
-from react_clip.defenses.prompt_tuning import PromptTuning, SoftPrompts, entropy, most_confident
-from react_clip.defenses.ss_tpt import leave_one_out, stretch
+from react_clip.defenses.prompt_tuning import (
+    PromptTuning,
+    SoftPrompts,
+    entropy,
+    leave_one_out,
+    most_confident,
+    stretch,
+)
 from toys import toy_classifier, toy_images
 
 from .prompt_toys import F64, NAMES, SMALL_RTPT, WORDS, both, classifier, photos

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import noise
-from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, BaseDefense, doc, hd, mac, ttc, tte
+from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, Defense, tte
+from react_clip.defenses.counterattack import DETOUR, PROBE, START, VIEW, VIEW_PROBE, VIEW_START
 from reference import dot, unit
 from toys import toy_classifier, toy_images
 
@@ -25,7 +26,7 @@ Expected = dict[str, Any]
 
 
 def literal_ttc(guard: TTC, clf: rc.ZeroShotClassifier, image: Tensor, key: Tensor) -> Expected:
-    draw, flat = uniform_draws(branch(key, ttc._START)), image.flatten().tolist()
+    draw, flat = uniform_draws(branch(key, START)), image.flatten().tolist()
     sizes = {"eps": guard.eps, "steps": guard.steps, "size": guard.step_size}
     feature, rho = literal.ttc(literal_tower(clf), flat, draw, **sizes, tau=guard.tau, beta=guard.beta)
     return {"features": feature, "score": rho, "gated": rho < guard.tau}
@@ -35,9 +36,9 @@ def literal_doc(guard: DOC, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
     feature, shift = literal.doc(
         literal_tower(clf),
         image.flatten().tolist(),
-        uniform_draws(branch(key, doc._START)),
-        [normal_draws(branch(key, doc._PROBE, probe)) for probe in range(guard.probes)],
-        [normal_draws(branch(key, doc._DETOUR, step)) for step in range(guard.steps)],
+        uniform_draws(branch(key, START)),
+        [normal_draws(branch(key, PROBE, probe)) for probe in range(guard.probes)],
+        [normal_draws(branch(key, DETOUR, step)) for step in range(guard.steps)],
         eps=guard.eps,
         size=guard.step_size,
         diversity=guard.diversity,
@@ -51,13 +52,13 @@ def literal_doc(guard: DOC, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
 def literal_mac(guard: MAC, clf: rc.ZeroShotClassifier, image: Tensor, key: Tensor) -> Expected:
     features, ratios = [], []
     for number in range(guard.views):
-        stream = branch(key, mac._VIEW, number)
+        stream = branch(key, VIEW, number)
         view = guard.augmentation(image, stream) if number else image
         feature, ratio = literal.mac_view(
             literal_tower(clf),
             view.flatten().tolist(),
-            guard.augmentation(view, branch(stream, mac._PROBE)).flatten().tolist(),
-            uniform_draws(branch(stream, mac._START)),
+            guard.augmentation(view, branch(stream, VIEW_PROBE)).flatten().tolist(),
+            uniform_draws(branch(stream, VIEW_START)),
             eps=guard.eps,
             steps=guard.steps,
             size=guard.step_size,
@@ -77,7 +78,7 @@ def literal_anti_adv(guard: AntiAdv, clf: rc.ZeroShotClassifier, image: Tensor, 
 
 
 def literal_hd(guard: HD, clf: rc.ZeroShotClassifier, image: Tensor, key: Tensor) -> Expected:
-    classes, flat, draw = clf.class_features.tolist(), image.flatten().tolist(), uniform_draws(branch(key, hd._START))
+    classes, flat, draw = clf.class_features.tolist(), image.flatten().tolist(), uniform_draws(branch(key, START))
     sizes = {"eps": guard.eps, "steps": guard.steps, "size": guard.step_size}
     return {"features": literal.hd(literal_tower(clf), classes, flat, draw, **sizes)}
 
@@ -153,7 +154,7 @@ def test_anti_adv_keeps_the_first_label_when_a_step_overshoots() -> None:
     ],
     ids=str,
 )
-def test_the_passes_are_the_published_ones(guard: BaseDefense, forward: int, backward: int) -> None:
+def test_the_passes_are_the_published_ones(guard: Defense, forward: int, backward: int) -> None:
     out = guard(toy_classifier(), toy_images(3))
     assert (out.passes.tolist(), out.backward_passes.tolist()) == ([forward] * 3, [backward] * 3)
     most = guard.cost()

@@ -199,11 +199,13 @@ def test_gradients_pass_through_every_branch(setting: Any) -> None:
 
 def test_attackers_see_both_answers_and_the_gate_between_them(setting: Any) -> None:
     clf, guard, images = setting
-    target = attacks.targets.DefendedClassifier.of(rc.as_module(clf, guard), 0, images[:1])
-    draw = target.draw(images, torch.zeros(24, dtype=torch.long), clf.encoder(images))
+    draw = attacks.targets.take_draw(
+        rc.as_module(clf, guard), images, torch.zeros(24, dtype=torch.long), clf.encoder(images)
+    )
     opens = draw.score >= draw.threshold
     assert 0 < opens.sum() < 24
-    assert torch.equal(draw.defended, torch.where(opens[:, None], draw.opened, draw.closed))
+    assert torch.equal(draw.gated, opens)
+    assert torch.allclose(draw.defended.features, guard(clf, images).features, atol=1e-6)
     labels = guard(clf, images[:4]).labels
     for attack in (attacks.Evade(eps=8 / 255, steps=2, eot=1), attacks.BPDA(eps=8 / 255, steps=2, eot=1)):
         result = attack(rc.as_module(clf, guard), images[:4], labels, seed=0)

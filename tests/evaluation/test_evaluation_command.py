@@ -351,16 +351,3 @@ def test_costs_are_those_of_the_protocol() -> None:
     assert not calls, "none of them had to be run"
     assert crafting_cost(rc.attacks.PGD(steps=100), rc.Undefended(), Passes(1)) == Passes(101, 100)
     assert crafting_cost(rc.attacks.Square(queries=50), rc.Undefended(), Passes(1)) == Passes(52)
-
-    class TwoBackward:
-        """A defence nobody has heard of."""
-
-        name = "unheard"
-
-        def __call__(self, clf: Any, images: Any, seed: Any = 0) -> Any:
-            return SimpleNamespace(passes=torch.tensor([5]), backward_passes=torch.tensor([2]))
-
-        def to_dict(self) -> dict[str, Any]:
-            return {"defense": self.name}
-
-    assert defense_cost(TwoBackward(), clf, example) == Passes(5, 2)

@@ -15,11 +15,6 @@ from react_clip.config import Count
 
 _MOMENTUM = 0.75
 _RISE_RATE = 0.75
-_LOSSES: dict[str, Loss] = {
-    "ce": losses.cross_entropy,
-    "dlr": losses.dlr,
-    "dlr-targeted": losses.best_dlr_targeted,
-}
 
 
 class APGD(Attack):
@@ -58,10 +53,6 @@ class APGD(Attack):
     def total_steps(self) -> int:
         """All restarts towards all targets."""
         return self.steps * self.restarts * (self.targets if self.loss == "dlr-targeted" else 1)
-
-    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss climbed; for APGD-T its value for the strongest wrong class."""
-        return _LOSSES[self.loss](logits, labels)
 
     def search(self, problem: Problem) -> Tensor:
         """The best image over all restarts, and for APGD-T over all targets."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from react_clip import linf, noise
-from react_clip.attacks.losses import margin
+from react_clip.attacks.losses import LOSSES
 from react_clip.attacks.problem import (
     Candidates,
     Problem,
@@ -22,9 +22,9 @@ from react_clip.attacks.problem import (
     check_images,
     check_labels,
 )
-from react_clip.attacks.targets import DefendedClassifier, Model, Passes, Target, times
+from react_clip.attacks.targets import Model, Passes, Target, judge, total, with_own_noise
 from react_clip.config import PixelLength, Registered, Registry
-from react_clip.defenses.base import Defense, as_module, derived_seed
+from react_clip.defenses.base import DefendedModule, Defense, derived_seed
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -75,20 +75,25 @@ class Attack(Registered, ABC):
     @property
     def name(self) -> str:
         """Short name for tables, such as ``square-5000``."""
-        return f"{self.kind}-{self.total_steps}"
+        return f"{self.kind}-{self._length}"
 
     @property
     def total_steps(self) -> int:
-        """Most steps of a call, for progress bars; the field ``steps`` unless a class says otherwise."""
-        return int(getattr(self, "steps", 1))
+        """Most steps of a call, for progress bars."""
+        return self._length
+
+    @property
+    def _length(self) -> int:
+        """The field ``steps`` or ``queries``."""
+        return int(getattr(self, "steps", getattr(self, "queries", 1)))
 
     @abstractmethod
     def search(self, problem: Problem) -> Tensor:
         """The best adversarial images found inside the problem's balls."""
 
     def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss in the result; the margin unless an attack climbs another one."""
-        return margin(logits, labels)
+        """The loss ``[B]`` in the result: the one that the field ``loss`` names, or the margin."""
+        return LOSSES[getattr(self, "loss", "margin")](logits, labels)
 
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
@@ -96,7 +101,7 @@ class Attack(Registered, ABC):
         return clf
 
     def obstacle(self, defense: Defense) -> str:
-        """Why the attack makes no sense on a defence; empty where it does.
+        """The reason why the attack makes no sense on a defence; empty where it does.
 
         >>> from react_clip.attacks import Evade
         >>> from react_clip.defenses import AOM
@@ -111,15 +116,15 @@ class Attack(Registered, ABC):
         del defense
         return ()
 
-    def cost(self, defense: Defense, passes: Passes) -> Passes:
-        """Most encoder passes for one image, judging included; ``passes`` are those of the defence.
+    def cost(self, defense: Defense) -> Passes:
+        """Most encoder passes, forward and backward, for one image, judging included.
 
         >>> from react_clip.attacks import PGD
         >>> from react_clip.defenses import ReACT
-        >>> PGD(steps=10).cost(ReACT(), (14, 0))  # PGD does not run the defence
+        >>> PGD(steps=10).cost(ReACT())  # PGD does not run the defence
         (11, 10)
         """
-        del defense, passes
+        del defense
         # An image that cannot be broken costs the same at every budget.
         return _counted_cost(self.replace(eps=4 / 255))
 
@@ -148,7 +153,7 @@ class Attack(Registered, ABC):
         if len(x) == 0:
             empty = torch.zeros(0, device=x.device)
             return AttackResult(pixels, empty.bool(), empty, empty.long(), empty.long(), empty)
-        defended = self._defended(target, seed, pixels[:1])
+        defended = self._defended(target, seed)
         problem = Problem(
             Target(target, target),
             defended,
@@ -173,8 +178,9 @@ class Attack(Registered, ABC):
         logits = problem.logits(images)
         return Candidates(images, (logits.argmax(1) != problem.y).float(), self.own_loss(logits, problem.y))
 
-    def _defended(self, target: Model, seed: noise.Seed, example: Tensor) -> DefendedClassifier | None:
-        del target, seed, example
+    def _defended(self, target: Model, seed: noise.Seed) -> DefendedModule | None:
+        """The target as a classifier behind a defence, for attacks that know the defence."""
+        del target, seed
         return None
 
 
@@ -187,34 +193,30 @@ class DefendedAttack(Attack):
     threats: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
 
     @abstractmethod
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """Most encoder passes for one image without judging."""
 
-    def cost(self, defense: Defense, passes: Passes) -> Passes:
-        """Most encoder passes for one image, judging included; ``passes`` are those of the defence."""
-        searching, judging = self.search_cost(defense, passes), times(passes, JUDGE_DRAWS)
-        return searching[0] + judging[0], searching[1] + judging[1]
+    def cost(self, defense: Defense) -> Passes:
+        """Most encoder passes for one image, judging included."""
+        return total((self.search_cost(defense), 1), (defense.cost(), JUDGE_DRAWS))
 
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The defended classifier."""
-        return as_module(clf, defense)
+        return DefendedModule(clf, defense)
 
-    def _defended(self, target: Model, seed: noise.Seed, example: Tensor) -> DefendedClassifier | None:
-        defended = DefendedClassifier.of(target, derived_seed(seed, "attack"), example)
-        if reason := self.obstacle(defended.defense):
+    def _defended(self, target: Model, seed: noise.Seed) -> DefendedModule | None:
+        if not isinstance(target, DefendedModule):
+            raise ReactClipError(
+                f"the target is a {type(target).__name__}, but an attack that knows the defence needs one; give "
+                "rc.as_module(clf, defense)"
+            )
+        if reason := self.obstacle(target.defense):
             raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
-        return defended
+        return DefendedModule(target.clf, target.defense, seed=derived_seed(seed, "attack"))
 
     def _judged(self, problem: Problem, images: Tensor) -> Candidates:
-        defended = defended_of(problem)
-        problem.spend(times(defended.passes, JUDGE_DRAWS))
-        return Candidates(images, *defended.with_noise("judge").judge(images, problem.y, JUDGE_DRAWS))
-
-
-def defended_of(problem: Problem) -> DefendedClassifier:
-    """The target of a :class:`DefendedAttack` with its parts."""
-    assert problem.defended is not None
-    return problem.defended
+        problem.spend(total((problem.defended.defense.cost(), JUDGE_DRAWS)))
+        return Candidates(images, *judge(with_own_noise(problem.defended, "judge"), images, problem.y, JUDGE_DRAWS))
 
 
 @cache

@@ -71,6 +71,15 @@ def best_dlr_targeted(logits: Tensor, labels: Tensor) -> Tensor:
     return margin(logits, labels) / _spread(logits, depth=4)
 
 
+LOSSES: dict[str, Loss] = {
+    "ce": cross_entropy,
+    "margin": margin,
+    "dlr": dlr,
+    "dlr-targeted": best_dlr_targeted,
+}
+"""Losses by the names that the field ``loss`` of an attack takes."""
+
+
 def ranked_targets(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     """The ``min(count, K - 1)`` strongest wrong classes of each image, strongest first: ``[B, T]``.
 

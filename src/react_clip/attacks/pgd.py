@@ -8,11 +8,8 @@ from torch import Tensor
 
 from react_clip import linf
 from react_clip.attacks.base import Attack
-from react_clip.attacks.losses import Loss, cross_entropy, margin
 from react_clip.attacks.problem import Problem
 from react_clip.config import Count, PositiveLength
-
-_LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
 
 class PGD(Attack):
@@ -45,10 +42,6 @@ class PGD(Attack):
         """``pgd-10`` or, with the margin loss, ``cw-10``; ``-quarter`` is added for steps of eps/4."""
         stem = "cw" if self.loss == "margin" else "pgd"
         return f"{stem}-{self.steps}" + ("-quarter" if self.step_size == "eps/4" else "")
-
-    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy or margin."""
-        return _LOSSES[self.loss](logits, labels)
 
     def search(self, problem: Problem) -> Tensor:
         """The images after ``steps`` steps."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from react_clip import linf, noise
 from react_clip.attacks.losses import Loss, margin
-from react_clip.attacks.targets import DefendedClassifier, Passes, Target
+from react_clip.attacks.targets import Passes, Target
+from react_clip.defenses.base import DefendedModule
 from react_clip.errors import ReactClipError
 
 Progress = Callable[[int, int], None]
@@ -49,8 +50,8 @@ class Problem:
     """
 
     target: Target
-    defended: DefendedClassifier | None
-    """The target with its parts, for attacks that know the defence."""
+    module: DefendedModule | None
+    """The classifier behind its defence, for attacks that know the defence."""
     ball: linf.Ball
     y: Tensor
     keys: Tensor
@@ -60,6 +61,12 @@ class Problem:
     spent: Tensor
     """Forward and backward passes ``[2, B]`` of the caller's whole batch; shared by all subsets."""
     steps: Steps
+
+    @property
+    def defended(self) -> DefendedModule:
+        """The classifier behind its defence; only attacks that know the defence may ask for it."""
+        assert self.module is not None
+        return self.module
 
     @property
     def x(self) -> Tensor:
@@ -113,15 +120,13 @@ class Problem:
         return logits / eot, value / eot, slope / eot
 
     def _one_gradient(self, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-        answers: list[Tensor] = []
-
-        def loss_of(pixels: Tensor) -> Tensor:
-            answers.append(_checked(self.target.differentiable(pixels), self.y))
-            return loss(answers[0], self.y)
-
         self.spend(self.target.gradient_passes)
-        value, slope = linf.gradient(loss_of, images)
-        return answers[0].detach(), value, checked_gradient(slope, "attacks.Square")
+        with torch.enable_grad():
+            pixels = images.detach().requires_grad_()
+            logits = _checked(self.target.differentiable(pixels), self.y)
+            value = loss(logits, self.y)
+            slope = checked_gradient(linf.slope(value, pixels), "attacks.Square")
+        return logits.detach(), value.detach(), slope
 
 
 @dataclass(frozen=True, eq=False)

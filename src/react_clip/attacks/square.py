@@ -35,11 +35,6 @@ class Square(Attack):
     kind: ClassVar[str] = "square"
     queries: Count = 5000
 
-    @property
-    def total_steps(self) -> int:
-        """One query each."""
-        return self.queries
-
     def search(self, problem: Problem) -> Tensor:
         """The images of largest margin; images that the target gets wrong already are returned as they are."""
         return relay(problem, problem.candidates(problem.x), [self._paint]).images

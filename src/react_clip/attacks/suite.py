@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 
 from react_clip.attacks.apgd import APGD
-from react_clip.attacks.base import JUDGE_DRAWS, Attack, DefendedAttack, defended_of
+from react_clip.attacks.base import JUDGE_DRAWS, Attack, DefendedAttack
 from react_clip.attacks.pgd import PGD
 from react_clip.attacks.problem import Attempt, Candidates, Problem, relay
 from react_clip.attacks.square import Square
-from react_clip.attacks.targets import DefendedClassifier, Passes, Target, gradient_passes, times, with_views
+from react_clip.attacks.targets import (
+    Passes,
+    Target,
+    gradient_passes,
+    judge,
+    mean_answer,
+    total,
+    with_own_noise,
+    with_views,
+)
 from react_clip.attacks.whitebox import BPDA, Both, Evade, Feature, Through
 from react_clip.config import Count
-from react_clip.defenses.base import Defense, as_module, derived_seed
+from react_clip.defenses.base import DefendedModule, Defense, derived_seed
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 
@@ -32,24 +41,18 @@ class Queries(DefendedAttack):
     queries: Count = 1000
     eot: Count = 4
 
-    @property
-    def total_steps(self) -> int:
-        """One query each."""
-        return self.queries
-
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """The answers on the clean images and to the queries."""
-        del defense
-        return times(passes, (self.queries + 1) * self.eot)
+        return total((defense.cost(), (self.queries + 1) * self.eot))
 
     def search(self, problem: Problem) -> Tensor:
         """Adversarial images ``[B, C, H, W]`` of Square."""
-        noisy = defended_of(problem).with_noise(self.kind)
+        noisy = with_own_noise(problem.defended, self.kind)
 
         def answer(images: Tensor) -> Tensor:
-            return noisy.mean_answer(images, self.eot)
+            return mean_answer(noisy, images, self.eot)
 
-        target = Target(answer, answer, times(noisy.passes, self.eot))
+        target = Target(answer, answer, total((noisy.defense.cost(), self.eot)))
         return Square(queries=self.queries).search(problem.on(target, noisy.seed))
 
 
@@ -70,66 +73,59 @@ class Rand(DefendedAttack):
     """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
 
     @property
-    def name(self) -> str:
-        """``adaptive-rand-100``."""
-        return f"{self.kind}-{self.steps}"
-
-    @property
     def total_steps(self) -> int:
         """Those of both members."""
         return 2 * self.steps
 
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """For each member a gradient at the start and after every step, the clean answer, and the comparison."""
-        gradients = 2 * self.eot * (self.steps + 1)
-        climbing = times(gradient_passes(*with_views(defense, self.views, passes), self.checkpoint), gradients)
-        answers = times(passes, 4 * self.eot)
-        return climbing[0] + answers[0], climbing[1] + answers[1]
+        gradient = gradient_passes(with_views(defense, self.views), self.checkpoint)
+        return total((gradient, 2 * self.eot * (self.steps + 1)), (defense.cost(), 4 * self.eot))
 
     def search(self, problem: Problem) -> Tensor:
         """The better image of the two members."""
         best, ce = Candidates.none(problem.x), APGD(loss="ce", steps=self.steps, eot=self.eot)
         for member in (ce, ce.replace(loss="dlr")):
             label = f"{self.kind} {member.name}"
-            target, seed = self._target(defended_of(problem), label)
+            target, seed = self._target(problem.defended, label)
             images = member.search(problem.on(target, seed))
             problem.spend(target.answer_passes)
-            judge = defended_of(problem).with_noise(f"{label} chosen")
-            best = best.or_better(Candidates(images, *judge.judge(images, problem.y, self.eot)))
+            judging = with_own_noise(problem.defended, f"{label} chosen")
+            best = best.or_better(Candidates(images, *judge(judging, images, problem.y, self.eot)))
         return best.images
 
-    def _target(self, defended: DefendedClassifier, label: str) -> tuple[Target, Seed]:
+    def _target(self, defended: DefendedModule, label: str) -> tuple[Target, Seed]:
         """Single draws where a gradient is taken, which APGD averages; the mean of several where only an answer is."""
-        copy, passes = with_views(defended.defense, self.views, defended.passes)
-        seed, answers = derived_seed(defended.seed, label), defended.with_noise(f"{label} answers")
-        model = as_module(defended.clf, copy, seed=seed, differentiable=True, checkpoint=self.checkpoint, fresh=True)
+        copy, answers = with_views(defended.defense, self.views), with_own_noise(defended, f"{label} answers")
+        model = with_own_noise(defended, label, copy, differentiable=True, checkpoint=self.checkpoint)
         target = Target(
-            lambda images: answers.mean_answer(images, self.eot),
+            lambda images: mean_answer(answers, images, self.eot),
             model,
-            times(defended.passes, self.eot),
-            gradient_passes(copy, passes, self.checkpoint),
+            total((defended.defense.cost(), self.eot)),
+            gradient_passes(copy, self.checkpoint),
         )
-        return target, seed
+        return target, model.seed
 
 
 class Transfer(DefendedAttack):
     """PGD on undefended CLIP: what an attacker does who does not know the defence. A suite with it is never weaker.
 
-    >>> Transfer(steps=10).search_cost(None, (14, 0))  # the cost of the defence does not matter
+    >>> from react_clip.defenses import ReACT
+    >>> Transfer(steps=10).search_cost(ReACT())  # the cost of the defence does not matter
     (10, 10)
     """
 
     kind: ClassVar[str] = "adaptive-transfer"
     steps: Count = 20
 
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """One gradient of the plain classifier per step."""
-        del defense, passes
+        del defense
         return self.steps, self.steps
 
     def search(self, problem: Problem) -> Tensor:
         """Adversarial images ``[B, C, H, W]`` of PGD."""
-        defended = defended_of(problem)
+        defended = problem.defended
         plain = problem.on(Target(defended.clf, defended.clf), derived_seed(defended.seed, self.kind))
         return PGD(steps=self.steps, step_size="eps/4").search(plain)
 
@@ -189,11 +185,10 @@ class Suite(DefendedAttack):
         """Only if every member has one."""
         return "" if self.members_for(defense) else self.members[0].obstacle(defense)
 
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """The members' costs less one judging, which :meth:`cost` adds."""
-        costs = [member.cost(defense, passes) for member in self.members_for(defense)]
-        judging = times(passes, JUDGE_DRAWS)
-        return sum(cost[0] for cost in costs) - judging[0], sum(cost[1] for cost in costs) - judging[1]
+        costs = [(member.cost(defense), 1) for member in self.members_for(defense)]
+        return total(*costs, (defense.cost(), -JUDGE_DRAWS))
 
     def search(self, problem: Problem) -> Tensor:
         """The worst images over the members."""
@@ -201,7 +196,7 @@ class Suite(DefendedAttack):
 
     def run(self, problem: Problem) -> tuple[Candidates, dict[str, Tensor]]:
         """The worst images over the members, and each member's share of wrong answers."""
-        members = self.members_for(defended_of(problem).defense)
+        members = self.members_for(problem.defended.defense)
         parts = {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in members}
 
         def attempt_of(member: Attack) -> Attempt:

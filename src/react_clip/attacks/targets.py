@@ -12,26 +12,17 @@ identity).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from react_clip import noise
 from react_clip.attacks.losses import margin
-from react_clip.defenses.base import (
-    DefendedModule,
-    Defense,
-    Priced,
-    derived_seed,
-    gradients,
-    straight_through,
-)
+from react_clip.defenses.base import DefendedModule, Defense, derived_seed, gradients, straight_through
 from react_clip.defenses.react import ReACT, divergence_of, logits_of
 from react_clip.defenses.second_look import SecondLook
-from react_clip.encoders.base import Gradients
-from react_clip.errors import ReactClipError
-from react_clip.zeroshot import ZeroShotClassifier
 
 Model = Callable[[Tensor], Tensor]
 """From pixels ``[B, C, H, W]`` in [0, 1] to logits ``[B, K]``."""
@@ -53,6 +44,45 @@ class Target:
     """Passes of :attr:`differentiable` and its backward pass."""
 
 
+def with_own_noise(
+    defended: DefendedModule, label: str, defense: Defense | None = None, **options: Any
+) -> DefendedModule:
+    """The defended classifier, or one with another defence, with its own random sequence of noise draws.
+
+    The sequence follows from the label; ``options`` are those of :class:`DefendedModule`.
+    """
+    chosen, seed = defense or defended.defense, derived_seed(defended.seed, label)
+    return DefendedModule(defended.clf, chosen, seed=seed, fresh=True, **options)
+
+
+@torch.no_grad()
+def mean_answer(defended: DefendedModule, images: Tensor, draws: int) -> Tensor:
+    """Mean of the defended logits ``[B, K]`` over several draws of the noise."""
+    total: Tensor = defended(images)
+    for _ in range(draws - 1):
+        total = total + defended(images)
+    return total / draws
+
+
+@torch.no_grad()
+def judge(defended: DefendedModule, images: Tensor, labels: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Over several draws of the noise, per image ``[B]``: the share of wrong answers and the mean margin."""
+    wrong, loss = torch.zeros(2, len(images), device=images.device)
+    for _ in range(draws):
+        logits = defended(images)
+        wrong = wrong + (logits.argmax(1) != labels)
+        loss = loss + margin(logits, labels).float()
+    return wrong / draws, loss / draws
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Features ``[B, D]`` and the logits ``[B, K]`` that follow from them."""
+
+    features: Tensor
+    logits: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Draw:
     """Everything an attacker can compute from one draw of the defence's noise; one row per image."""
@@ -60,190 +90,121 @@ class Draw:
     labels: Tensor
     clean_features: Tensor
     """Plain features of the images before the attack."""
-    closed: Tensor
-    """Logits with the gate closed: those of the plain feature, unless the defence corrects there too."""
-    opened: Tensor
-    """Logits of the corrected feature; for a defence without a gate, its answer."""
-    defended: Tensor
-    """Logits that the defence answers with."""
-    closed_features: Tensor
-    opened_features: Tensor
-    defended_features: Tensor
+    closed: Answer
+    """With the gate closed: the plain answer, unless the defence corrects there too."""
+    opened: Answer
+    """With the gate open: the corrected answer; for a defence without a gate, its answer."""
+    gated: Tensor
+    """Mask ``[B]``: whose gate is open."""
     score: Tensor
     """The gate's score s(x); NaN without a gate."""
     drift: Tensor
     """The part r(x) of the score, without the prediction instability."""
     threshold: Tensor
-    """The gate opens where the score is at least this; NaN without a gate."""
+    """The gate opens where the score is at least this; minus infinity without a gate."""
+
+    @property
+    def defended(self) -> Answer:
+        """The answer that the defence gives."""
+        opened, closed, gated = self.opened, self.closed, self.gated[:, None]
+        features = torch.where(gated, opened.features, closed.features)
+        return Answer(features, torch.where(gated, opened.logits, closed.logits))
 
 
-@dataclass(eq=False)
-class DefendedClassifier:
-    """A classifier behind a defence. Every call draws new noise; the sequence of draws follows from the seed."""
-
-    clf: ZeroShotClassifier
-    defense: Defense
-    passes: Passes
-    """Most encoder passes that the defence needs for an image."""
-    seed: noise.Seed
-    how: Gradients = field(default_factory=Gradients)
-    draws: int = 0
-    """Draws so far."""
-
-    @classmethod
-    def of(cls, target: object, seed: noise.Seed, example: Tensor) -> DefendedClassifier:
-        """The parts of what :func:`react_clip.as_module` returns; ``example`` is one image ``[1, C, H, W]``."""
-        if not isinstance(target, DefendedModule):
-            raise ReactClipError(
-                f"the target is a {type(target).__name__}, but an attack that knows the defence needs one; give "
-                "rc.as_module(clf, defense)"
-            )
-        return cls(target.clf, target.defense, defense_passes(target.clf, target.defense, example), seed)
-
-    def with_noise(self, label: str) -> DefendedClassifier:
-        """The same with a sequence of draws of its own."""
-        return replace(self, seed=derived_seed(self.seed, label), draws=0)
-
-    def answer(self, images: Tensor) -> Tensor:
-        """Defended logits of one draw."""
-        with torch.no_grad():
-            return self.defense(self.clf, images, seed=self._next_seed()).logits
-
-    def mean_answer(self, images: Tensor, draws: int) -> Tensor:
-        """Mean of the defended logits over several draws."""
-        total = self.answer(images)
-        for _ in range(draws - 1):
-            total = total + self.answer(images)
-        return total / draws
-
-    def judge(self, images: Tensor, labels: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-        """Over several draws, per image: the share of wrong answers and the mean margin."""
-        wrong, loss = torch.zeros(2, len(images), device=images.device)
-        for _ in range(draws):
-            logits = self.answer(images)
-            wrong = wrong + (logits.argmax(1) != labels)
-            loss = loss + margin(logits, labels).float()
-        return wrong / draws, loss / draws
-
-    def draw(self, pixels: Tensor, labels: Tensor, clean_features: Tensor) -> Draw:
-        """One draw with all its parts, differentiable where the pixels require gradients."""
-        seed = self._next_seed()
-        with gradients(self.clf.encoder, self.how):
-            if isinstance(self.defense, ReACT):
-                parts = self._anchored_parts(self.defense, pixels, seed)
-            elif isinstance(self.defense, SecondLook):
-                parts = self._looked_parts(self.defense, pixels, seed)
-            else:
-                parts = self._other_parts(pixels, seed)
-        return Draw(labels, clean_features, **parts)
-
-    def _next_seed(self) -> noise.Seed:
-        self.draws += 1
-        return derived_seed(self.seed, f"draw {self.draws}")
-
-    def _anchored_parts(self, defense: ReACT, pixels: Tensor, seed: noise.Seed) -> dict[str, Tensor]:
-        clf, pixels = self.clf, self.clf.encoder.prepare(pixels)
-        # Both branches and the whole score of every image; a defence without a gate has nothing to add.
-        complete = defense if defense.tau is None else replace(defense, lazy=False)
-        parts = complete.correct(clf.encoder, pixels, noise.stream_keys(pixels, seed), divergence_of(clf))
-        return {
-            "closed": clf.logits(parts.closed),
-            "opened": clf.logits(parts.opened),
-            "defended": clf.logits(parts.features),
-            "closed_features": parts.closed,
-            "opened_features": parts.opened,
-            "defended_features": parts.features,
-            "score": parts.score,
-            "drift": parts.drift,
-            "threshold": parts.threshold,
-        }
-
-    def _looked_parts(self, defense: SecondLook, pixels: Tensor, seed: noise.Seed) -> dict[str, Tensor]:
-        clf, pixels = self.clf, self.clf.encoder.prepare(pixels)
-        keys = noise.stream_keys(pixels, seed)
-        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
-        return {
-            "closed": clf.logits(parts.closed),
-            "opened": clf.logits(parts.opened),
-            "defended": clf.logits(parts.features),
-            "closed_features": parts.closed,
-            "opened_features": parts.opened,
-            "defended_features": parts.features,
-            # Two thresholds must be reached; the score of the one that is further away decides.
-            "score": parts.excess,
-            "drift": parts.drift,
-            "threshold": torch.zeros_like(parts.excess),
-        }
-
-    def _other_parts(self, pixels: Tensor, seed: noise.Seed) -> dict[str, Tensor]:
-        answer = self.defense(self.clf, pixels, seed=seed)
-        plain = self.clf.encoder(pixels)
-        closed, logits, features = self.clf.logits(plain), answer.logits, answer.features
-        if pixels.requires_grad and torch.is_grad_enabled() and not logits.requires_grad:
-            logits, features = straight_through(logits, closed), straight_through(features, plain)
-        return {
-            "closed": closed,
-            "opened": logits,
-            "defended": logits,
-            "closed_features": plain,
-            "opened_features": features,
-            "defended_features": features,
-            "score": answer.score,
-            "drift": answer.drift,
-            "threshold": torch.full_like(answer.score, torch.nan),
-        }
+def take_draw(defended: DefendedModule, pixels: Tensor, labels: Tensor, clean_features: Tensor) -> Draw:
+    """One draw with all its parts, differentiable where the pixels require gradients."""
+    defense = defended.defense
+    with gradients(defended.clf.encoder, defended.how):
+        if isinstance(defense, ReACT | SecondLook):
+            return Draw(labels, clean_features, **_anchored_parts(defended, defense, pixels))
+        return Draw(labels, clean_features, **_other_parts(defended, pixels))
 
 
-def with_views(defense: Defense, views: int | None, passes: Passes) -> tuple[Defense, Passes]:
-    """A cheaper copy of a defence, with at most ``views`` anchor views, and its passes.
+def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixels: Tensor) -> dict[str, Any]:
+    clf, pixels = defended.clf, defended.clf.encoder.prepare(pixels)
+    keys, divergence = noise.stream_keys(pixels, defended.next_seed()), divergence_of(clf)
+    # Without `lazy` both branches and the whole score of every image are computed.
+    parts: Any
+    if isinstance(defense, SecondLook):
+        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence, logits_of(clf))
+        # Two thresholds must be reached; the score of the one that is further away decides.
+        gate = {"score": parts.excess, "threshold": torch.zeros_like(parts.excess), "gated": parts.excess >= 0}
+    else:
+        # Where there is no gate, `lazy` skips only what the answer does not need.
+        complete = defense if defense.tau is None else defense.replace(lazy=False)
+        parts = complete.correct(clf.encoder, pixels, keys, divergence)
+        gate = {"score": parts.score, "threshold": parts.threshold, "gated": parts.gated}
+    return {
+        "closed": Answer(parts.closed, clf.logits(parts.closed)),
+        "opened": Answer(parts.opened, clf.logits(parts.opened)),
+        "drift": parts.drift,
+        **gate,
+    }
+
+
+def _other_parts(defended: DefendedModule, pixels: Tensor) -> dict[str, Any]:
+    out, plain = defended.defense(defended.clf, pixels, seed=defended.next_seed()), defended.clf.encoder(pixels)
+    closed, opened = Answer(plain, defended.clf.logits(plain)), Answer(out.features, out.logits)
+    if pixels.requires_grad and torch.is_grad_enabled() and not out.logits.requires_grad:
+        features = straight_through(opened.features, closed.features)
+        opened = Answer(features, straight_through(opened.logits, closed.logits))
+    return {
+        "closed": closed,
+        "opened": opened,
+        "gated": torch.ones_like(out.gated),
+        "score": out.score,
+        "drift": out.drift,
+        "threshold": torch.full_like(out.score, -torch.inf),
+    }
+
+
+# ---------------------------------------------------------------------- passes
+
+
+def with_views(defense: Defense, views: int | None) -> Defense:
+    """A cheaper copy of a defence, with at most ``views`` anchor views.
 
     The mean of fewer views has the same expectation, so its gradients point the same way with more noise. Attackers
-    may optimise on the copy; results are judged on the defence itself, whose ``passes`` are given.
+    may optimise on the copy; results are judged on the defence itself.
 
     >>> from react_clip.defenses import TTC, ReACT
-    >>> with_views(ReACT(), 4, (14, 0))[0].views, with_views(ReACT(), None, (14, 0))[0].views
-    (4, 10)
-    >>> with_views(TTC(), 4, (4, 2)) == (TTC(), (4, 2))
-    True
+    >>> with_views(ReACT(), 4).views, with_views(ReACT(), None).views, with_views(TTC(), 4) == TTC()
+    (4, 10, True)
     """
-    if views is None or not isinstance(defense, ReACT) or defense.views <= views:
-        return defense, passes
-    copy = replace(defense, views=views)
-    return copy, copy.cost()
+    if views is None or not isinstance(defense, ReACT):
+        return defense
+    return defense.replace(views=min(views, defense.views))
 
 
-def defense_passes(clf: ZeroShotClassifier, defense: Defense, example: Tensor) -> Passes:
-    """Most passes that the defence says it needs, or what one that does not say needs on an example."""
-    if isinstance(defense, Priced):
-        return defense.cost()
-    answer = defense(clf, example)
-    return int(answer.passes.max()), int(answer.backward_passes.max())
-
-
-def draw_passes(defense: Defense, passes: Passes) -> Passes:
-    """Passes of one :class:`Draw` without gradients; ``passes`` are those of the defence.
+def draw_passes(defense: Defense) -> Passes:
+    """Passes of one :class:`Draw` without gradients.
 
     >>> from react_clip.defenses import TTC, ReACT
-    >>> draw_passes(ReACT(), (14, 0)), draw_passes(TTC(), (4, 2))  # the plain answer of TTC is extra
+    >>> draw_passes(ReACT()), draw_passes(TTC())  # the plain answer of TTC is extra
     ((14, 0), (5, 2))
     """
-    return passes if isinstance(defense, ReACT | SecondLook) else (passes[0] + 1, passes[1])
+    forward, backward = defense.cost()
+    return (forward, backward) if isinstance(defense, ReACT | SecondLook) else (forward + 1, backward)
 
 
-def gradient_passes(defense: Defense, passes: Passes, checkpoint: bool) -> Passes:
+def gradient_passes(defense: Defense, checkpoint: bool) -> Passes:
     """Passes of one :class:`Draw` with its gradient; with ``checkpoint`` the encoder runs again in the backward pass.
 
     >>> from react_clip.defenses import ReACT
-    >>> gradient_passes(ReACT(), (14, 0), checkpoint=True)
+    >>> gradient_passes(ReACT(), checkpoint=True)
     (28, 14)
     """
-    forward, backward = draw_passes(defense, passes)
+    forward, backward = draw_passes(defense)
     if backward:
         # A defence that optimises is detached; its gradient is that of one plain pass.
         return forward, backward + 1
     return forward * (2 if checkpoint else 1), forward
 
 
-def times(passes: Passes, count: int) -> Passes:
-    """The passes of ``count`` repetitions."""
-    return passes[0] * count, passes[1] * count
+def total(*costs: tuple[Passes, int]) -> Passes:
+    """The sum of passes, each with its number of repetitions.
+
+    >>> total(((14, 0), 10), ((1, 1), 2))
+    (142, 2)
+    """
+    return sum(passes[0] * count for passes, count in costs), sum(passes[1] * count for passes, count in costs)

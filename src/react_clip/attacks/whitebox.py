@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -15,18 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import linf
-from react_clip.attacks.base import DefendedAttack, defended_of
-from react_clip.attacks.losses import Loss, cross_entropy, dlr, margin
+from react_clip.attacks.base import DefendedAttack
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient
-from react_clip.attacks.targets import DefendedClassifier, Draw, Passes, draw_passes, gradient_passes, times, with_views
+from react_clip.attacks.targets import (
+    Answer,
+    Draw,
+    Passes,
+    draw_passes,
+    gradient_passes,
+    take_draw,
+    total,
+    with_own_noise,
+    with_views,
+)
 from react_clip.config import Count, NonNegative, Positive, PositiveLength
-from react_clip.defenses.base import Defense
+from react_clip.defenses.base import DefendedModule, Defense
 from react_clip.defenses.react import ReACT
 from react_clip.defenses.second_look import SecondLook
-from react_clip.encoders.base import Gradients
 from react_clip.errors import ReactClipError
-
-_LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin, "dlr": dlr}
 
 
 class GradientAttack(DefendedAttack):
@@ -75,65 +80,58 @@ class GradientAttack(DefendedAttack):
         return (self,)
 
     def defended_loss(self, draw: Draw) -> Tensor:
-        """The loss by which iterates are compared."""
-        return _LOSSES[self.loss](draw.defended, draw.labels)
+        """The loss ``[B]`` by which iterates are compared."""
+        return self.own_loss(draw.defended.logits, draw.labels)
+
+    def both_losses(self, draw: Draw) -> Tensor:
+        """``[2, B]``: the losses with the gate closed and open."""
+        return torch.stack([self.own_loss(answer.logits, draw.labels) for answer in (draw.closed, draw.opened)])
 
     def is_wrong(self, draw: Draw) -> Tensor:
-        """Mask ``[n]``: whose defended answer is wrong."""
-        return draw.defended.argmax(1) != draw.labels
+        """Mask ``[B]``: whose defended answer is wrong."""
+        return draw.defended.logits.argmax(1) != draw.labels
 
-    def search_cost(self, defense: Defense, passes: Passes) -> Passes:
+    def search_cost(self, defense: Defense) -> Passes:
         """Gradients at every iterate but the last, one evaluation of the last, and the clean features."""
-        copy = with_views(defense, self.views, passes)
-        step, last = times(gradient_passes(*copy, self.checkpoint), self.steps), draw_passes(*copy)
-        searches = len(self.variants()) * self.eot
-        return searches * (step[0] + last[0]) + 1, searches * (step[1] + last[1])
+        copy, draws = with_views(defense, self.views), len(self.variants()) * self.eot
+        gradients = (gradient_passes(copy, self.checkpoint), draws * self.steps)
+        return total(gradients, (draw_passes(copy), draws), ((1, 0), 1))
 
     def search(self, problem: Problem) -> Tensor:
         """The best images over all variants."""
-        defended, best = defended_of(problem), Candidates.none(problem.x)
-        problem.spend((1, 0))
+        defended, best = problem.defended, Candidates.none(problem.x)
+        problem.spend(self.search_cost(defended.defense))
         clean_features = defended.clf.encoder(problem.x)
-        copy, passes = with_views(defended.defense, self.views, defended.passes)
-        how = Gradients(self.checkpoint, self.sigma == "detached")
+        copy = with_views(defended.defense, self.views)
+        options = {"checkpoint": self.checkpoint, "detach_sigma": self.sigma == "detached"}
         for number, variant in enumerate(self.variants()):
-            noisy = replace(defended.with_noise(f"{self.kind} {number}"), defense=copy, passes=passes, how=how)
+            noisy = with_own_noise(defended, f"{self.kind} {number}", copy, **options)
             best = best.or_better(variant._climb(problem.on(problem.target, noisy.seed), noisy, clean_features))
         return best.images
 
-    def _climb(self, problem: Problem, defended: DefendedClassifier, clean_features: Tensor) -> Candidates:
-        best = Candidates.none(problem.x)
-        without_gradient = draw_passes(defended.defense, defended.passes)
-        with_gradient = gradient_passes(defended.defense, defended.passes, self.checkpoint)
+    def _climb(self, problem: Problem, defended: DefendedModule, clean_features: Tensor) -> Candidates:
+        """The best iterate of one search."""
 
-        def evaluate(images: Tensor, *, last: bool = False) -> Tensor:
-            """Compare the images with the best ones so far; returns their gradient, except for the last iterate."""
-            nonlocal best
+        def evaluate(images: Tensor, *, gradient: bool) -> tuple[Candidates, Tensor]:
+            """The images with their share of wrong answers over ``eot`` draws, and the gradient summed over these."""
             slope = torch.zeros_like(images)
             wrong, loss = torch.zeros(2, len(images), device=images.device)
-
-            def objective(pixels: Tensor) -> Tensor:
-                nonlocal wrong, loss
-                draw = defended.draw(pixels, problem.y, clean_features)
-                wrong, loss = wrong + self.is_wrong(draw), loss + self.defended_loss(draw).detach().float()
-                return self.objective(draw)
-
             for _ in range(self.eot):
-                problem.spend(without_gradient if last else with_gradient)
-                if last:
-                    objective(images)
-                else:
-                    slope = slope + checked_gradient(linf.gradient(objective, images)[1], "adaptive-square")
-            best = best.or_better(Candidates(images, wrong / self.eot, loss / self.eot))
-            return slope
+                with torch.set_grad_enabled(gradient):
+                    pixels = images.detach().requires_grad_(gradient)
+                    draw = take_draw(defended, pixels, problem.y, clean_features)
+                    if gradient:
+                        slope += checked_gradient(linf.slope(self.objective(draw), pixels), "adaptive-square")
+                wrong, loss = wrong + self.is_wrong(draw), loss + self.defended_loss(draw).detach().float()
+            return Candidates(images, wrong / self.eot, loss / self.eot), slope
 
-        def slope_at(images: Tensor) -> Tensor:
+        best, images = Candidates.none(problem.x), problem.random_start()
+        step_size = problem.step_size(self.step_size)
+        for _ in range(self.steps):
+            candidates, slope = evaluate(images, gradient=True)
+            best, images = best.or_better(candidates), problem.ball.step(images, slope, step_size)
             problem.steps.tick()
-            return evaluate(images)
-
-        start, step_size = problem.random_start(), problem.step_size(self.step_size)
-        evaluate(linf.ascend(slope_at, start, problem.ball, steps=self.steps, step_size=step_size), last=True)
-        return best
+        return best.or_better(evaluate(images, gradient=False)[0])
 
 
 _DEFAULT_OPTIONS = {"ce", "differentiated", "mean", "plain"}
@@ -150,13 +148,12 @@ class Through(GradientAttack):
 
     def objective(self, draw: Draw) -> Tensor:
         """The loss of the corrected answer."""
-        return _LOSSES[self.loss](draw.opened, draw.labels)
+        return self.own_loss(draw.opened.logits, draw.labels)
 
     def obstacle(self, defense: Defense) -> str:
         """It needs a correction."""
-        return (
-            "" if isinstance(defense, ReACT | SecondLook) else f"{defense.name} has no anchor correction to see through"
-        )
+        corrects = isinstance(defense, ReACT | SecondLook)
+        return "" if corrects else f"{defense.name} has no anchor correction to see through"
 
 
 class Both(GradientAttack):
@@ -179,7 +176,7 @@ class Both(GradientAttack):
 
     def objective(self, draw: Draw) -> Tensor:
         """Both losses combined."""
-        pair = _both_losses(_LOSSES[self.loss], draw)
+        pair = self.both_losses(draw)
         return {"mean": pair.mean(0), "max": pair.amax(0), "min": pair.amin(0)}[self.combine]
 
 
@@ -215,7 +212,7 @@ class Evade(GradientAttack):
 
     def objective(self, draw: Draw) -> Tensor:
         """The loss less the penalty for a score near or above the threshold."""
-        pair = _both_losses(_LOSSES[self.loss], draw)
+        pair = self.both_losses(draw)
         fooled = pair[0] if self.on == "plain" else pair.mean(0)
         score = draw.score if self.instability else draw.drift + (draw.score - draw.drift).detach()
         return fooled - self.lambdas[0] * torch.relu(score - draw.threshold + self.margin)
@@ -243,12 +240,12 @@ class BPDA(GradientAttack):
 
     def objective(self, draw: Draw) -> Tensor:
         """The loss of the defended answer through the soft gate."""
-        logits = draw.defended
+        logits, closed, opened = draw.defended.logits, draw.closed.logits, draw.opened.logits
         if bool(draw.threshold.isfinite().all()):
             soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
             gate = (draw.score >= draw.threshold).to(soft.dtype) + (soft - soft.detach())
-            logits = draw.closed + gate[:, None] * (draw.opened - draw.closed)
-        return _LOSSES[self.loss](logits, draw.labels)
+            logits = closed + gate[:, None] * (opened - closed)
+        return self.own_loss(logits, draw.labels)
 
 
 class Feature(GradientAttack):
@@ -264,21 +261,17 @@ class Feature(GradientAttack):
 
     def objective(self, draw: Draw) -> Tensor:
         """The sum of both distances."""
-        return _distance(draw.closed_features, draw) + _distance(draw.opened_features, draw)
+        return _distance(draw.closed, draw) + _distance(draw.opened, draw)
 
     def defended_loss(self, draw: Draw) -> Tensor:
         """The distance of the defended feature."""
-        return _distance(draw.defended_features, draw)
+        return _distance(draw.defended, draw)
 
     def is_wrong(self, draw: Draw) -> Tensor:
         """Never: without labels it is not known."""
         return torch.zeros_like(draw.labels, dtype=torch.bool)
 
 
-def _both_losses(loss: Loss, draw: Draw) -> Tensor:
-    """``[2, n]``: the losses with the gate closed and open."""
-    return torch.stack([loss(draw.closed, draw.labels), loss(draw.opened, draw.labels)])
-
-
-def _distance(features: Tensor, draw: Draw) -> Tensor:
-    return 1.0 - F.cosine_similarity(features, draw.clean_features)
+def _distance(answer: Answer, draw: Draw) -> Tensor:
+    """``[B]``: one minus the cosine of the features and the clean ones."""
+    return 1.0 - F.cosine_similarity(answer.features, draw.clean_features)

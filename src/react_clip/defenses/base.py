@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from react_clip.config import Registered, Registry
 from react_clip.encoders.base import Encoder, Gradients
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -66,45 +68,50 @@ class Defended:
         return len(self.features)
 
 
-@runtime_checkable
-class Defense(Protocol):
-    """A frozen configuration whose ``repr`` is its id; all randomness comes from ``seed`` and the image."""
+class Defense(Registered, ABC):
+    """A frozen configuration with a ``kind``; its ``repr`` is its id, and all its randomness follows seed and image.
 
-    @property
-    def name(self) -> str:
-        """Short name for tables."""
+    A class of another package is found by an entry point in the group ``react_clip.defenses``, or is written as
+    ``module:Class``; see :mod:`react_clip.config`.
+    """
 
+    registry: ClassVar[Registry[Defense]] = Registry("defence", "react_clip.defenses")
+
+    @abstractmethod
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for images (pixels in [0, 1], PIL images, paths or bytes)."""
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
 
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON values."""
+        ``seed`` is a number, or a secret as ``bytes``.
+        """
 
-
-@runtime_checkable
-class Priced(Protocol):
-    """A defence that knows its cost without being run; all of ours do."""
-
+    @abstractmethod
     def cost(self) -> tuple[int, int]:
         """Most forward and backward encoder passes that one image can need."""
+
+    def check(self, encoder: Encoder) -> None:
+        """Raise if this defence cannot run on an encoder; most defences run on all."""
+
+
+BaseDefense = Defense
+"""Earlier name of :class:`Defense`."""
 
 
 def answer(
     clf: ZeroShotClassifier,
-    *,
     features: Tensor,
+    *,
+    passes: tuple[Tensor | int, Tensor | int],
     logits: Tensor | None = None,
-    passes: Tensor | int,
-    backward_passes: Tensor | int = 0,
     score: Tensor | None = None,
     gated: Tensor | None = None,
 ) -> Defended:
     """The result of a defence that measures neither r nor J; these fields are NaN.
 
-    ``logits`` default to those of the features, ``gated`` to all images.
+    ``passes`` are forward and backward passes, each one number for all images or one per image ``[B]``. ``logits`` are
+    those of the features by default, ``gated`` is true for all images.
     """
-    count, device = len(features), features.device
-    nan = torch.full((count,), torch.nan, device=device)
+    nan = torch.full((len(features),), torch.nan, device=features.device)
+    zero = torch.zeros_like(nan, dtype=torch.long)
     return Defended(
         features=features,
         logits=clf.logits(features) if logits is None else logits,
@@ -113,18 +120,36 @@ def answer(
         drift=nan,
         instability=nan,
         score=nan if score is None else score,
-        gated=torch.ones(count, dtype=torch.bool, device=device) if gated is None else gated,
+        gated=zero == 0 if gated is None else gated,
         sigma=nan,
-        passes=_per_image(passes, count, device),
-        backward_passes=_per_image(backward_passes, count, device),
+        passes=zero + passes[0],
+        backward_passes=zero + passes[1],
         class_names=clf.names,
     )
 
 
-def _per_image(passes: Tensor | int, count: int, device: torch.device) -> Tensor:
-    if isinstance(passes, Tensor):
-        return passes.long()
-    return torch.full((count,), passes, dtype=torch.long, device=device)
+class Undefended(Defense):
+    """CLIP without a defence, the reference of every table: one forward pass.
+
+    >>> Undefended()
+    Undefended()
+    """
+
+    kind = "undefended"
+    label = "CLIP"
+    colour = "#767676"
+
+    def cost(self) -> tuple[int, int]:
+        """Forward and backward passes of an image."""
+        return 1, 0
+
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Plain answers."""
+        pixels = clf.encoder.prepare(images)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
+            features = clf.encoder.encode_views(pixels)
+            never = torch.zeros(len(pixels), dtype=torch.bool, device=pixels.device)
+            return answer(clf, features, passes=self.cost(), gated=never)
 
 
 @contextmanager
@@ -189,12 +214,15 @@ class DefendedModule(nn.Module):
         self.fresh = fresh
         self.calls = 0
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Defended logits; gradients flow through the correction if the pixels require them."""
-        seed = derived_seed(self.seed, f"call {self.calls}") if self.fresh else self.seed
+    def next_seed(self) -> Seed:
+        """Seed of the next call: always the same, or with ``fresh`` another one for every call."""
         self.calls += 1
+        return derived_seed(self.seed, f"draw {self.calls}") if self.fresh else self.seed
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Defended logits ``[B, K]``; gradients flow through the correction if the pixels require them."""
         with gradients(self.clf.encoder, self.how):
-            logits = self.defense(self.clf, pixels, seed=seed).logits
+            logits = self.defense(self.clf, pixels, seed=self.next_seed()).logits
         wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
         return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
 

@@ -1,4 +1,4 @@
-r"""Test-time prompt tuning, shared by R-TPT and SS-TPT: the words before the class name are tuned for each image.
+r"""Test-time prompt tuning, R-TPT (CVPR 2025) and SS-TPT (ICML 2026): tune the words before the class name per image.
 
 The prompt of class k is "a photo of a {name}."; the embeddings c of its first words start as they are and take a step
 of AdamW per image, down a loss on the views of the image with the lowest entropy. The answer is a weighted mean over
@@ -17,17 +17,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional, noise
-from react_clip.config import Count, Positive, Whole
+from react_clip.augment import WeakAugmentation
+from react_clip.config import Count, NonNegative, Positive, Share, Whole
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.config import BaseDefense
+from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -36,6 +37,9 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 # Branches of an image's random stream.
 _VIEWS, _VARIANTS = range(2)
+
+_FLOOR = 1e-8
+"""Added to every denominator, as in the published code."""
 
 
 class SoftPrompts:
@@ -83,7 +87,7 @@ class SoftPrompts:
         return self._text.encode_embedded(embeddings, self._ends[label])
 
 
-class PromptTuning(BaseDefense):
+class PromptTuning(Defense):
     """Fields and algorithm; a subclass defines the quality of views, their weights and the loss."""
 
     views: Count = 64
@@ -179,8 +183,7 @@ class PromptTuning(BaseDefense):
             with torch.no_grad():
                 tuned.append(prompts(context, self.max_batch))
         logits = _score(mean[:, None], torch.cat(tuned))[:, 0]
-        forward, backward = self.cost()
-        return answer(clf, features=functional.normalize(mean), logits=logits, passes=forward, backward_passes=backward)
+        return answer(clf, functional.normalize(mean), logits=logits, passes=self.cost())
 
     def _encode_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> Tensor:
         """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
@@ -243,3 +246,133 @@ def cosines_to_others(features: Tensor) -> Tensor:
     cosines = features @ features.mT
     itself = torch.eye(features.shape[1], dtype=torch.bool, device=features.device)
     return cosines.masked_fill(itself, -torch.inf).topk(features.shape[1] - 1).values
+
+
+class RTPT(PromptTuning):
+    r"""Tune the prompt on the views of lowest entropy, and weight views by their similarity to other views.
+
+    With S the ``selected`` views of lowest entropy and N(v) the ``neighbours`` nearest to v among the other views,
+
+    .. math:: \min_c \tfrac1{|S|} \sum_{v \in S} H\big(p(\cdot \mid v, c)\big), \qquad
+              w = \mathrm{softmax}_v\Big(\tfrac1{T |N(v)|} \sum_{u \in N(v)} \cos(f(v), f(u))\Big)
+
+    Entropies are averaged, not taken of the average. The answer is the weighted mean of the views' **logits** under the
+    tuned prompt, as in the published code; ``features`` are the unit weighted mean of the views' features. Costs
+    ``views`` forward passes of the image tower (the published code encodes every view four times and the image once
+    more, 257) and ``steps`` backward passes of the text tower, each over the prompts of all classes.
+
+    >>> RTPT().cost()
+    (64, 1)
+    """
+
+    kind = "r-tpt"
+    label = "R-TPT"
+    colour = "#AA4499"
+
+    neighbours: Count = 20
+    """Nearest other views whose similarity weights a view. The published code leaves out cosines of 1 or more,
+    which we take to mean the view itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.neighbours >= self.views:
+            raise ReactClipError(f"neighbours is {self.neighbours}; a view has only {self.views - 1} others")
+
+    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+        return cosines_to_others(features[:, :, 0])[..., : self.neighbours].mean(-1)
+
+    def _weights(self, quality: Tensor) -> Tensor:
+        return (quality / self.temperature).softmax(1)
+
+    def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
+        return entropy(logits).mean(1)
+
+
+class SSTPT(PromptTuning):
+    r"""Weight views by suitability (close to other views) and stability; tune the prompt so that sure views agree.
+
+    The score of view v mixes suitability and stability, each stretched to [0, 1] over the views at hand, where T is the
+    weak augmentation, and J the Jensen-Shannon divergence:
+
+    .. math:: s(v) = \beta\,\overline{\Big[\tfrac1{V-1} \sum_{u \ne v} (2 - 2 \cos(f(v), f(u)))\Big]^{-1}}
+              + (1 - \beta)\,\overline{J\big(p(v), p(Tv)\big)^{-1}}, \qquad w = \mathrm{softmax}_v(s(v) / T_w)
+
+    The loss on the ``selected`` views S of lowest entropy pulls each towards the weighted mean of the others, which
+    counts as a constant; scores are stretched and weighed over S for it:
+
+    .. math:: \tfrac1{|S|} \sum_{v \in S} H(p_v) + \lambda\,KL(\bar p_{-v} \Vert p_v), \qquad
+              \bar p_{-v} = \frac{\sum_{u \in S \setminus v} w_u p_u}{\sum_{u \in S \setminus v} w_u}
+
+    The answer is the mean of the **logits** of all views, weighted over all of them; ``features`` are the unit weighted
+    mean of the views' features. Costs 2 x ``views`` forward passes of the image tower, a view and its augmentation (the
+    published code encodes every view three times, 64), and ``steps`` backward passes of the text tower, each over the
+    prompts of all classes.
+
+    >>> SSTPT().cost()
+    (32, 1)
+    """
+
+    kind = "ss-tpt"
+    label = "SS-TPT"
+    colour = "#C2452D"
+    _variants_per_view: ClassVar[int] = 2
+
+    views: Count = 16
+    selected: Annotated[int, Field(ge=2)] = 3
+    temperature: Positive = 0.25
+    suitability: Share = 0.4
+    """Share of suitability in the score; the rest is stability."""
+    consistency: NonNegative = 1.0
+    """Weight of the divergence in the loss."""
+    augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
+    """What stability is measured against. Its magnitudes are SS-TPT's own; the published code jitters colours before it
+    blurs and adds noise, this one after. The published divergence is KL(m || p) in place of J's KL(p || m)."""
+    weak_views: bool = False
+    """Draw the views from the weak augmentation too; the published code draws them from AugMix."""
+
+    def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
+        return self.augmentation(images, keys) if self.weak_views else super()._augment(images, keys)
+
+    def _variants(self, views: Tensor, keys: Tensor) -> list[Tensor]:
+        return [views, self.augmentation(views, keys)]
+
+    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+        """Suitability and stability, ``[B, V, 2]``."""
+        spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
+        # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
+        plain, moved = functional.logits(features.double(), class_features.double()).unbind(2)
+        instability = functional.js_divergence(plain, moved).to(features.dtype)
+        return torch.stack([1.0 / (spread + _FLOOR), 1.0 / (instability + _FLOOR)], -1)
+
+    def _weights(self, quality: Tensor) -> Tensor:
+        suitability, stability = stretch(quality).unbind(-1)
+        score = self.suitability * suitability + (1.0 - self.suitability) * stability
+        return (score / self.temperature).softmax(1)
+
+    def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
+        log_p = logits.log_softmax(-1)
+        others = leave_one_out(log_p.exp(), self._weights(quality)).detach()
+        divergence = (torch.xlogy(others, others) - others * log_p).sum(-1)
+        return (entropy(logits) + self.consistency * divergence).mean(1)
+
+
+def stretch(values: Tensor) -> Tensor:
+    """Values ``[B, V, ...]`` mapped to [0, 1] over the views of each image; equal ones become 0.
+
+    >>> stretch(torch.tensor([[2.0, 4.0, 3.0]]))
+    tensor([[0.0000, 1.0000, 0.5000]])
+    """
+    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    return (values - low) / (high - low + _FLOOR)
+
+
+def leave_one_out(probs: Tensor, weights: Tensor) -> Tensor:
+    """For each view the weighted mean of the *other* views' predictions, from ``[B, S, K]`` and ``[B, S]``.
+
+    >>> leave_one_out(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[0.9, 0.1]]))
+    tensor([[[0., 1.],
+             [1., 0.]]])
+    """
+    itself = torch.eye(probs.shape[1], dtype=torch.bool, device=probs.device)
+    others = weights[:, None, :].masked_fill(itself, 0.0)
+    return others @ probs / others.sum(-1, keepdim=True)

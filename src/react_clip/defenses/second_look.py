@@ -31,8 +31,7 @@ from torch import Tensor
 from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative, PixelLength
-from react_clip.defenses.base import Defended
-from react_clip.defenses.config import BaseDefense
+from react_clip.defenses.base import Defended, Defense
 from react_clip.defenses.react import Divergence, Logits, divergence_of, logits_of
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -111,7 +110,7 @@ class SecondLooked(Defended):
     """Whether the look was a smaller copy; an encoder that takes one size only looks at a moved view instead."""
 
 
-class SecondLook(BaseDefense):
+class SecondLook(Defense):
     """Compare the image with a smaller copy of itself, and correct it where they differ.
 
     The thresholds are those of OpenAI's ViT-B/16.

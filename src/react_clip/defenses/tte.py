@@ -11,8 +11,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.config import Count, Whole
-from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.config import BaseDefense
+from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
@@ -21,7 +20,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 _CROPS = 0
 
 
-class TTE(BaseDefense):
+class TTE(Defense):
     r"""Average the logits of the image, its mirror image, padded crops, and the crops' mirror images.
 
     .. math:: z(x) = \frac{1}{2 + 2C} \Big[ z(x) + z(\bar x) + \sum_{i=1}^C z(x_i) + z(\bar x_i) \Big]
@@ -50,7 +49,7 @@ class TTE(BaseDefense):
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
         pixels = clf.encoder.prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            count, (views, backward) = len(pixels), self.cost()
+            count, views = len(pixels), self.cost()[0]
             margin = round(self.padding * pixels.shape[-1])
             padded = F.pad(pixels, (margin,) * 4)
             offsets = self._offsets(noise.stream_keys(pixels, seed), margin)
@@ -64,13 +63,8 @@ class TTE(BaseDefense):
                 return torch.where(mirrored[:, None, None, None], upright.flip(-1), upright)
 
             unit = clf.encoder.encode_in_batches(views * count, self.max_batch, build).reshape(views, count, -1)
-            return answer(
-                clf,
-                features=functional.normalize(unit.mean(0)),
-                logits=clf.logits(unit).mean(0),
-                passes=views,
-                backward_passes=backward,
-            )
+            features, logits = functional.normalize(unit.mean(0)), clf.logits(unit).mean(0)
+            return answer(clf, features, logits=logits, passes=self.cost())
 
     def _offsets(self, keys: Tensor, margin: int) -> Tensor:
         """Top left corners ``[1 + C, B, 2]`` in the padded image; the first is where the image itself lies."""

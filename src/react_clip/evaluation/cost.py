@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from react_clip.attacks import Attack
-from react_clip.attacks.targets import defense_passes
 from react_clip.defenses import Defense
 from react_clip.evaluation.recipe import LabelledAttack, Recipe
 from react_clip.zeroshot import ZeroShotClassifier
@@ -39,12 +38,12 @@ class Passes:
 
 def crafting_cost(attack: Attack, defense: Defense, passes: Passes) -> Passes:
     """Most passes per image of an attack; ``passes`` are those of the defence, which adaptive attacks run too."""
-    return Passes(*attack.cost(defense, (passes.forward, passes.backward)))
+    return Passes(*attack.cost(defense))
 
 
 def defense_cost(defense: Defense, clf: ZeroShotClassifier, example: Tensor) -> Passes:
     """Most passes per image of a defence: its own ``cost()``, or measured on an example if it has none."""
-    return Passes(*defense_passes(clf, defense, example))
+    return Passes(*defense.cost())
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from react_clip import data as data_room
 from react_clip import encoders
-from react_clip.defenses.config import BaseDefense
+from react_clip.defenses import BaseDefense
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import Passes, attacked_cost, defense_cost, set_cost

@@ -33,7 +33,9 @@ class InnerAttack(Configuration):
         ball, objective = linf.Ball(batch.clean, self.eps), method.objective(batch)
 
         def slope_at(pixels: Tensor) -> Tensor:
-            _, slope = linf.gradient(lambda moved: objective(batch.student(moved)), pixels)
+            with torch.enable_grad():
+                moved = pixels.detach().requires_grad_()
+                slope = linf.slope(objective(batch.student(moved)), moved)
             assert slope is not None, "image towers are differentiable"
             return slope
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from react_clip.defenses.config import BaseDefense
+from react_clip.defenses import BaseDefense
 from react_clip.errors import ReactClipError
 from react_clip.storage import atomic_path
 
