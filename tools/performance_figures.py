@@ -7,15 +7,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
-from react_clip.report.figures.plot import End, label_ends
-from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, SOLID, Dashes, name_axes, new_axes, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from react_clip.report.figures.plot import label_ends
+from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, line_of, name_axes, new_figure, style_axes
 
 Report = dict[str, Any]
 """One JSON file of the benchmark."""
@@ -25,10 +25,7 @@ MODELS = {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}
 TABLES = {"table-clean": "clean photos", "table-attacked": "attacked photos"}
 _ORDER = (BARE, OURS, PLAIN, PUBLISHED)
 _BARS = {BARE: "undefended", OURS: "react", PLAIN: "aom", PUBLISHED: "defend-clip"}
-_LINES: dict[str, tuple[str, str, Dashes]] = {
-    "vit-b-16": (COLOURS["react"], "o", SOLID),
-    "vit-b-32": (COLOURS["ttc"], "s", DASHED),
-}
+_LINES = {"vit-b-16": line_of(COLOURS["react"], "o"), "vit-b-32": line_of(COLOURS["ttc"], "s", DASHED)}
 # Measured before this benchmark had its present form; newer files of the same setting take their place.
 _OLDER = {"gpu-vit-b-16-table-clean": "rivals-clean", "gpu-vit-b-16-table-attacked": "rivals-attacked"}
 
@@ -101,7 +98,7 @@ def _cost(tables: Mapping[str, Report]) -> Figure:
     figure = new_figure(height=0.3 + 1.35 * len(tables), width=6.4)
     longest = max(relative_time(report, label) for report in tables.values() for label in _ORDER)
     for number, (name, report) in enumerate(tables.items()):
-        axes = new_axes(figure, len(tables), 1, number + 1)
+        axes = style_axes(figure.add_subplot(len(tables), 1, number + 1))
         _bars(axes, report)
         axes.set_xlim(0, 1.42 * longest)
         name_axes(axes, title=_title(name, report))
@@ -146,72 +143,62 @@ def _sweeps(reports: Mapping[str, Report]) -> Figure:
     axes_of = [axis for axis in SWEEPS if any(name.endswith(f"sweep-{axis}") for name in reports)]
     rows = (len(axes_of) + 1) // 2
     figure = new_figure(height=0.3 + 2.1 * rows, width=7.6)
-    panels = []
     for number, axis in enumerate(axes_of):
-        panel = new_axes(figure, rows, 2, number + 1)
+        panel = style_axes(figure.add_subplot(rows, 2, number + 1))
         lines = {model: reports[f"{model}-sweep-{axis}"] for model in MODELS if f"{model}-sweep-{axis}" in reports}
-        panels.append((panel, _DRAW[axis](panel, lines)))
-    for panel, ends in panels:
-        label_ends(panel, ends)
+        _DRAW[axis](panel, lines)
+    label_ends(figure)
     return figure
 
 
-def _line(axes: Axes, model: str, points: Sequence[tuple[float, float]]) -> End:
-    colour, marker, dashes = _LINES[model]
-    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linestyle=dashes, linewidth=1.4)
-    return End(MODELS[model], *points[-1], colour, dashes)
+def _line(axes: Axes, model: str, points: Sequence[tuple[float, float]], label: str = "") -> None:
+    axes.plot(*zip(*points, strict=True), label=label or MODELS[model], **_LINES[model])
 
 
-def _batch(axes: Axes, lines: Mapping[str, Report]) -> list[End]:
-    ends = []
+def _batch(axes: Axes, lines: Mapping[str, Report]) -> None:
     for model, report in lines.items():
         points = series(report, "batch", OURS)
         for value, item in points:
-            axes.vlines(value, *item["overhead_range"], color=_LINES[model][0], linewidth=1.0, alpha=0.6)
-        ends.append(_line(axes, model, [(value, item["overhead"]) for value, item in points]))
+            axes.vlines(value, *item["overhead_range"], color=_LINES[model]["color"], linewidth=1.0, alpha=0.6)
+        _line(axes, model, [(value, item["overhead"]) for value, item in points])
     _log_ticks(axes, lines, "batch")
     axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
     axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
     name_axes(axes, "images in a batch", title="overhead: time / (passes × encoder time)")
-    return ends
 
 
-def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> list[End]:
-    ends = [_line(axes, model, growth(report, axis)) for model, report in lines.items()]
+def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> None:
+    for model, report in lines.items():
+        _line(axes, model, growth(report, axis))
     _log_ticks(axes, lines, axis)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.8), max(high, 1.2))
     axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
     name_axes(axes, axis, title=f"overhead, relative to the fewest {axis}")
-    return ends
 
 
-def _attacked(axes: Axes, lines: Mapping[str, Report]) -> list[End]:
-    ends = []
+def _attacked(axes: Axes, lines: Mapping[str, Report]) -> None:
     for model, report in lines.items():
         points = series(report, "attacked", OURS)
         places = range(len(points))
         axes.set_xticks(places, [f"{100 * value:g} %" for value, _ in points])
         times = [item["overhead"] * item["passes"] for _, item in points]
-        ends.append(_line(axes, model, list(zip(places, times, strict=True))))
+        _line(axes, model, list(zip(places, times, strict=True)))
         floor = [item["passes"] for _, item in points]
-        axes.plot(places, floor, color=_LINES[model][0], linewidth=0.8, linestyle=DOTTED)
+        axes.plot(places, floor, color=_LINES[model]["color"], linewidth=0.8, linestyle=DOTTED)
     axes.set_ylim(bottom=0)
     name_axes(axes, "attacked images", title="time in encoder passes; dotted: the passes")
-    return ends
 
 
 def _log_ticks(axes: Axes, lines: Mapping[str, Report], axis: str) -> None:
     """A logarithmic axis whose ticks are the values that were measured."""
-    from matplotlib.ticker import NullLocator
-
     values = sorted({value for report in lines.values() for value, _ in series(report, axis, OURS)})
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:,.0f}" for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-_DRAW: dict[str, Callable[[Axes, Mapping[str, Report]], list[End]]] = {
+_DRAW: dict[str, Callable[[Axes, Mapping[str, Report]], None]] = {
     "batch": _batch,
     "images": partial(_against_first, "images"),
     "classes": partial(_against_first, "classes"),
@@ -228,31 +215,27 @@ def attained(report: Report, item: Mapping[str, Any]) -> float:
 
 
 def _roofline(batches: Mapping[str, Report]) -> Figure:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     figure = new_figure(height=3.2, width=6.4)
-    axes = new_axes(figure, 1, 1, 1)
+    axes = style_axes(figure.add_subplot())
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _log_ticks(axes, batches, "batch")
-    ends = []
     for model, report in batches.items():
-        colour = _LINES[model][0]
-        for label, filled in ((BARE, False), (OURS, True)):
+        for label in (BARE, OURS):
             points = [(value, attained(report, item) / 1e12) for value, item in series(report, "batch", label)]
-            end = _line(axes, model, points)
-            axes.lines[-1].set_markerfacecolor(colour if filled else "none")
-            ends.append(End(f"{MODELS[model]}, {label}", end.x, end.y, end.colour, end.dashes))
+            _line(axes, model, points, f"{MODELS[model]}, {label}")
+            if label == BARE:
+                axes.lines[-1].set_markerfacecolor("none")
         roof = _roof(report, points[0][0], points[-1][0])
-        axes.plot(*zip(*roof, strict=True), color=colour, linewidth=0.9, linestyle=DOTTED)
+        axes.plot(*zip(*roof, strict=True), color=_LINES[model]["color"], linewidth=0.9, linestyle=DOTTED)
     first = next(iter(batches.values()))
-    ends.append(End(f"roof: {roof[-1][1]:.3g}", *roof[-1], INK, DOTTED))
+    axes.plot(*roof[-1], color=INK, linestyle=DOTTED, label=f"roof: {roof[-1][1]:.3g}")
     name_axes(
         axes, "images in a batch", "TFLOP/s of encoder passes", f"{where(first)}, {first['dtype']}; dotted: the roof"
     )
-    label_ends(axes, ends)
+    label_ends(figure)
     return figure
 
 

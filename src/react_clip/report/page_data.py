@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,12 @@ SAVED, BROKEN, FOOLED, RIGHT, WRONG = range(5)
 _SCALES = {"r": 1000, "J": 1000, "score": 1000, "sigma": 10000}
 """Measured numbers are stored as integers in units of 1/scale, to keep the page small."""
 
+_CLASSES = {"clean": "clean_prediction", "plain": "plain_prediction", "label": "label", "answer": "prediction"}
+"""Columns of classes: their names in the page and in the rows."""
+
 Image = tuple[int, int]
 """Number of the data set, and index of the image in it."""
+_IMAGE = ["set", "index"]
 
 
 def browser(run: Run, limit: int, photos: int, missing: list[str]) -> dict[str, Any] | None:
@@ -127,17 +130,16 @@ class Rows:
     def __init__(self, run: Run, images: pd.DataFrame, limit: int) -> None:
         self._entries = run.defenses
         self._class_names = {info.name: info.class_names for info in run.result.sets} if run.result is not None else {}
-        attack = images["attack"] + " " + images["eps"].round(9).astype(str)
-        first = images[~attack.duplicated()]
-        self.attacks = list(zip(first["attack"], first["eps"].round(9), strict=True))
         set_number, sets = pd.factorize(images["dataset"])
         defense_number, defenses = pd.factorize(images["defense"])
+        attack_number, attacks = pd.MultiIndex.from_arrays([images["attack"], images["eps"].round(9)]).factorize()
         self.sets, self.defenses = list(map(str, sets)), list(map(str, defenses))
-        frame = images.assign(set=set_number, attack=pd.factorize(attack)[0], defense=defense_number)
-        self.total, self.images_total = len(frame), len(frame[["set", "index"]].drop_duplicates())
-        frame = frame[self._whole_images(frame, limit)]
-        self.rows = frame.sort_values(["set", "index", "attack", "defense", "draw"], ignore_index=True)
-        self.outcome = outcomes(self.rows)
+        self.attacks: list[tuple[str, float]] = list(attacks)
+        frame = images.assign(set=set_number, attack=attack_number, defense=defense_number)
+        self.total, self.images_total = len(frame), len(frame[_IMAGE].drop_duplicates())
+        frame = frame.merge(_evenly(frame, limit), on=_IMAGE)
+        self.rows = frame.sort_values([*_IMAGE, "attack", "defense", "draw"], ignore_index=True)
+        self.rows["outcome"] = outcomes(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -145,48 +147,28 @@ class Rows:
     @property
     def images(self) -> list[Image]:
         """The images whose rows are here."""
-        return list(self.rows[["set", "index"]].drop_duplicates().itertuples(index=False, name=None))
-
-    def _whole_images(self, frame: pd.DataFrame, limit: int) -> NDArray[np.bool_]:
-        """Mask of the rows to keep: about ``limit``, of whole images evenly spread over the sets, at least one."""
-        keep = np.full(self.total, self.total <= limit)
-        if self.total > limit:
-            per_set = [np.unique(frame["index"][frame["set"] == number]) for number in range(len(self.sets))]
-            shares = fair_shares(list(map(len, per_set)), max(1, limit * self.images_total // self.total))
-            for number, (found, share) in enumerate(zip(per_set, shares, strict=True)):
-                chosen = found[np.linspace(0, len(found) - 1, share).round().astype(int)]
-                keep |= (frame["set"] == number).to_numpy() & np.isin(frame["index"], chosen)
-        return keep
+        return _images(self.rows)
 
     def instructive(self) -> list[Image]:
         """Every image, in turns over the sets, first those that a defence saved, broke or did not save."""
-        undefended = [self._entries.get(label, {}).get("kind") == "undefended" for label in self.defenses]
-        defended = ~np.array(undefended)[self.rows["defense"]]
-        queues = []
-        for number in range(len(self.sets)):
-            here = (self.rows["set"] == number).to_numpy()
-            kinds = [self._indices(here & defended & (self.outcome == kind)) for kind in (SAVED, BROKEN, FOOLED)]
-            ranked = dict.fromkeys([*_in_turns(kinds), *self._indices(here)])
-            queues.append([(number, index) for index in ranked])
-        return list(_in_turns(queues))
-
-    def _indices(self, mask: NDArray[np.bool_]) -> list[int]:
-        return list(np.unique(self.rows["index"][mask]).tolist())
+        undefended = np.array([self._entries.get(label, {}).get("kind") == "undefended" for label in self.defenses])
+        changed = self.rows[~undefended[self.rows["defense"]] & self.rows["outcome"].isin([SAVED, BROKEN, FOOLED])]
+        changed = changed.drop_duplicates([*_IMAGE, "outcome"])
+        turn = changed.groupby(["set", "outcome"]).cumcount()
+        first = changed.assign(turn=turn).sort_values(["turn", "outcome"])
+        ranked = pd.concat([first, self.rows])[_IMAGE].drop_duplicates()
+        return _images(ranked.assign(turn=ranked.groupby("set").cumcount()).sort_values(["turn", "set"]))
 
     def to_json(self, photos: Mapping[str, Any]) -> str:
         """Columns for the page's script, without ``<``, so that no text can end the script element."""
-        names: dict[str, int] = {}
-        columns: dict[str, Any] = {
-            name: self.rows[name].tolist() for name in ("set", "attack", "defense", "index", "draw")
-        }
-        columns["passes"] = self.rows["passes"].round(2).tolist()
-        columns |= {"gate": self.rows["gated"].astype(int).tolist(), "outcome": self.outcome.tolist()}
-        columns["attacked"] = self.rows["attacked"].astype(int).tolist()
-        for column in ("clean", "plain"):
-            columns[column] = self._named(f"{column}_prediction", names)
-        columns |= {"label": self._named("label", names), "answer": self._named("prediction", names)}
+        rows = self.rows
+        plain = ("set", "attack", "defense", "index", "draw", "outcome")
+        columns = {name: rows[name].tolist() for name in plain}
+        columns |= {"gate": rows["gated"].astype(int).tolist(), "attacked": rows["attacked"].astype(int).tolist()}
+        columns["passes"] = rows["passes"].round(2).tolist()
+        classes, names = self._named_classes()
         for name, scale in _SCALES.items():
-            columns[name] = [None if value != value else round(value * scale) for value in self.rows[name].tolist()]
+            columns[name] = [None if value != value else round(value * scale) for value in rows[name].tolist()]
         attacks = [{"title": f"{name} {format_eps(eps)}" if eps else name, "eps": eps} for name, eps in self.attacks]
         data = {
             "scales": _SCALES,
@@ -194,21 +176,40 @@ class Rows:
             "attacks": attacks,
             "defenses": [{"label": label, "tau": self._entries.get(label, {}).get("tau")} for label in self.defenses],
             "outcomes": list(OUTCOMES),
-            "names": list(names),
-            "columns": columns,
+            "names": names,
+            "columns": columns | classes,
             "photos": photos,
         }
         return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
-    def _named(self, source: str, names: dict[str, int]) -> list[int]:
-        """A column of class numbers as positions in the page's list of class names, which grows as needed."""
-        found: dict[Image, int] = {}
-        pairs = list(zip(self.rows["set"].tolist(), self.rows[source].tolist(), strict=True))
-        for number, label in dict.fromkeys(pairs):
-            known = self._class_names.get(self.sets[number], ())
-            text = known[label] if 0 <= label < len(known) else f"class {label}"
-            found[number, label] = names.setdefault(text, len(names))
-        return [found[pair] for pair in pairs]
+    def _named_classes(self) -> tuple[dict[str, list[int]], list[str]]:
+        """Columns of classes as positions in a list of class names, and that list."""
+        known = {
+            (number, label): text
+            for number, name in enumerate(self.sets)
+            for label, text in enumerate(self._class_names.get(name, ()))
+        }
+        texts = [
+            known.get((number, label), f"class {label}")
+            for column in _CLASSES.values()
+            for number, label in zip(self.rows["set"], self.rows[column], strict=True)
+        ]
+        positions, names = pd.factorize(np.array(texts, dtype=object))
+        return dict(zip(_CLASSES, positions.reshape(len(_CLASSES), -1).tolist(), strict=True)), names.tolist()
+
+
+def _evenly(frame: pd.DataFrame, limit: int) -> pd.DataFrame:
+    """Images that have about ``limit`` rows, at least one image, in equal parts of all sets and spread over each."""
+    images = frame[_IMAGE].drop_duplicates().sort_values(_IMAGE)
+    # The places whose multiple of the golden ratio has the smallest fraction are spread evenly, however many are taken.
+    fraction = images.groupby("set").cumcount() * ((math.sqrt(5) - 1) / 2) % 1
+    turn = fraction.groupby(images["set"]).rank()
+    count = max(1, limit * len(images) // len(frame))
+    return images.assign(turn=turn).sort_values(["turn", "set"]).head(count)[_IMAGE]
+
+
+def _images(frame: pd.DataFrame) -> list[Image]:
+    return list(frame[_IMAGE].drop_duplicates().itertuples(index=False, name=None))
 
 
 def outcomes(rows: pd.DataFrame) -> NDArray[np.int64]:
@@ -216,30 +217,6 @@ def outcomes(rows: pd.DataFrame) -> NDArray[np.int64]:
     clean, plain = (rows[name] == rows["label"] for name in ("clean_prediction", "plain_prediction"))
     defended = rows["prediction"] == rows["label"]
     return np.select([defended & ~plain, plain & ~defended, defended, clean], [SAVED, BROKEN, RIGHT, FOOLED], WRONG)
-
-
-def fair_shares(sizes: Sequence[int], total: int) -> list[int]:
-    """Split ``total`` evenly; what exceeds a small size goes to the others.
-
-    >>> fair_shares([10, 2, 10], 12)
-    [5, 2, 5]
-    """
-    shares = [0] * len(sizes)
-    left = total
-    for rank, number in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        shares[number] = min(sizes[number], left // (len(sizes) - rank))
-        left -= shares[number]
-    return shares
-
-
-def _in_turns(queues: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """One item of each queue in turn, until all are empty.
-
-    >>> list(_in_turns([[1, 2, 3], [], [4]]))
-    [1, 4, 2, 3]
-    """
-    nothing = object()
-    return (item for item in chain.from_iterable(zip_longest(*queues, fillvalue=nothing)) if item is not nothing)
 
 
 # ---------------------------------------------------------------------- photos

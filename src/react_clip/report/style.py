@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,37 +30,16 @@ TEXT = 8.0
 SMALL = 7.5
 """Font sizes in points; no text is smaller."""
 
-Dashes = tuple[float, tuple[float, ...] | None]
-"""A dash pattern of matplotlib: an offset, and lengths in line widths or ``None`` for a solid line."""
-SOLID: Dashes = (0, None)
+Line = dict[str, Any]
+"""Arguments of ``Axes.plot``."""
+Dashes = str | tuple[float, tuple[float, ...]]
+"""A line style of matplotlib: a name, or an offset and lengths in line widths."""
+SOLID: Dashes = "-"
 DASHED: Dashes = (0, (4, 1.6))
 DOTTED: Dashes = (0, (1.2, 1.4))
 DASH_DOT: Dashes = (0, (5, 1.5, 1.2, 1.5))
 _VARIANTS: tuple[Dashes, ...] = (DASHED, DASH_DOT, DOTTED, (0, (7, 1.5)), (0, (2.4, 2.4)))
-
-
-@dataclass(frozen=True)
-class Look:
-    """Line and marker of one defence."""
-
-    colour: str
-    marker: str
-    dashes: Dashes = SOLID
-    filled: bool = True
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of ``Axes.plot``."""
-        return {
-            "color": self.colour,
-            "linestyle": self.dashes,
-            "marker": self.marker,
-            "markersize": 4.2,
-            "linewidth": 1.4,
-            "markeredgecolor": self.colour,
-            "markerfacecolor": self.colour if self.filled else PAPER,
-        }
-
+"""Dashes of the second, third, ... defence of one method."""
 
 _SHAPES: dict[str, tuple[str, Dashes]] = {
     "undefended": ("o", SOLID),
@@ -137,18 +115,30 @@ def method_of(label: str, kind: str) -> str:
     return next((tower for tower in TOWERS if f"-{tower}-" in f"-{slug(label)}-"), kind)
 
 
-def looks_of(methods: Mapping[str, str]) -> dict[str, Look]:
-    """A look for every label; variants of a method share its colour and marker and differ in dashes and filling."""
-    looks: dict[str, Look] = {}
-    seen: dict[str, int] = {}
+def line_of(colour: str, marker: str, dashes: Dashes = SOLID, *, filled: bool = True) -> Line:
+    """A line with markers, filled or open."""
+    face = colour if filled else PAPER
+    shape = {"marker": marker, "markersize": 4.2, "markeredgecolor": colour, "markerfacecolor": face}
+    return {"color": colour, "linestyle": dashes, "linewidth": 1.4, **shape}
+
+
+def lines_of(methods: Mapping[str, str]) -> dict[str, Line]:
+    """A line for every label; variants of a method share its colour and marker and differ in dashes and filling.
+
+    Args:
+        methods: the method behind each label.
+    """
+    lines: dict[str, Line] = {}
+    seen: list[str] = []
     others = list(dict.fromkeys(method for method in methods.values() if colour_of(method) is None))
     for label, method in methods.items():
-        number = seen[method] = seen.get(method, -1) + 1
+        variant = seen.count(method)
+        seen.append(method)
         marker, dashes = _SHAPES.get(method, ("o", (0, (3, 1, 1, 1, 1, 1))))
         colour = colour_of(method) or _OTHER[others.index(method) % len(_OTHER)]
-        dashes = _VARIANTS[(number - 1) % len(_VARIANTS)] if number else dashes
-        looks[label] = Look(colour, marker, dashes, filled=not number)
-    return looks
+        dashes = _VARIANTS[(variant - 1) % len(_VARIANTS)] if variant else dashes
+        lines[label] = line_of(colour, marker, dashes, filled=not variant)
+    return lines
 
 
 def slug(text: str) -> str:
@@ -166,23 +156,23 @@ _RAMP = ("#F2A12E", "#E4606A", "#A8328C", "#5B3DB5")
 
 
 def budget_colour(eps: float) -> str:
-    """The colour of a budget; each doubling from 1/255 to 32/255 is one step.
+    """The colour of a budget in 255ths; each doubling from 1 to 32 is one step.
 
-    >>> budget_colour(0.0), budget_colour(1 / 255), budget_colour(32 / 255)
+    >>> budget_colour(0.0), budget_colour(1), budget_colour(32)
     ('#767676', '#f2a12e', '#5b3db5')
     """
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     if eps <= 0:
         return CLEAN
-    return to_hex(LinearSegmentedColormap.from_list("budgets", _RAMP)(math.log2(eps * 255) / 5))
+    return to_hex(LinearSegmentedColormap.from_list("budgets", _RAMP)(math.log2(eps) / 5))
 
 
-def budget_line(eps: float) -> dict[str, Any]:
-    """Arguments of ``Axes.plot`` for a budget's line; clean images are dashed."""
-    marker = "spv^Dd*"[min(max(round(math.log2(eps * 255)) + 1, 0), 6)] if eps > 0 else "o"
-    dashes = SOLID if eps > 0 else DASHED
-    return {"color": budget_colour(eps), "linestyle": dashes, "linewidth": 1.4, "marker": marker, "markersize": 3.8}
+def budget_line(eps: float) -> Line:
+    """The line of a budget in 255ths; clean images are dashed."""
+    if eps <= 0:
+        return line_of(CLEAN, "o", DASHED)
+    return line_of(budget_colour(eps), "spv^Dd*"[min(max(round(math.log2(eps)) + 1, 0), 6)])
 
 
 def new_figure(height: float = 3.2, width: float = COLUMN_WIDTH) -> Figure:
@@ -192,14 +182,11 @@ def new_figure(height: float = 3.2, width: float = COLUMN_WIDTH) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", dpi=160, facecolor=PAPER)
 
 
-def new_axes(figure: Figure, *place: Any, **options: Any) -> Axes:
-    """Axes in ink on a transparent background, with horizontal grid lines and no box."""
-    axes: Axes = figure.add_subplot(*place, **options)
+def style_axes(axes: Axes) -> Axes:
+    """Give axes ink on a transparent background, horizontal grid lines and no box; returns them."""
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(INK)
-        axes.spines[side].set_linewidth(0.7)
+    axes.spines[["left", "bottom"]].set(color=INK, linewidth=0.7)
     axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.7, length=3)
     axes.tick_params(which="minor", length=0)
     axes.grid(axis="y", color=INK, alpha=0.13, linewidth=0.6)

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
 
 from react_clip.calibration import Calibration
 from react_clip.evaluation.recipe import CLEAN
 from react_clip.report.figures import accuracy, distributions, leakage, sweeps
-from react_clip.report.figures.base import FigureOf, MissingDataError, View
+from react_clip.report.figures.base import Draft, FigureOf, MissingDataError, View
 from react_clip.report.figures.sweeps import calibration_figure
-from react_clip.report.run import Run
+from react_clip.report.run import Run, conditions
 from react_clip.report.style import slug
 
 __all__ = ["FigureOf", "calibration_figure", "figures_of"]
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of figure; a run may have several of one kind, for each sweep, mapping or method."""
-
-    name: str
-    what: str
-    build: Callable[[View], list[FigureOf]]
-
-
-_KINDS = (
-    _Kind("accuracy", "Figure 1, accuracy across budgets", accuracy.across_budgets),
-    _Kind("anchor-scale", "Figure 3, a fixed anchor scale", sweeps.anchor_scale),
-    _Kind("drift", "Figure 4, drift across budgets", distributions.drift),
-    _Kind("calibration", "Figure 5, calibration", sweeps.calibration),
-    _Kind("gate-scores", "Figure 6, what the gate sees", distributions.gate_scores),
-    _Kind("scales", "Figure 7, correction scales", distributions.scales),
-    _Kind("mappings", "Figure 8, accuracy per mapping", accuracy.per_mapping),
-    _Kind("beyond", "Figure 9, beyond the calibrated range", accuracy.beyond_range),
-    _Kind("sweep-tau", "appendix, threshold", partial(sweeps.sensitivity, "tau")),
-    _Kind("sweep-views", "appendix, number of views", partial(sweeps.sensitivity, "views")),
-    _Kind("sweep-alpha", "appendix, extrapolation strength", partial(sweeps.sensitivity, "alpha")),
-    _Kind("sweep", "sweeps over other numbers", sweeps.others),
-    _Kind("cost", "cost against accuracy", accuracy.against_cost),
-    _Kind("accuracy-per-set", "appendix, accuracy set by set", accuracy.per_set),
-    _Kind("drift-per-set", "appendix, drift set by set", partial(distributions.drift, per_set=True)),
-    _Kind("gate-scores-per-set", "appendix, gate scores set by set", partial(distributions.gate_scores, per_set=True)),
-    _Kind("scales-per-set", "appendix, correction scales set by set", distributions.scales_per_set),
-    _Kind("leakage", "appendix, label leakage", leakage.over_grid),
-    _Kind("leakage-published", "appendix, leakage as published", leakage.published),
-    _Kind("leakage-control", "appendix, leakage without an attack", leakage.control),
-)
+_KINDS: dict[str, Callable[[View], list[Draft]]] = {
+    "accuracy": accuracy.across_budgets,
+    "anchor-scale": sweeps.anchor_scale,
+    "drift": distributions.drift,
+    "gate-scores": distributions.gate_scores,
+    "scales": distributions.scales,
+    "mappings": accuracy.per_mapping,
+    "beyond": accuracy.beyond_range,
+    "sweep-tau": partial(sweeps.sensitivity, "tau", "recipes/table3.yaml"),
+    "sweep-views": partial(sweeps.sensitivity, "views", "recipes/sweep-views.yaml"),
+    "sweep-alpha": partial(sweeps.sensitivity, "alpha", "recipes/sweep-alpha.yaml"),
+    "sweep": sweeps.others,
+    "cost": accuracy.against_cost,
+    "accuracy-per-set": accuracy.per_set,
+    "drift-per-set": partial(distributions.drift, per_set=True),
+    "gate-scores-per-set": partial(distributions.gate_scores, per_set=True),
+    "scales-per-set": distributions.scales_per_set,
+    "leakage-counts": partial(leakage.over_grid, leakage.leaked),
+    "leakage-reported": partial(leakage.over_grid, leakage.reported),
+    "leakage-corrected": partial(leakage.over_grid, leakage.corrected),
+    "leakage-published": leakage.published,
+    "leakage-control": leakage.control,
+}
+"""Kinds of figures; a run may have several of one kind, one for each sweep, mapping or method."""
 
 
 def figures_of(run: Run, *, calibration: Calibration | None = None) -> tuple[list[FigureOf], dict[str, str]]:
@@ -64,22 +56,53 @@ def figures_of(run: Run, *, calibration: Calibration | None = None) -> tuple[lis
     figures: list[FigureOf] = []
     reasons: dict[str, str] = {}
     for kind in _KINDS:
-        found: list[FigureOf] = []
-        # A calibration has its own attack.
-        for view in views if kind.name != "calibration" else views[:1]:
+        drawn: list[FigureOf] = []
+        for view in views:
             try:
-                found += [_with_attack(figure, view, len(views) > 1) for figure in kind.build(view)]
+                drawn += _figures(kind, view, f"-{slug(str(view.attack))}" if len(views) > 1 else "")
             except MissingDataError as reason:
-                reasons.setdefault(kind.name, f"{kind.what}: {reason}")
-        figures += found
-        if found:
-            reasons.pop(kind.name, None)
+                reasons.setdefault(kind, f"{kind} ({_texts()[kind]['paper']}): {reason}")
+        figures += drawn
+        if drawn:
+            reasons.pop(kind, None)
+    if calibration is not None:
+        draft = sweeps.of_calibration(calibration)
+        texts = _texts()["calibration"]
+        caption = texts["what"].format(**draft.values)
+        figures.append(FigureOf("calibration", texts["title"], caption, texts["paper"], draft.make))
+    else:
+        words = "no calibration is given; `react-clip calibrate --out FILE` writes one"
+        reasons["calibration"] = f"calibration (Figure 5): {words}"
     return figures, reasons
 
 
-def _with_attack(figure: FigureOf, view: View, several: bool) -> FigureOf:
-    """Add the attack to a figure's name and title where a run has several attacks."""
-    if not several or figure.name == "calibration":
-        return figure
-    name, title = f"{figure.name}-{slug(str(view.attack))}", f"{figure.title}, {view.attack}"
-    return dataclasses.replace(figure, name=name, title=title)
+def _figures(kind: str, view: View, attack: str) -> list[FigureOf]:
+    """All figures of one kind; raises :class:`MissingDataError` where there is none.
+
+    Args:
+        kind: a key of ``_KINDS``.
+        view: the run under one attack.
+        attack: added to names where a run has several attacks.
+    """
+    result = view.result
+    if view.budgets and kind.endswith("-per-set") and len(view.sets) < 2:
+        raise MissingDataError("it has one data set; name several under `datasets`")
+    images = sum(info.images for info in result.sets)
+    sets = f"{len(result.sets)} data sets" if len(result.sets) != 1 else result.sets[0].name
+    about = f"{images:,} images of {sets}; {result.model}; attack: {view.attack or 'none'}. {conditions(result)}"
+    names: list[str] = []
+    figures = []
+    for draft in _KINDS[kind](view):
+        title, what, band = (_texts()[kind][part].format(**draft.values) for part in ("title", "what", "band"))
+        name = "-".join(filter(None, [kind, draft.suffix])) + attack
+        names.append(name)
+        number = f"-{names.count(name)}" if names.count(name) > 1 else ""
+        title = f"{title}, {view.attack}" if attack else title
+        figures.append(FigureOf(name + number, title, f"{what} {about} {band}", _texts()[kind]["paper"], draft.make))
+    return figures
+
+
+@cache
+def _texts() -> Mapping[str, Mapping[str, str]]:
+    """Title, place in the paper, and first and last sentence of the caption, by kind of figure."""
+    return tomllib.loads(Path(__file__).with_name("captions.toml").read_text(encoding="utf-8"))

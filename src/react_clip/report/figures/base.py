@@ -1,28 +1,28 @@
-"""A figure before it is drawn, and the view of a run from which all figures are made."""
+"""A figure before it is drawn, and a run's data for figures.
+
+Units in all figures: budgets in 255ths of the pixel range (0 for clean images), accuracies in per cent.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, MEAN
 from react_clip.evaluation.result import EvaluationResult, Row
-from react_clip.report.run import Run, conditions
-from react_clip.report.style import Look, looks_of, method_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-INTERVAL = "95 % intervals over images"
+from react_clip.report.run import Run
+from react_clip.report.style import Line, lines_of, method_of
 
 
 class MissingDataError(ReactClipError):
@@ -34,13 +34,24 @@ class FigureOf:
     """A figure that a run has data for; it is drawn when ``make`` is called."""
 
     name: str
-    """Its file's name, without a suffix."""
+    """Name of its file, without a suffix."""
     title: str
     caption: str
     """What is shown, the number of images, threat model, scoring, and what bands and bars are."""
     paper: str
-    """The paper's figure that it corresponds to."""
+    """The corresponding figure of the paper."""
     make: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A figure without its texts, which are in ``captions.toml``."""
+
+    make: Callable[[], Figure]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Words for the braces of title and caption."""
+    suffix: str = ""
+    """Added to the kind's name where a run has several figures of the kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +64,21 @@ class View:
 
     @property
     def result(self) -> EvaluationResult:
-        """The run's numbers."""
+        """The run's result."""
         if self.run.result is None:
             why = self.run.missing[0] if self.run.missing else "result.json is not there"
             raise MissingDataError(f"there is no result to draw ({why})")
         return self.run.result
+
+    @cached_property
+    def numbers(self) -> pd.DataFrame:
+        """The result's rows of clean images and of this attack, from clean images to the largest budget."""
+        columns = [column.name for column in dataclasses.fields(Row)]
+        rows = [row for row in self.result.rows if row.attack in (CLEAN.label, self.attack)]
+        frame = pd.DataFrame(rows, columns=columns).drop_duplicates(["defense", "dataset", "eps"])
+        shares = ["accuracy", "low", "high"]
+        frame[shares] = 100 * frame[shares].astype(float)
+        return frame.assign(eps=_in_255ths(frame["eps"])).sort_values("eps", kind="stable")
 
     @cached_property
     def images(self) -> pd.DataFrame:
@@ -65,12 +86,8 @@ class View:
         images = self.run.images
         if images is None:
             raise MissingDataError("there are no rows per image (per_image.parquet); `react-clip evaluate` writes them")
-        return images[images["attack"].isin([CLEAN.label, self.attack])]
-
-    @cached_property
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """The recipe's entry of each defence that the result has rows of."""
-        return {label: self.run.defenses.get(label, {}) for label in self.defenses}
+        images = images[images["attack"].isin([CLEAN.label, self.attack])]
+        return images.assign(eps=_in_255ths(images["eps"])).replace([math.inf, -math.inf], math.nan)
 
     @cached_property
     def defenses(self) -> list[str]:
@@ -78,69 +95,54 @@ class View:
         return list(dict.fromkeys(row.defense for row in self.result.rows))
 
     @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The recipe's entry of each defence."""
+        return {label: self.run.defenses.get(label, {}) for label in self.defenses}
+
+    @cached_property
     def kinds(self) -> dict[str, str]:
         """The method behind each label."""
         return {label: method_of(label, entry.get("kind", "")) for label, entry in self.settings.items()}
 
     @cached_property
-    def looks(self) -> dict[str, Look]:
+    def lines(self) -> dict[str, Line]:
         """Line and marker of each defence, the same in every figure."""
-        return looks_of(self.kinds)
+        return lines_of(self.kinds)
 
     @cached_property
     def budgets(self) -> list[float]:
         """The attack's budgets, rising."""
-        found = sorted({row.eps for row in self.result.rows if row.attack == self.attack and row.eps > 0})
-        if not found:
+        budgets = sorted({float(eps) for eps in self.numbers["eps"] if eps > 0})
+        if not budgets:
             raise MissingDataError("it attacked no image; add attacks to the recipe, as recipes/table1.yaml has them")
-        return found
-
-    def require(self, *, sets: int = 1) -> None:
-        """Raise unless images were attacked on at least ``sets`` data sets."""
-        _ = self.budgets
-        if len(self.sets) < sets:
-            raise MissingDataError("it has one data set; name several under `datasets`")
+        return budgets
 
     @property
     def sets(self) -> list[str]:
         """The data sets."""
         return list(dict.fromkeys(row.dataset for row in self.result.rows if row.dataset != MEAN))
 
-    def rows(self, defense: str, dataset: str = MEAN) -> list[Row]:
-        """One defence's rows, from clean images to the largest budget."""
-        return self._rows.get((defense, dataset), [])
+    def rows(self, defense: str, dataset: str = MEAN) -> pd.DataFrame:
+        """One defence's rows of the result, indexed by budget."""
+        numbers = self.numbers
+        return numbers[(numbers["defense"] == defense) & (numbers["dataset"] == dataset)].set_index("eps")
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, str], list[Row]]:
-        found: dict[tuple[str, str], list[Row]] = {}
-        for row in sorted(self.result.rows, key=lambda row: row.eps):
-            if row.attack in (CLEAN.label, self.attack):
-                found.setdefault((row.defense, row.dataset), []).append(row)
-        return found
-
-    def at(self, defense: str, eps: float, dataset: str = MEAN) -> Row | None:
-        """One defence at one budget, 0 for clean images."""
-        return next((row for row in self.rows(defense, dataset) if math.isclose(row.eps, eps, rel_tol=1e-6)), None)
+    def means(self) -> pd.DataFrame:
+        """Rows of the mean over sets, indexed by budget and defence."""
+        return self.numbers[self.numbers["dataset"] == MEAN].set_index(["eps", "defense"]).sort_index()
 
     def ceiling(self, dataset: str = MEAN) -> float:
-        """Undefended CLIP's accuracy on clean images; NaN if it is not known."""
+        """Accuracy of undefended CLIP on clean images; NaN if it is not known."""
         for label, kind in self.kinds.items():
-            row = self.at(label, 0.0, dataset) if kind == "undefended" else None
-            if row is not None:
-                return row.accuracy
-        if self.run.images is None or self.run.images.empty:
+            rows = self.rows(label, dataset)
+            if kind == "undefended" and 0.0 in rows.index:
+                return float(rows.at[0.0, "accuracy"])
+        if self.run.images is None:
             return math.nan
-        clean = self.of(self.defenses[0]).query("attack == @CLEAN.label")
+        clean = self.of(self.defenses[0]).query("eps == 0")
         right = (clean["clean_prediction"] == clean["label"]).groupby(clean["dataset"]).mean()
-        return metrics.mean_of_measured([float(right[name]) for name in right.index if dataset in (MEAN, name)])
-
-    def right(self, defense: str, eps: float, dataset: str = MEAN) -> pd.DataFrame:
-        """Rows of images that undefended CLIP gets right when clean; under attack, of those that were attacked."""
-        rows = self.of(defense)
-        keep = (rows["clean_prediction"] == rows["label"]) & (rows["attacked"] | (eps == 0))
-        if dataset != MEAN:
-            keep &= rows["dataset"] == dataset
-        return rows[keep & np.isclose(rows["eps"], eps, rtol=1e-6)]
+        return 100 * float(right.mean() if dataset == MEAN else right.get(dataset, math.nan))
 
     def of(self, defense: str) -> pd.DataFrame:
         """One defence's rows per image."""
@@ -150,13 +152,22 @@ class View:
     def _by_defense(self) -> dict[str, pd.DataFrame]:
         return dict(list(self.images.groupby("defense", sort=False)))
 
-    def figure(
-        self, name: str, title: str, what: str, paper: str, make: Callable[[], Figure], *, band: str = ""
-    ) -> FigureOf:
-        """A figure of this view; ``what`` and ``band`` begin and end its caption."""
-        result = self.result
-        images = sum(info.images for info in result.sets)
-        sets = f"{len(result.sets)} data sets" if len(result.sets) != 1 else result.sets[0].name
-        about = f"{images:,} images of {sets}; {result.model}; attack: {self.attack or 'none'}."
-        caption = f"{what[0].upper()}{what[1:]}. {about} {conditions(result)}" + (f" {band}." if band else "")
-        return FigureOf(name, title, caption, paper, make)
+    def measured(self, defense: str, signal: str) -> float:
+        """Share of a defence's rows per image for which a signal is known, in [0, 1]."""
+        rows = self.of(defense)
+        return float(rows[signal].notna().mean()) if len(rows) else 0.0
+
+    def signal(self, defense: str, signal: str, eps: float, dataset: str = MEAN) -> NDArray[np.float64]:
+        """Values of a signal at one budget, where known.
+
+        Counted are images that undefended CLIP gets right when clean and, under attack, that were attacked.
+        """
+        rows = self.of(defense)
+        counted = (rows["eps"] == eps) & (rows["clean_prediction"] == rows["label"]) & (rows["attacked"] | (eps == 0))
+        if dataset != MEAN:
+            counted &= rows["dataset"] == dataset
+        return rows.loc[counted, signal].dropna().to_numpy(dtype=np.float64)
+
+
+def _in_255ths(eps: pd.Series) -> pd.Series:
+    return (255 * eps.astype(float)).round(6)

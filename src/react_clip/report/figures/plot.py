@@ -4,30 +4,204 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation, Text
 from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
 
-from react_clip.evaluation.recipe import format_eps
-from react_clip.evaluation.result import Row
-from react_clip.report.style import INK, SMALL, SOLID, TEXT, Dashes, new_axes, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
+from react_clip.report.style import INK, SMALL, TEXT, name_axes, new_figure, style_axes
 
 Numbers = NDArray[np.floating[Any]]
+Share = Literal["all", "col", "none"]
 
+BUDGETS = "attack budget ε in 1/255"
+BUDGETS_ROOT = f"{BUDGETS}, square-root scale"
+BANDS = 6
+"""Most lines whose intervals are drawn as bands; more bands would hide each other, so bars are drawn."""
 _GAP = 1.06
 """Distance between labels, in label heights."""
 _REACHES = (6.0, 11.0, 17.0, 24.0, 32.0, 42.0, 54.0, 68.0, 84.0)
 """Distances in points from a point to its label, tried in this order."""
 _LINE = 24
 """Characters after which a label is wrapped."""
+
+
+# ---------------------------------------------------------------------- panels
+
+
+def chart(height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    figure = new_figure(height=height)
+    return figure, style_axes(figure.add_subplot())
+
+
+def panels(
+    titles: Sequence[str],
+    draw: Callable[[Axes, int], None],
+    *,
+    columns: int = 1,
+    height: float = 1.25,
+    above: float = 0.0,
+    sharex: Share = "all",
+    sharey: Share = "all",
+) -> Figure:
+    """Small multiples: one panel per title, each drawn by ``draw``.
+
+    Args:
+        titles: titles of the panels, from left to right and from top to bottom.
+        draw: called with the axes and the number of a panel.
+        columns: most panels side by side.
+        height: inches of a panel.
+        above: inches for a legend over the panels.
+        sharex, sharey: which panels have the same axis, as in ``Figure.subplots``.
+    """
+    columns = min(columns, len(titles))
+    lines = math.ceil(len(titles) / columns)
+    figure = new_figure(height=0.6 + above + height * lines)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=sharex, sharey=sharey).ravel()
+    for unused in grid[len(titles) :]:
+        unused.remove()
+    for place, (axes, title) in enumerate(zip(grid, titles, strict=False)):
+        style_axes(axes)
+        draw(axes, place)
+        axes.set_title(title, fontsize=TEXT if lines == 1 else SMALL, color=INK, loc="left", pad=3)
+        # Where the last row is not full, the panels above its gap have no other labels below them.
+        axes.tick_params(labelbottom=place + columns >= len(titles))
+    return figure
+
+
+def name_figure(figure: Figure, x: str = "", y: str = "") -> None:
+    """Labels below and beside all panels."""
+    figure.supxlabel(x, fontsize=TEXT, color=INK)
+    figure.supylabel(y, fontsize=TEXT, color=INK)
+
+
+# ---------------------------------------------------------------------- lines and axes
+
+
+def interval_line(
+    axes: Axes,
+    rows: pd.DataFrame,
+    line: dict[str, Any],
+    *,
+    label: str = "",
+    bars: bool = False,
+    value: str = "accuracy",
+) -> None:
+    """A line with its interval as a band, or as bars.
+
+    Args:
+        axes: where to draw.
+        rows: columns ``low``, ``high`` and the one that ``value`` names, against the index.
+        line: arguments of ``Axes.plot``.
+        label: text that :func:`label_ends` writes at the end of the line.
+        bars: draw the interval as bars.
+        value: column of the line.
+    """
+    x, low, high = (column.to_numpy(dtype=float) for column in (rows.index, rows["low"], rows["high"]))
+    if bars:
+        axes.vlines(x, low, high, color=line["color"], linewidth=0.8, alpha=0.7)
+    else:
+        axes.fill_between(x, low, high, color=line["color"], alpha=0.14, linewidth=0)
+    axes.plot(x, rows[value].to_numpy(dtype=float), clip_on=False, label=label or None, **line)
+
+
+def budget_axis(axes: Axes, budgets: Sequence[float], *, name: str = "") -> None:
+    """Budgets on a square-root scale, which gives weak attacks room; clean images are at 0."""
+    axes.set_xscale("function", functions=(_root, _square))
+    axes.set_xticks([0.0, *budgets], budget_ticks(budgets))
+    axes.set_xticks([], minor=True)
+    if not name and len(budgets) > 4:
+        # A small panel is too narrow for horizontal labels.
+        axes.tick_params(axis="x", labelrotation=90)
+    axes.set_xlim(-0.004 * budgets[-1], 1.01 * budgets[-1])
+    name_axes(axes, name)
+
+
+def _root(x: Any) -> Any:
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _square(x: Any) -> Any:
+    return np.sign(x) * np.square(x)
+
+
+def budget_ticks(budgets: Sequence[float]) -> list[str]:
+    """Tick labels for clean images and all budgets."""
+    return ["clean", *(f"{eps:.4g}" for eps in budgets)]
+
+
+def budget_name(eps: float) -> str:
+    """The label of a budget's line."""
+    return f"{eps:.4g}/255" if eps else "clean"
+
+
+def percent_axis(axes: Axes, highest: Iterable[float], *, name: str = "accuracy in %") -> None:
+    """Per cent from 0 to a little above the highest value, at most 100."""
+    top = max((value for value in highest if math.isfinite(value)), default=100.0)
+    axes.set_ylim(0, min(100.0, top + 8))
+    name_axes(axes, y=name)
+
+
+def ceiling_line(axes: Axes, percent: float, text: str = "CLIP, clean") -> None:
+    """Dotted line at the accuracy of undefended CLIP on clean images."""
+    if math.isfinite(percent):
+        axes.axhline(percent, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
+        if text:
+            note(axes, f"{text} {percent:.1f} %", (1.0, percent), ("axes fraction", "data"), (-2, 2), ha="right")
+
+
+def note(
+    axes: Axes, text: str, xy: tuple[float, float], coords: Any, offset: tuple[float, float], **align: str
+) -> None:
+    """Small text, ``offset`` points away from a place."""
+    options: dict[str, Any] = {"va": "bottom", **align, "fontsize": SMALL, "color": INK}
+    axes.annotate(text, xy=xy, xycoords=coords, xytext=offset, textcoords="offset points", **options)
+
+
+# ---------------------------------------------------------------------- labels at the ends of lines
+
+
+def label_ends(figure: Figure) -> None:
+    """Write every line's label to the right of its axes. Call it last: limits must be final."""
+    for axes in figure.axes:
+        # matplotlib gives lines without a label a name that begins so.
+        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_child")]
+        ends = [(line, *map(float, line.get_xydata()[-1])) for line in lines if len(line.get_xydata())]
+        ends = [end for end in ends if math.isfinite(end[2])]
+        if not ends:
+            continue
+        notes = [_end_label(axes, *end) for end in ends]
+        figure.draw_without_rendering()
+        tall = max(Text.get_window_extent(label).height for label in notes) / axes.bbox.height
+        to_axes = axes.transData + axes.transAxes.inverted()
+        wanted = [float(to_axes.transform(end[1:])[1]) for end in ends]
+        for label, height in zip(notes, spread(wanted, _GAP * tall, low=0.0, high=1.0), strict=True):
+            label.set_position((1.06, height))
+
+
+def _end_label(axes: Axes, line: Line2D, x: float, y: float) -> Annotation:
+    leader = {"color": line.get_color(), "linewidth": 1.0, "linestyle": line.get_linestyle()}
+    return axes.annotate(
+        fill(str(line.get_label()), _LINE),
+        xy=(x, y),
+        xytext=(1.06, 0.5),
+        textcoords="axes fraction",
+        va="center",
+        ha="left",
+        fontsize=TEXT,
+        color=INK,
+        linespacing=1.0,
+        annotation_clip=False,
+        arrowprops={"arrowstyle": "-", "shrinkA": 1, "shrinkB": 3, "relpos": (0.0, 0.5), **leader},
+    )
 
 
 def spread(heights: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
@@ -38,72 +212,13 @@ def spread(heights: Sequence[float], gap: float, low: float = -math.inf, high: f
     >>> spread([0.0, 0.0], gap=0.2, low=0.0)
     [0.0, 0.2]
     """
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    # Isotonic regression: with the gaps subtracted, heights must rise; neighbours that do not share their mean.
-    pools: list[tuple[float, int]] = []
-    for rank, index in enumerate(order):
-        mean, count = heights[index] - rank * gap, 1
-        while pools and pools[-1][0] > mean:
-            other, size = pools.pop()
-            mean, count = (other * size + mean * count) / (size + count), size + count
-        pools.append((mean, count))
-    top = high - gap * (len(heights) - 1)
-    level = [min(max(mean, low), max(top, low)) for mean, count in pools for _ in range(count)]
-    placed = list(heights)
-    for rank, index in enumerate(order):
-        placed[index] = round(level[rank] + rank * gap, 6)
-    return placed
-
-
-@dataclass(frozen=True)
-class End:
-    """The label of a line and the point where the line ends."""
-
-    text: str
-    x: float
-    y: float
-    colour: str
-    dashes: Dashes = SOLID
-
-
-def label_ends(axes: Axes, ends: Sequence[End]) -> None:
-    """Label every line to the right of the axes. Call it last: limits must be final."""
-    from matplotlib.text import Text
-
-    ends = [end for end in ends if math.isfinite(end.y)]
-    figure = axes.get_figure(root=True)
-    if not ends or figure is None:
-        return
-    notes = []
-    for end in ends:
-        note = axes.annotate(
-            fill(end.text, _LINE),
-            xy=(end.x, end.y),
-            xytext=(1.06, 0.5),
-            textcoords="axes fraction",
-            va="center",
-            ha="left",
-            fontsize=TEXT,
-            color=INK,
-            linespacing=1.0,
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": end.colour,
-                "linewidth": 1.0,
-                "linestyle": end.dashes,
-                "shrinkA": 1,
-                "shrinkB": 3,
-                "relpos": (0.0, 0.5),
-            },
-        )
-        notes.append(note)
-    figure.draw_without_rendering()
-    tall = max(Text.get_window_extent(note).height for note in notes) / axes.bbox.height
-    to_axes = axes.transData + axes.transAxes.inverted()
-    wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
-    for note, height in zip(notes, spread(wanted, _GAP * tall, low=0.0, high=1.0), strict=True):
-        note.set_position((1.06, height))
+    order = np.argsort(heights, kind="stable")
+    gaps = gap * np.arange(len(heights))
+    # With the gaps subtracted, heights only need to rise.
+    level = isotonic_regression(np.asarray(heights)[order] - gaps).x
+    placed = np.empty(len(heights))
+    placed[order] = np.clip(level, low, max(high - gaps[-1], low)) + gaps
+    return [float(height) for height in placed.round(6)]
 
 
 def room_for(labels: Sequence[str], least: float) -> float:
@@ -112,12 +227,13 @@ def room_for(labels: Sequence[str], least: float) -> float:
     return max(least, 0.75 + len(labels) * lines * TEXT * 1.36 / 72)
 
 
+# ---------------------------------------------------------------------- labels beside points
+
+
 def label_points(
     axes: Axes, points: Sequence[tuple[float, float, str]], avoid: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Label points, away from each other and from the points in ``avoid``. Call it last."""
-    from matplotlib.text import Text
-
+    """Label points ``(x, y, text)``, away from each other and from the points in ``avoid``. Call it last."""
     figure = axes.get_figure(root=True)
     points = [point for point in points if math.isfinite(point[0]) and math.isfinite(point[1])]
     if not points or figure is None:
@@ -133,17 +249,17 @@ def label_points(
     reach, turn = (grid.ravel() for grid in np.meshgrid(_REACHES, np.arange(16) * math.pi / 8, indexing="ij"))
     across, up = reach * np.cos(turn), reach * np.sin(turn)
     shift = np.where(across < -1, 1.0, np.where(across > 1, 0.0, 0.5))
-    for note, (x, y) in zip(notes, centres, strict=True):
-        size = Text.get_window_extent(note)
+    for label, (x, y) in zip(notes, centres, strict=True):
+        size = Text.get_window_extent(label)
         left, low = x + across * unit - shift * size.width, y + up * unit - size.height / 2
         boxes = np.stack([left, low, left + size.width, low + size.height], axis=1)
         outside = size.width * size.height - _shared(boxes, inside).sum(axis=1)
         best = int(np.argmin(_shared(boxes, np.array(taken)).sum(axis=1) + 4 * outside + reach * unit))
         taken.append(boxes[best])
-        note.set_horizontalalignment("right" if shift[best] == 1 else "left" if shift[best] == 0 else "center")
-        note.set_position((float(across[best]), float(up[best])))
-        if note.arrow_patch is not None:
-            note.arrow_patch.set_visible(bool(reach[best] > 8))
+        label.set_horizontalalignment("right" if shift[best] == 1 else "left" if shift[best] == 0 else "center")
+        label.set_position((float(across[best]), float(up[best])))
+        if label.arrow_patch is not None:
+            label.arrow_patch.set_visible(bool(reach[best] > 8))
 
 
 def _around(x: float, y: float, reach: float) -> Numbers:
@@ -170,110 +286,3 @@ def _point_label(axes: Axes, x: float, y: float, text: str) -> Annotation:
         annotation_clip=False,
         arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "alpha": 0.6},
     )
-
-
-# ---------------------------------------------------------------------- lines and axes
-
-BANDS = 6
-"""Most lines whose intervals are drawn as bands; more bands would hide each other, so bars are drawn."""
-
-
-def accuracy_line(axes: Axes, rows: Sequence[Row], line: dict[str, Any], *, bars: bool = False) -> Any:
-    """Accuracy in % against the budget in 1/255, with its interval; returns the line."""
-    x = [255 * row.eps for row in rows]
-    low, middle, high = ([100 * getattr(row, name) for row in rows] for name in ("low", "accuracy", "high"))
-    return interval_line(axes, x, low, middle, high, line, bars=bars)
-
-
-def interval_line(
-    axes: Axes,
-    x: Sequence[float],
-    low: Sequence[float],
-    middle: Sequence[float],
-    high: Sequence[float],
-    line: dict[str, Any],
-    *,
-    bars: bool = False,
-) -> Any:
-    """A line with its interval as a band, or as bars."""
-    if bars:
-        axes.vlines(x, low, high, color=line["color"], linewidth=0.8, alpha=0.7)
-    else:
-        axes.fill_between(x, low, high, color=line["color"], alpha=0.14, linewidth=0)
-    return axes.plot(x, middle, clip_on=False, **line)[0]
-
-
-def budget_axis(
-    axes: Axes, budgets: Sequence[float], *, name: str = "attack budget ε in 1/255, square-root scale"
-) -> None:
-    """Budgets on a square-root scale, which gives weak attacks room; clean images are at 0."""
-    axes.set_xscale("function", functions=(_root, _square))
-    ticks = [0.0, *(255 * eps for eps in budgets)]
-    axes.set_xticks(ticks, ["clean", *(f"{tick:.4g}" for tick in ticks[1:])])
-    axes.set_xticks([], minor=True)
-    if not name and len(budgets) > 4:
-        # A small panel is too narrow for horizontal labels.
-        axes.tick_params(axis="x", labelrotation=90)
-    axes.set_xlim(-0.004 * ticks[-1], ticks[-1] * 1.01)
-    if name:
-        axes.set_xlabel(name, fontsize=8, color=INK)
-
-
-def _root(x: Any) -> Any:
-    return np.sign(x) * np.sqrt(np.abs(x))
-
-
-def _square(x: Any) -> Any:
-    return np.sign(x) * np.square(x)
-
-
-def percent_axis(axes: Axes, highest: Iterable[float], *, name: str = "accuracy in %") -> None:
-    """Per cent from 0 to a little above the highest share, at most 100."""
-    top = max((share for share in highest if math.isfinite(share)), default=1.0)
-    axes.set_ylim(0, min(100.0, 100 * top + 8))
-    if name:
-        axes.set_ylabel(name, fontsize=8, color=INK)
-
-
-def ceiling_line(axes: Axes, share: float, text: str = "CLIP, clean") -> None:
-    """Dotted line at the accuracy of undefended CLIP on clean images."""
-    if not math.isfinite(share):
-        return
-    axes.axhline(100 * share, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
-    if text:
-        note(axes, f"{text} {100 * share:.1f} %", (1.0, 100 * share), ("axes fraction", "data"), (-2, 2), ha="right")
-
-
-def note(
-    axes: Axes, text: str, xy: tuple[float, float], coords: Any, offset: tuple[float, float], **align: str
-) -> None:
-    """Small text, ``offset`` points away from a place."""
-    options: dict[str, Any] = {"va": "bottom", **align, "fontsize": SMALL, "color": INK}
-    axes.annotate(text, xy=xy, xycoords=coords, xytext=offset, textcoords="offset points", **options)
-
-
-def panels(
-    names: Sequence[str],
-    draw: Callable[[Axes, str], None],
-    *,
-    columns: int = 3,
-    height: float = 1.25,
-    above: float = 0.0,
-) -> Figure:
-    """Small multiples: one panel per name, all with the same axes, ``above`` inches for a legend over them."""
-    columns = min(columns, len(names))
-    lines = math.ceil(len(names) / columns)
-    figure = new_figure(height=0.6 + above + height * lines)
-    first: Axes | None = None
-    for place, name in enumerate(names):
-        axes = new_axes(figure, lines, columns, place + 1, sharex=first, sharey=first)
-        first = first or axes
-        draw(axes, name)
-        axes.set_title(name, fontsize=SMALL, color=INK, loc="left", pad=3)
-        axes.tick_params(labelbottom=place + columns >= len(names), labelleft=place % columns == 0)
-    return figure
-
-
-def budget_name(eps: float) -> str:
-    """The label of a budget's line."""
-    return format_eps(eps) if eps else "clean"
