@@ -19,25 +19,14 @@ from matplotlib.text import Text
 from react_clip.calibration import Calibration
 from react_clip.evaluation.recipe import MEAN
 from react_clip.evaluation.result import EvaluationResult
+from react_clip.report import style
 from react_clip.report.figures import FigureOf, calibration_figure, figures_of
 from react_clip.report.figures.base import View
-from react_clip.report.figures.leakage import best_scale, corrected, flipped, leakage_grids
+from react_clip.report.figures.leakage import best_scale, corrected, leakage_grids
 from react_clip.report.figures.plot import spread
-from react_clip.report.figures.sweeps import by_mapping, default_of, grids_of, sweeps_of
+from react_clip.report.figures.sweeps import default_of, sweeps_of
 from react_clip.report.run import Run, read_run
-from react_clip.report.style import (
-    COLOURS,
-    INK,
-    MAPPINGS,
-    PAPER,
-    SMALL,
-    budget_colour,
-    colour_of,
-    label_of,
-    looks_of,
-    method_of,
-    save_figure,
-)
+from react_clip.report.style import COLOURS, INK, MAPPINGS, PAPER, SMALL, budget_colour, save_figure
 from synthetic_runs import METHODS, leakage_grid, many_methods, mapping_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -119,7 +108,7 @@ def test_reasons_name_what_is_missing_and_the_recipe_that_has_it() -> None:
     assert re.search(r"\d+ % of the rows", reasons["gate-scores"])
     assert "recipes/anchor-scale.yaml" in reasons["anchor-scale"]
     assert "recipes/table1-extended.yaml" in reasons["beyond"]
-    assert "attack_all" in reasons["leakage"]
+    assert "attack_all" in reasons["leakage-counts"]
     assert "react-clip calibrate" in reasons["calibration"]
     recipes = {name for line in reasons.values() for name in re.findall(r"recipes/[\w-]+\.yaml", line)}
     assert recipes
@@ -132,7 +121,7 @@ def test_runs_with_parts_missing_give_reasons() -> None:
     nothing = Run((Path("x"),), None, {}, None, ("result.json does not exist",))
     found, reasons = figures_of(nothing)
     assert found == []
-    assert len(reasons) == 20
+    assert len(reasons) == 22
     assert "result.json does not exist" in reasons["accuracy"]
 
     found, reasons = figures_of(dataclasses.replace(many, images=None))
@@ -213,16 +202,16 @@ def test_sweeps_show_the_results_numbers(run: str, name: str, field: str) -> Non
         (entry["params"][field], 100 * result.select(dataset=MEAN, defense=entry["label"], eps=4 / 255)[0].accuracy)
         for entry in entries
     )
-    assert has_line(axes, *map(list, zip(*points, strict=True)), budget_colour(4 / 255))
+    assert has_line(axes, *map(list, zip(*points, strict=True)), budget_colour(4))
     if name == "anchor-scale":
         stars = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
         assert any(np.allclose(star, max(points, key=lambda point: point[1])) for star in stars)
 
 
 def test_mappings_show_the_results_numbers() -> None:
-    (group,) = by_mapping(View(run_of("mapped"), "pgd-10").settings)
-    assert set(group) == {"linear", "logistic", "power_law"}
-    for kind, label in group.items():
+    (sweep,) = sweeps_of(View(run_of("mapped"), "pgd-10").settings)
+    assert set(sweep.values("mapping.kind")) == {"linear", "logistic", "power_law"}
+    for (kind,), label in sweep.cells.items():
         rows = sorted(result_of("mapped").select(dataset=MEAN, defense=label), key=lambda row: row.eps)
         x, y = [255 * row.eps for row in rows], [100 * row.accuracy for row in rows]
         assert has_line(drawn("mapped", "mappings").axes[0], x, y, MAPPINGS[kind])
@@ -291,7 +280,6 @@ def test_leakage_numbers_equal_a_literal_count() -> None:
     ):
         assert has_line(drawn("leaky", name).axes[1], scales, values)
     clean = [literal_count(run_of("leaky"), label, 0.0)[0] for _, label in points]
-    assert clean == [flipped(view, label) for _, label in points]
     assert has_line(drawn("leaky", "leakage-control").axes[1], scales, clean)
 
 
@@ -299,10 +287,10 @@ def test_each_budget_is_swept_at_its_own_best_scale() -> None:
     view = View(run_of("leaky"), "pgd-10")
     grid = leakage_grids(view)[0]
     for eps in view.budgets:
-        found = {cell: corrected(view, label, eps) for cell, label in grid.cells.items()}
-        accuracies = {cell: item.value for cell, item in found.items() if item is not None}
-        scale = best_scale(view, grid, eps)
-        assert max(value for cell, value in accuracies.items() if cell[0] == scale) == max(accuracies.values())
+        counted = {cell: literal_count(view.run, label, eps / 255)[1] for cell, label in grid.cells.items()}
+        scale = best_scale(corrected(view), grid, eps)
+        best = max(value for cell, value in counted.items() if cell[0] == scale)
+        assert math.isclose(best, max(counted.values()))
 
 
 def test_the_published_configuration_is_found_by_its_numbers() -> None:
@@ -312,8 +300,8 @@ def test_the_published_configuration_is_found_by_its_numbers() -> None:
     label = leakage_grids(view)[0].cells[0.1, 1.2]
     wanted = []
     for eps in view.budgets:
-        wanted += [100 * result_of("leaky").select(dataset=MEAN, defense=label, eps=eps)[0].accuracy]
-        wanted += [100 * literal_count(run_of("leaky"), label, eps)[1]]
+        wanted += [100 * result_of("leaky").select(dataset=MEAN, defense=label, eps=eps / 255)[0].accuracy]
+        wanted += [100 * literal_count(run_of("leaky"), label, eps / 255)[1]]
     assert np.allclose([bar.get_height() for bar in figure.axes[0].patches], wanted)
 
 
@@ -327,9 +315,8 @@ def test_sweeps_are_read_from_their_coordinates() -> None:
     }
     settings["other"] = {"kind": "react", "alpha": 1.2}
     (sweep,) = sweeps_of(settings)
-    assert (sweep.kind, sweep.field, sweep.alpha) == ("react", "tau", 2.0)
-    assert sweep.points == ((0.5, "no. 1"), (0.7, "no. 2"), (0.9, "no. 0"))
-    assert not grids_of(settings)
+    assert (sweep.kind, sweep.fields, sweep.alpha) == ("react", ("tau",), 2.0)
+    assert sweep.along("tau") == [(0.5, "no. 1"), (0.7, "no. 2"), (0.9, "no. 0")]
     del settings["no. 0"]
     assert not sweeps_of(settings), "two values are no sweep"
     assert not sweeps_of({name: {"family": name, "params": {"tau": place}} for place, name in enumerate("abcd")})
@@ -337,11 +324,10 @@ def test_sweeps_are_read_from_their_coordinates() -> None:
     assert not sweeps_of(mixed), "flags and words are no numbers"
 
 
-def test_a_grid_has_its_cells_and_no_sweeps() -> None:
+def test_a_grid_has_its_cells() -> None:
     settings = View(run_of("leaky"), "pgd-10").settings
-    first, second = grids_of(settings)
+    first, second = sweeps_of(settings)
     assert (first.kind, second.kind) == ("aom", "defend-clip")
-    assert not sweeps_of(settings)
     assert first.values("alpha") == [0.0, 0.6, 1.2, 1.8, 2.4]
     entry = settings[dict(first.along("mapping.sigma", 1.2))[0.1]]
     assert (entry["mapping"]["sigma"], entry["alpha"]) == (0.1, 1.2)
@@ -353,20 +339,21 @@ def test_a_grid_has_its_cells_and_no_sweeps() -> None:
 def test_every_method_has_a_look_of_its_own() -> None:
     view = View(run_of("many"), "pgd-10")
     assert [view.kinds[label] for label in ("TeCoA", "PMG-AFT", "CLIP")] == ["tecoa", "pmg-aft", "undefended"]
-    assert method_of("software", "undefended") == "undefended"
-    assert len(set(COLOURS.values())) == len(COLOURS) == 16
-    assert len({(look.colour, look.marker, look.dashes) for look in view.looks.values()}) == len(METHODS)
-    looks = looks_of({"paper": "react", "calibrated": "react", "mine": "something new"})
-    assert looks["paper"].colour == looks["calibrated"].colour == COLOURS["react"]
-    assert looks["paper"].dashes != looks["calibrated"].dashes
-    assert looks["mine"].colour not in COLOURS.values()
+    assert style.method_of("software", "undefended") == "undefended"
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    parts = ("color", "marker", "linestyle")
+    assert len({tuple(line[part] for part in parts) for line in view.lines.values()}) == len(METHODS)
+    lines = style.lines_of({"paper": "react", "calibrated": "react", "mine": "something new"})
+    assert lines["paper"]["color"] == lines["calibrated"]["color"] == COLOURS["react"]
+    assert lines["paper"]["linestyle"] != lines["calibrated"]["linestyle"]
+    assert lines["mine"]["color"] not in COLOURS.values()
 
 
 def test_a_result_file_does_not_decide_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named_by_a_file.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     kind = "named_by_a_file:Guard"
-    assert (label_of(kind), colour_of(kind), default_of(kind, "alpha")) == (kind, None, None)
+    assert (style.label_of(kind), style.colour_of(kind), default_of(kind, "alpha")) == (kind, None, None)
 
 
 def test_a_method_has_one_colour_everywhere() -> None:
@@ -398,7 +385,7 @@ def test_words_are_large_enough_inside_and_apart(run: str, name: str) -> None:
 def test_files_are_reproducible_and_neutral_parts_are_ink_and_paper(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     known = {colour.lower() for colour in COLOURS.values()} | {INK, PAPER}
-    known |= {budget_colour(eps / 255).lower() for eps in (0, 1, 4, 8, 16)}
+    known |= {budget_colour(eps).lower() for eps in (0, 1, 4, 8, 16)}
     for run, name in (("anchor-scale", "anchor-scale"), ("table4", "gate-scores")):
         for copy in ("one", "two"):
             save_figure(figures(run)[name].make(), tmp_path / copy)
@@ -428,6 +415,6 @@ def test_budgets_darken_as_they_grow() -> None:
         red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    ramp = [light(budget_colour(budget / 255)) for budget in (1, 4, 8, 16, 24, 32)]
+    ramp = [light(budget_colour(budget)) for budget in (1, 4, 8, 16, 24, 32)]
     assert ramp == sorted(ramp, reverse=True)
     assert budget_colour(0.0) not in (INK, PAPER)

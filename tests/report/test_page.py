@@ -201,6 +201,9 @@ def test_without_matplotlib_the_page_still_comes(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("react_clip.report.figures")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("react_clip.report.figures", raising=False)
     report = write_report([toy_folder], tmp_path / "out")
     assert report.figures == ()
     assert any("need matplotlib, which is not installed" in line for line in report.not_drawn)
