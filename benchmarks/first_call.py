@@ -1,15 +1,15 @@
 """Seconds until the first defended answer: loading, first and second call, and twenty batch sizes for the first time.
 
-    python benchmarks/first_call.py PHOTOS --device cuda --dtype bf16 --out benchmarks/results/bench/gpu-first-call.json
+    python benchmarks/first_call.py PHOTOS --device cuda --dtype bf16
 
-Each case runs in a process of its own, with and without ``compile=True``.
+Each case runs in a process of its own, with and without ``compile=True``. The result is
+benchmarks/results/bench/gpu-first-call.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("photos", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", default="bench/gpu-first-call.json")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -71,23 +71,9 @@ def main() -> None:
         finished = subprocess.run([*command, *option], capture_output=True, text=True, check=True)
         warnings = [line for line in finished.stderr.splitlines() if "recompile" in line]
         cases.append({**json.loads(finished.stdout.splitlines()[-1]), "recompile_warnings": len(warnings)})
-    import torch
+    from _common import where, write
 
-    from react_clip.environment import device_name, versions
-
-    result = {
-        "command": shlex.join(["python", "benchmarks/first_call.py", *sys.argv[1:]]),
-        "device": device_name(torch.device(args.device)),
-        "dtype": args.dtype,
-        "seed": 0,
-        "versions": versions(),
-        "batch_sizes": SIZES,
-        "seconds": cases,
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+    write(args.out, {**where(), "dtype": args.dtype, "seed": 0, "batch_sizes": SIZES, "seconds": cases})
 
 
 if __name__ == "__main__":

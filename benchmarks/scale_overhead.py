@@ -28,15 +28,14 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _common import where, write
 from PIL import Image
 from pyarrow import parquet
-from serve_fuzz import where, write
 
 import react_clip as rc
 from react_clip.cli.common import expand_inputs
@@ -187,10 +186,8 @@ def main() -> None:
     costs["written_bytes_per_image"] = one.written_bytes / args.images
     answers = {(one.summary["gated"], one.summary["passes"]) for side in runs.values() for one in side}
     rate = {side: statistics.median(one.images_per_second for one in these) for side, these in runs.items()}
-    about = where()
-    about["versions"] |= {name: version(name) for name in ("ray", "pyarrow")}
     result = {
-        **about,
+        **where("ray", "pyarrow"),
         "images": args.images,
         "chunk": args.chunk,
         "rounds": args.rounds,

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import where
 from safetensors.torch import load_file
-from serve_fuzz import where
 from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise, storage

@@ -11,92 +11,20 @@ import argparse
 import base64
 import io
 import json
-import os
-import platform
 import random
-import shlex
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from _common import Served, where, write
 from PIL import Image
 
-RESULTS = Path(__file__).parent / "results"
 ROUTES = ("/v1/classify", "/v1/embed")
-
-
-# ---------------------------------------------------------------------- a server
-
-
-@dataclass
-class Served:
-    """A server process."""
-
-    process: subprocess.Popen[str]
-    url: str
-    command: str
-
-    @classmethod
-    def start(cls, flags: Sequence[str]) -> Served:
-        command = [sys.executable, "-m", "react_clip", "serve", "--port", "0", "--json", "--quiet", *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            sys.exit(f"the server ended with {process.wait()}")
-        return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *command[3:]]))
-
-    def memory(self) -> int:
-        """Resident bytes."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-    def stop(self) -> tuple[int, float]:
-        """Exit code and seconds after SIGTERM."""
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120), time.monotonic() - began
-
-
-def where() -> dict[str, Any]:
-    """Command, versions and machine of a measurement."""
-    import torch
-
-    import react_clip
-
-    cpu = next((line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")), "unknown")
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {"react_clip": react_clip.__version__, "python": platform.python_version()}
-        | {name: _version(name) for name in ("torch", "fastapi", "uvicorn", "starlette", "pillow")},
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-        "cores": os.cpu_count(),
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
-
-
-def write(name: str, result: dict[str, Any]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
 
 
 # ---------------------------------------------------------------------- malformed requests
@@ -293,7 +221,7 @@ def main() -> int:
     seconds, after, last = time.monotonic() - began, served.memory(), send(served.url, good)
     code, stop_seconds = served.stop()
     result = {
-        **where(),
+        **where("fastapi", "uvicorn", "starlette", "pillow"),
         "server": served.command,
         "requests": args.count,
         "seed": args.seed,

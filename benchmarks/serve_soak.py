@@ -17,7 +17,8 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from serve_fuzz import Served, cases, photo, send, where, write
+from _common import Served, where, write
+from serve_fuzz import cases, photo, send
 
 PHOTOS = 64
 LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
@@ -141,7 +142,7 @@ def main() -> int:
     }
     settled = memory[len(memory) // 4] if memory else 0
     result = {
-        **where(),
+        **where("fastapi", "uvicorn", "starlette", "pillow"),
         "server": served.command,
         "minutes": round(seconds / 60, 2),
         "callers": args.callers,

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 import torch
-from serve_fuzz import Served, where, write
+from _common import Served, where, write
 from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier
@@ -152,7 +152,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
         code, _ = served.stop()
     speeds = {side: statistics.median(one[f"{side}_images_per_second"] for one in rounds) for side in SIDES}
     return {
-        **where(),
+        **where("fastapi", "uvicorn", "starlette", "pillow"),
         "server": served.command,
         "model": library.model,
         "dtype": library.dtype,

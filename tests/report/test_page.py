@@ -18,8 +18,6 @@ import react_clip as rc
 from react_clip.cli import main
 from react_clip.evaluation import EvaluationResult
 from react_clip.report.page import Report, inline_svg, write_report
-from react_clip.report.page_data import summary
-from react_clip.report.run import read_runs
 from react_clip.report.tables import all_tables
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -102,23 +100,23 @@ def test_the_page_says_what_the_run_was(toy_folder: Path, toy_report: tuple[Repo
     assert f'title="95 % interval: {100 * row.low:.2f} to {100 * row.high:.2f}"' in page
 
 
-def test_the_summary_is_computed_from_the_numbers() -> None:
-    run = read_runs([BENCHMARKS / "table1"])
-    assert run.result is not None
-    words = summary(run)
-    rows = run.result.select(dataset="mean", attack="pgd-10", eps=16 / 255)
+def test_the_summary_is_computed_from_the_numbers(tmp_path: Path, no_figures: None) -> None:
+    words = words_of(BENCHMARKS / "table1", tmp_path, rows=0)
+    result = EvaluationResult.load(BENCHMARKS / "table1" / "result.json")
+    rows = result.select(dataset="mean", attack="pgd-10", eps=16 / 255)
     best = max(rows, key=lambda row: row.accuracy)
     worst = min((row for row in rows if row.defense != "CLIP"), key=lambda row: row.accuracy)
-    assert f"the best defence is {best.defense} with {100 * best.accuracy:.1f} %" in words
-    assert f"the worst {worst.defense} with {100 * worst.accuracy:.1f} %" in words
-    clean = {row.defense: row.accuracy for row in run.result.select(dataset="mean", attack="clean")}
-    assert f"{best.defense} costs {100 * (clean['CLIP'] - clean[best.defense]):.1f} points" in words
-    assert "Threat model: oblivious" in words
-    assert "Scoring: leakage_free" in words
+    assert f"the best defence is {best.defense} with {100 * best.accuracy:.1f} % [" in words
+    assert f"the worst {worst.defense} with {100 * worst.accuracy:.1f} % [" in words
+    clean = {row.defense: row.accuracy for row in result.select(dataset="mean", attack="clean")}
+    assert f"{best.defense} costs {100 * (clean['CLIP'] - clean[best.defense]):.1f} points;" in words
     # Numbers that say the opposite are reported as the opposite.
-    turned = [dataclasses.replace(row, accuracy=1 - row.accuracy, low=0.0, high=1.0) for row in run.result.rows]
-    other = dataclasses.replace(run, result=dataclasses.replace(run.result, rows=tuple(turned)))
-    assert f"the best defence is {worst.defense}" in summary(other)
+    turned = [dataclasses.replace(row, accuracy=1 - row.accuracy, low=0.0, high=1.0) for row in result.rows]
+    dataclasses.replace(result, rows=tuple(turned)).save(tmp_path / "turned" / "result.json")
+    words = words_of(tmp_path / "turned", tmp_path, rows=0)
+    assert f"the best defence is {worst.defense} with" in words
+    assert "overlaps that of" in words
+    assert "gains" in words
 
 
 def test_several_runs_over_the_same_photos_are_one_report(

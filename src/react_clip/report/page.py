@@ -18,7 +18,7 @@ from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
 from react_clip.report import page_data
 from react_clip.report.run import SCORINGS, Run, conditions, read_runs
-from react_clip.report.tables import all_tables, calibration_table
+from react_clip.report.tables import all_tables, calibration_table, over
 from react_clip.storage import write_text
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def write_report(
         result=result,
         summary=page_data.summary(run),
         conditions=conditions(result) if result is not None else "",
+        over=over(result) if result is not None else "",
         scorings=SCORINGS,
         versions=", ".join(f"{name} {version}" for name, version in result.versions.items()) if result else "",
         calibration=calibration_table(fitted) if fitted is not None else None,

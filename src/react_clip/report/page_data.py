@@ -16,72 +16,36 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from react_clip.evaluation.recipe import CLEAN, MEAN, format_eps
-from react_clip.evaluation.result import Row
 from react_clip.evaluation.store import Pictures
 from react_clip.preprocess import data_uri, to_float, to_image
-from react_clip.report.run import Run, conditions
-
-# ---------------------------------------------------------------------- words
+from react_clip.report.run import Run
 
 
-def summary(run: Run) -> str:
-    """Sentences computed from the numbers: the best and worst defence under the strongest attack, and their cost."""
-    result = run.result
-    means = result.select(dataset=MEAN) if result is not None else []
-    if result is None or not means:
-        return "There are no finished numbers in this folder yet; see what is missing below."
+def summary(run: Run) -> dict[str, Any]:
+    """Facts for the page's first paragraph; empty while there are no numbers.
+
+    ``ranked`` has the defences under the strongest attack, best first; ``costs`` the points of accuracy that each of
+    them loses on clean images, fewest first.
+    """
+    means = run.result.select(dataset=MEAN) if run.result is not None else []
+    if not means:
+        return {}
     plain = next((label for label, entry in run.defenses.items() if entry.get("kind") == "undefended"), "")
-    images = sum(info.images for info in result.sets)
-    where = f"the mean over {len(result.sets)} data sets" if len(result.sets) > 1 else result.sets[0].name
-    sentences = [f"{result.model} on {where} ({images:,} images)."]
     clean = {row.defense: row for row in means if row.attack == CLEAN.label}
-    attacked = [row for row in means if row.eps]
-    if attacked:
-        hardest = max(attacked, key=lambda row: (row.eps, -row.accuracy))
-        rows = [row for row in attacked if (row.attack, row.eps) == (hardest.attack, hardest.eps)]
-        sentences += _ranking(rows, clean, plain)
-    elif clean:
-        best = max(clean.values(), key=lambda row: row.accuracy)
-        sentences.append(f"No attack was run; on clean images {best.defense} is right most often: {_share(best)}.")
-    return " ".join([*sentences, conditions(result), "Brackets hold 95 % intervals."])
-
-
-def _ranking(rows: Sequence[Row], clean: Mapping[str, Row], plain: str) -> list[str]:
-    """Best and worst under one attack, and the accuracy lost on clean images."""
-    title = f"{rows[0].attack} {format_eps(rows[0].eps)}"
-    found = []
-    if undefended := next((row for row in rows if row.defense == plain), None):
-        before = f" of {_share(clean[plain])} on clean images" if plain in clean else ""
-        found.append(f"The strongest attack, {title}, leaves undefended CLIP {_share(undefended)}{before}.")
+    attacked = sorted((row for row in means if row.eps), key=lambda row: (-row.eps, row.accuracy))
+    rows = [row for row in attacked if (row.attack, row.eps) == (attacked[0].attack, attacked[0].eps)]
     ranked = sorted((row for row in rows if row.defense != plain), key=lambda row: -row.accuracy)
-    if not ranked:
-        return found
-    best, worst = ranked[0], ranked[-1]
-    sentence = f"Under {title} the best defence is {best.defense} with {_share(best)}"
-    if len(ranked) > 1:
-        sentence += f", the worst {worst.defense} with {_share(worst)}"
-        if best.low <= ranked[1].high:
-            sentence += f"; the interval of {best.defense} overlaps that of {ranked[1].defense}, the runner-up"
-    found.append(sentence + ".")
+    costs = {}
     if plain in clean and all(row.defense in clean for row in ranked):
         costs = {row.defense: 100 * (clean[plain].accuracy - clean[row.defense].accuracy) for row in ranked}
-        least, most = min(costs, key=costs.__getitem__), max(costs, key=costs.__getitem__)
-        parts = [f"{best.defense} {_cost(costs[best.defense])}"]
-        if len(ranked) > 1:
-            parts += [f"the dearest is {most} ({_cost(costs[most])})", f"the cheapest {least} ({_cost(costs[least])})"]
-        found.append(f"On clean images {'; '.join(parts)}.")
-    return found
-
-
-def _share(row: Row) -> str:
-    interval = "" if math.isnan(row.low) else f" [{100 * row.low:.1f}, {100 * row.high:.1f}]"
-    return f"{100 * row.accuracy:.1f} %{interval}"
-
-
-def _cost(points: float) -> str:
-    if abs(points) < 0.05:
-        return "costs nothing"
-    return f"costs {points:.1f} points" if points > 0 else f"gains {-points:.1f} points"
+    return {
+        "attack": f"{rows[0].attack} {format_eps(rows[0].eps)}" if rows else "",
+        "plain_clean": clean.get(plain),
+        "plain_attacked": next((row for row in rows if row.defense == plain), None),
+        "best_clean": max(clean.values(), key=lambda row: row.accuracy, default=None),
+        "ranked": ranked,
+        "costs": dict(sorted(costs.items(), key=lambda item: item[1])),
+    }
 
 
 # ---------------------------------------------------------------------- rows per image

@@ -143,7 +143,7 @@ def draws_table(result: EvaluationResult) -> Table:
         "majority": lambda row: Cell(100 * row.majority),
     }
     rows = [((defense, kind), MEAN, cell) for defense in _defenses(result) for kind, cell in kinds.items()]
-    what = f"accuracy in % over {result.draws} draws of the noise, {_over(result)}"
+    what = f"accuracy in % over {result.draws} draws of the noise, {over(result)}"
     return _by_attack(result, "draws", what, ("defence", "draws"), rows)
 
 
@@ -210,7 +210,7 @@ def caption(result: EvaluationResult, what: str) -> str:
 
 def _mean_table(result: EvaluationResult, name: str, what: str, cell: CellOf) -> Table:
     rows = [((defense,), MEAN, cell) for defense in _defenses(result)]
-    return _by_attack(result, name, f"{what}, {_over(result)}", ("defence",), rows)
+    return _by_attack(result, name, f"{what}, {over(result)}", ("defence",), rows)
 
 
 def _by_attack(
@@ -247,7 +247,8 @@ def _attacks(result: EvaluationResult) -> list[str]:
     return [f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in pairs]
 
 
-def _over(result: EvaluationResult) -> str:
+def over(result: EvaluationResult) -> str:
+    """The data sets and the number of images that a mean is over."""
     images = sum(info.images for info in result.sets)
     if len(result.sets) == 1:
         return f"{result.sets[0].name} ({images:,} images)"

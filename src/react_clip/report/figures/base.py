@@ -166,7 +166,8 @@ class View:
         counted = (rows["eps"] == eps) & (rows["clean_prediction"] == rows["label"]) & (rows["attacked"] | (eps == 0))
         if dataset != MEAN:
             counted &= rows["dataset"] == dataset
-        return rows.loc[counted, signal].dropna().to_numpy(dtype=np.float64)
+        values: NDArray[np.float64] = rows.loc[counted, signal].dropna().to_numpy(dtype=np.float64)
+        return values
 
 
 def _in_255ths(eps: pd.Series) -> pd.Series:

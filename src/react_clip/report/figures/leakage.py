@@ -26,7 +26,7 @@ from react_clip.report.figures.sweeps import NAMES, SCALE, Sweep, along, sweeps_
 
 PUBLISHED = {SCALE: 0.1, "alpha": 1.2}
 _NEEDS = "recipes/leakage.yaml attacks all (`scoring: attack_all`), over a grid of scale and alpha"
-_NO_ATTACK = {"color": style.COLOURS["mac"], "linewidth": 1.8, "marker": "D", "markersize": 3.4}
+_NO_ATTACK: style.Line = {"color": style.COLOURS["mac"], "linewidth": 1.8, "marker": "D", "markersize": 3.4}
 _BARS: dict[str, dict[str, Any]] = {
     "as reported": {"alpha": 0.45, "hatch": "////", "edgecolor": style.PAPER},
     "leaked answers not counted": {},

@@ -174,24 +174,24 @@ def label_ends(figure: Figure) -> None:
     for axes in figure.axes:
         # matplotlib gives lines without a label a name that begins so.
         lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_child")]
-        ends = [(line, *map(float, line.get_xydata()[-1])) for line in lines if len(line.get_xydata())]
-        ends = [end for end in ends if math.isfinite(end[2])]
+        points = [np.asarray(line.get_xydata(), dtype=float) for line in lines]
+        ends = [(line, xy[-1]) for line, xy in zip(lines, points, strict=True) if len(xy) and np.isfinite(xy[-1, 1])]
         if not ends:
             continue
-        notes = [_end_label(axes, *end) for end in ends]
+        notes = [_end_label(axes, line, end) for line, end in ends]
         figure.draw_without_rendering()
         tall = max(Text.get_window_extent(label).height for label in notes) / axes.bbox.height
         to_axes = axes.transData + axes.transAxes.inverted()
-        wanted = [float(to_axes.transform(end[1:])[1]) for end in ends]
+        wanted = [float(to_axes.transform(end)[1]) for _, end in ends]
         for label, height in zip(notes, spread(wanted, _GAP * tall, low=0.0, high=1.0), strict=True):
             label.set_position((1.06, height))
 
 
-def _end_label(axes: Axes, line: Line2D, x: float, y: float) -> Annotation:
+def _end_label(axes: Axes, line: Line2D, end: Numbers) -> Annotation:
     leader = {"color": line.get_color(), "linewidth": 1.0, "linestyle": line.get_linestyle()}
     return axes.annotate(
         fill(str(line.get_label()), _LINE),
-        xy=(x, y),
+        xy=(end[0], end[1]),
         xytext=(1.06, 0.5),
         textcoords="axes fraction",
         va="center",

@@ -1,0 +1,78 @@
+"""What the scripts of this folder share: a server to measure, the machine's description, and the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from react_clip.environment import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Served:
+    """A process of ``react-clip serve``."""
+
+    process: subprocess.Popen[str]
+    url: str
+    command: str
+
+    @classmethod
+    def start(cls, flags: Sequence[str]) -> Served:
+        """Start a server on a free port and wait until it answers."""
+        command = [sys.executable, "-m", "react_clip", "serve", "--port", "0", "--json", "--quiet", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            sys.exit(f"the server ended with {process.wait()}")
+        return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *command[3:]]))
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    def stop(self) -> tuple[int, float]:
+        """Send SIGTERM; returns the exit code and the seconds until the process ended."""
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120), time.monotonic() - began
+
+
+def where(*packages: str) -> dict[str, Any]:
+    """Command, versions (those of ``packages`` too) and machine of a measurement."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions() | {name: version(name) for name in packages},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _cpu() -> str:
+    """The CPU's name as Linux gives it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def write(name: str, result: dict[str, Any]) -> None:
+    """Print a result and write it to ``benchmarks/results``."""
+    text = json.dumps(result, indent=2)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text(text + "\n", encoding="utf-8")
+    print(text)
