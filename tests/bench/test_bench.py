@@ -70,17 +70,6 @@ def test_the_lineup_spends_the_passes_it_reports() -> None:
             assert passes.tolist() == [expected[contender.label]] * 6
 
 
-@pytest.mark.parametrize(
-    ("few", "message"),
-    [({"rounds": 0}, "0 rounds and"), ({"singles": 0}, "0 single images are"), ({"batch": 0}, "batch 0 are")],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_too_little_to_measure_is_refused(few: dict[str, int], message: str) -> None:
-    nobody = Contender("x", lambda pixels: (torch.ones(len(pixels)), torch.zeros(len(pixels))))
-    with pytest.raises(rc.ReactClipError, match=message):
-        compare([nobody], toy_images(1), **{"batch": 1, **few})
-
-
 def test_chunks_of_several_comparisons_are_interleaved() -> None:
     seen: list[str] = []
 
@@ -145,6 +134,7 @@ def test_the_command_on_a_tiny_model(
     ("arguments", "message"),
     [
         (["--images", "0"], "--images is 0; it must be at least 1"),
+        (["--rounds", "-1"], "--rounds is -1; it must be at least 1"),
         (["--attacked", "1.5"], "--attacked is 1.5; it is a share between 0 and 1"),
         (["--defenses", "magic"], "defence 'magic' does not exist"),
         (["--shapes", "ViT-Z-1"], "no shapes are called 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16"),

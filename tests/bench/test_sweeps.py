@@ -55,14 +55,6 @@ def test_a_sweep_measures_the_encoder_and_react_at_every_value(axis: str) -> Non
         assert 3 <= point.contenders[1].passes <= 14
 
 
-def test_axes_span_what_they_should() -> None:
-    bench = toy_bench()
-    assert bench.values("batch") == [1, 4, 16]
-    assert bench.values("images") == [2, 4, 8, 16]
-    assert bench.values("classes")[-1] == 20_000
-    assert bench.values("attacked") == [0.0, 0.01, 0.1, 1.0]
-
-
 def test_more_classes_change_neither_gate_nor_passes() -> None:
     clf, images, guard = toy_classifier(classes=12), toy_images(16), rc.ReACT(lazy=False)
     few, many = (guard(with_classes(clf, count), images, seed=0) for count in (10, 1000))

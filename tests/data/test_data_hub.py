@@ -38,7 +38,6 @@ def test_imagenets_validation_parquet(tmp_path: Path, photo_bytes) -> None:
     assert dataset.class_names[5] == "electric ray"
     assert dataset.photos[1].content() == photo_bytes(1)
     assert dataset.image(1).size == (8, 8)
-    assert dataset.path(1) is None
     assert len(dataset.fingerprint()) == 64
 
 
@@ -55,17 +54,6 @@ def test_save_to_disk_and_other_column_names(column: str, tmp_path: Path, photo_
     dataset = data.load("mine", root=tmp_path, split="train")
     assert (dataset.class_names, dataset.labels) == (("cat", "dog"), [1, 0])
     assert [photo.content() for photo in dataset.photos] == [photo_bytes(0), photo_bytes(1)]
-
-
-def test_an_image_folder_saved_by_datasets(tmp_path: Path, save_photo) -> None:
-    for number, folder in enumerate(("cat", "dog")):
-        save_photo(tmp_path / "raw" / folder / "0.png", number)
-    made = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "raw"), split="train")
-    made.save_to_disk(tmp_path / "mine" / "test")
-    dataset = data.load("mine", root=tmp_path)
-    assert dataset.class_names == ("cat", "dog")
-    raw = data.load(f"folder:{tmp_path / 'raw'}")
-    assert [photo.content() for photo in dataset.photos] == [photo.content() for photo in raw.photos]
 
 
 def test_tables_that_cannot_be_used(tmp_path: Path, photo_bytes) -> None:

@@ -35,7 +35,6 @@ def test_dtd_reads_partition_one(tmp_path: Path, save_photo) -> None:
     dataset = data.load("dtd", root=tmp_path)
     assert spoken(dataset) == ["zigzagged", "banded"]
     assert dataset.labels == [46, 0], "torchvision numbers only the classes it meets"
-    assert dataset.path(1) == base / "images" / "banded" / "b.jpg"
     assert dataset.photos[1].id == "dtd/dtd/images/banded/b.jpg"
     assert spoken(data.load("dtd", root=tmp_path, split="val")) == ["banded"]
 
@@ -98,21 +97,6 @@ def test_flowers102(tmp_path: Path, save_photo, monkeypatch: pytest.MonkeyPatch)
     assert spoken(data.load("flowers102", root=tmp_path)) == ["blackberry lily", "lotus"]
 
 
-@pytest.mark.parametrize(
-    ("name", "directory"), [("caltech256", "caltech256/256_ObjectCategories"), ("eurosat", "eurosat/2750")]
-)
-def test_whole_sets_are_read_as_class_folders(name: str, directory: str, tmp_path: Path, save_photo) -> None:
-    spec = data.get(name)
-    for folder in (spec.folders[1], spec.folders[0]):
-        for number in (1, 2):
-            save_photo(tmp_path / directory / folder / f"{folder}_{number}.jpg", number)
-    (tmp_path / directory / spec.folders[0] / "RENAME2").write_text("Caltech256 has such a file")
-    dataset = data.load(name, root=tmp_path)
-    assert dataset.labels == [0, 0, 1, 1]
-    with pytest.raises(ReactClipError, match="no official split 'train'"):
-        data.load(name, root=tmp_path, split="train")
-
-
 def test_a_download_is_torchvisions(tmp_path: Path, save_photo, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(self: object) -> None:
         save_photo(tmp_path / "new" / "eurosat" / "2750" / "River" / "River_1.jpg", 1)
@@ -147,7 +131,6 @@ def test_stl10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stl10, part, sums)
     dataset = data.load("stl10", root=tmp_path)
     assert spoken(dataset) == ["truck", "car"]
-    assert dataset.path(0) is None
     # The file stores columns before rows.
     assert np.array_equal(np.asarray(dataset.image(1)), pixels[1].transpose(2, 1, 0))
     assert dataset.fingerprint() != data.load("stl10", root=tmp_path, split="train").fingerprint()

@@ -10,7 +10,6 @@ import pytest
 from react_clip import data
 from react_clip.bank import match_key
 from react_clip.data.labels import ClassIndex
-from react_clip.data.official import READERS
 from react_clip.errors import ReactClipError
 
 PAPER = {  # name: classes, test images; the paper's table of data sets
@@ -68,8 +67,8 @@ def test_each_set_says_its_prompt_and_where_it_comes_from(name: str) -> None:
     spec = data.get(name)
     assert spec.templates == (PROMPTS.get(name, "This is a photo of a {}."),)
     assert spec.split
-    assert any(source.startswith(("torchvision", "huggingface.co")) for source in spec.sources)
-    how = spec.how_to_get_under(Path("here"))
+    assert spec.torchvision or spec.hub
+    how = spec.how_to_get(Path("here"))
     assert "\n" not in how
     assert "https://" in how
     assert "here" in how, "the command does not say where the photos go"
@@ -107,11 +106,6 @@ def test_names_agree_with_torchvisions_own_lists() -> None:
     assert [index.find(name) for name in flowers] == list(range(102))
 
 
-def test_torchvision_readers_cover_exactly_the_official_splits() -> None:
-    for name, reader in READERS.items():
-        assert set(reader.splits) == set(data.get(name).official_splits)
-
-
 def test_an_unknown_set_lists_what_exists() -> None:
     with pytest.raises(ReactClipError, match=r"'mnist' is not known; it is one of cifar10, .*imagenet_sketch"):
         data.get("mnist")
@@ -120,7 +114,6 @@ def test_an_unknown_set_lists_what_exists() -> None:
 def test_the_root_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REACT_CLIP_DATA", str(tmp_path))
     assert data.default_root() == tmp_path
-    assert str(tmp_path) in data.get("dtd").how_to_get
     monkeypatch.delenv("REACT_CLIP_DATA")
     monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path / "cache"))
     assert data.default_root() == tmp_path / "cache" / "data"

@@ -73,17 +73,18 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
         *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
     }
     record = json.loads((tuned / "finetune.json").read_text())
-    assert record["method"] == {"kind": "tecoa"}
-    assert record["model"] == str(tiny_folder)
-    assert record["weights"] == rc.load(tiny_folder, device="cpu").fingerprint()
-    assert record["sha256"] == sha256_of(tuned / "tower.safetensors")
-    assert record["photos"] == 24
-    assert record["classes"] == 4
+    expected = {
+        "method": {"kind": "tecoa"},
+        "model": str(tiny_folder),
+        "weights": rc.load(tiny_folder, device="cpu").fingerprint(),
+        "sha256": sha256_of(tuned / "tower.safetensors"),
+        "photos": 24,
+        "classes": 4,
+        "class_source": "prompts (This is a photo of a {}.)",
+        "device": "cpu",
+    }
+    assert {name: record[name] for name in expected} == expected
     assert record["command"].startswith("react-clip finetune tecoa stripes")
-    assert record["class_source"] == "prompts (This is a photo of a {}.)"
-    assert record["dataset"]["name"] == "stripes"
-    assert record["device"] == "cpu"
-    assert torch.__version__.startswith(record["versions"]["torch"])
     assert (record["settings"]["steps"], record["settings"]["batch"], record["settings"]["lr"]) == (6, 8, 1e-3)
     assert record["final_loss"] < record["first_loss"]
     with (tuned / "log.csv").open() as stream:
@@ -177,9 +178,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
         (["tecoa", "stripes", "--limit", "0"], "--limit is 0"),
         (["tecoa", "stripes", "--epochs", "-1"], "--epochs is -1"),
         (["tecoa", "stripes", "--eps", "much"], "eps is 'much'; it must be a number such as 4/255"),
-        (["tecoa", "stripes", "--eps", "0"], "eps is 0"),
         (["tecoa", "stripes", "--dtype", "fp16"], "must be one of fp32, bf16"),
-        (["tecoa", "stripes", "--batch", "0"], "batch is 0"),
         (["tecoa", "stripes", "--clean-weight", "1"], "--clean-weight belongs to pmg-aft, not tecoa"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "is not a head"),
     ],
@@ -203,10 +202,3 @@ def test_mistakes_are_one_line(
     assert says in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_steps_and_epochs_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        called(capsys, "tecoa", "stripes", "--out", "x", "--steps", 1, "--epochs", 1)
-    assert caught.value.code == 2
-    assert "not allowed with argument" in capsys.readouterr().err

@@ -244,15 +244,11 @@ def test_augmentation_mirrors_half_and_crops_inside(photos: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"batch": -1}, "batch is -1"),
-        ({"lr": 0.0}, "lr is 0.0"),
+        ({"batch": 0}, "batch is 0"),
         ({"lr": math.nan}, "lr is nan"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
         ({"warmup": 300}, "warmup is 300; it lies in 0 to 299"),
         ({"dtype": "fp16"}, "must be one of fp32, bf16"),
         ({"augment": "rotate"}, "must be one of none, flip, crop"),
-        ({"seed": -1}, "seed is -1"),
         ({"attack": {"eps": 2.0}}, "write 2/255"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip.finetune import FARE, Finetuned, Settings, TeCoA, finetune
-from react_clip.finetune.folder import RunFolder, read_log
+from react_clip.finetune.folder import read_log
 
 PROGRAM = Path(__file__).with_name("finetune_program.py")
 SETTINGS = Settings(steps=5, batch=6, lr=1e-3, save_every=2)
@@ -165,13 +164,6 @@ def finetune_stopped(encoder: rc.Encoder, photos: Any, folder: Path) -> Path:
     with pytest.raises(StoppedError):
         finetune(encoder, "fare", photos[0], out=folder, settings=settings, progress=stop_after(1))
     return folder
-
-
-def test_the_lock_names_its_holder(encoder: rc.Encoder, photos: Any, tmp_path: Path) -> None:
-    held = RunFolder(tmp_path, {}).held()
-    refused = pytest.raises(rc.ReactClipError, match=rf"is in use by process {os.getpid()}; .* another --out")
-    with held, refused:
-        again(encoder, photos, tmp_path)
 
 
 class Exploding(FARE):

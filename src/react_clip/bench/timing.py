@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from react_clip.bench.hardware import host_syncs, peak_memory, seconds_of
-from react_clip.errors import ReactClipError
 
 Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes ``[B]`` that each image took."""
@@ -82,11 +81,6 @@ class Comparison:
     """Contenders on the same images. The first one is the bare encoder, to which overheads refer."""
 
     def __init__(self, contenders: Sequence[Contender], images: Tensor, *, batch: int) -> None:
-        if not contenders or not len(images) or batch < 1:
-            raise ReactClipError(
-                f"{len(contenders)} contenders, {len(images)} images and batch {batch} are too few; each must be at "
-                "least 1"
-            )
         self.contenders, self.images, self.batch = list(contenders), images, batch
         # A busy CPU slows contenders alike when they alternate batch by batch. A GPU computes one batch while the host
         # prepares the next, so there contenders alternate over all images.
@@ -165,8 +159,6 @@ def measure(
 
     The chunks of all comparisons are interleaved: each is spread evenly over the whole round.
     """
-    if rounds < 1 or singles < 1:
-        raise ReactClipError(f"{rounds} rounds and {singles} single images are too few; each must be at least 1")
     for comparison in comparisons:
         comparison.measure_once(singles, progress)
     schedule = sorted(

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from react_clip.data.heads import Head
-from react_clip.data.labels import ClassIndex, folder_tags
+from react_clip.data.labels import ClassIndex
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import crop_to_size, read_image
 
@@ -92,11 +92,6 @@ class ImageDataset:
                 pass
         return stack
 
-    def path(self, index: int) -> Path | None:
-        """The photo's own file, None where it lives inside an archive."""
-        source = self.photos[index].source
-        return source if isinstance(source, Path) else None
-
     def fingerprint(self) -> str:
         """SHA-256 of class names, ids, labels and every photo's content: the same one means the same data."""
         digest = hashlib.sha256(json.dumps([self.class_names, self.folders]).encode())
@@ -129,7 +124,7 @@ class ImageDataset:
         """
         index = ClassIndex(head.folders, head.names)
         pairs = enumerate(zip(self.folders, self.class_names, strict=True))
-        matches = {old: index.find(*folder_tags(folder), name) for old, (folder, name) in pairs}
+        matches = {old: index.find(folder, name) for old, (folder, name) in pairs}
         present = set(self.labels)
         lost = sorted(old for old in present if matches[old] is None)
         if 2 * len(lost) > len(present):
@@ -138,16 +133,16 @@ class ImageDataset:
                 f"the head knows {matched} of the {len(present)} classes of {self.name} (not {missing}), "
                 "fewer than half; give the head made for this set"
             )
-        kept = tuple(
+        photos = tuple(
             replace(photo, label=label) for photo in self.photos if (label := matches[photo.label]) is not None
         )
         notes = self.notes
         if lost:
             dropped = ", ".join(self.folders[old] for old in lost)
-            notes += (f"dropped {len(self) - len(kept)} photos of {len(lost)} classes the head lacks: {dropped}",)
-        if idle := len(head) - len({photo.label for photo in kept}):
+            notes += (f"dropped {len(self) - len(photos)} photos of {len(lost)} classes the head lacks: {dropped}",)
+        if idle := len(head) - len({photo.label for photo in photos}):
             notes += (f"{idle} of the head's {len(head)} classes have no photo here",)
-        aligned = replace(self, class_names=head.names, folders=head.folders, photos=kept, notes=notes)
+        aligned = replace(self, class_names=head.names, folders=head.folders, photos=photos, notes=notes)
         return aligned, head
 
     def _choose(self, indices: Sequence[int], note: str) -> ImageDataset:

@@ -16,13 +16,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from react_clip.data.dataset import ImageDataset, Photo
-from react_clip.data.labels import ClassIndex, class_of_folder, readable_names
+from react_clip.data.labels import ClassIndex, readable_names
 from react_clip.data.registry import DEFAULT_TEMPLATE, DatasetSpec
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
+from react_clip.preprocess import PHOTO_SUFFIXES
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp"})
-LABELS = ("label", "labels", "fine_label", "cls", "class")
+SHARDS = ("{split}/*.tar",)
+TABLES = ("{split}/state.json", "{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet")
+"""Where shards and tables of a split lie in a set's folder; ``save_to_disk`` writes a ``state.json``."""
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
 
 def class_folders(folder: Path) -> list[Path]:
@@ -32,19 +35,12 @@ def class_folders(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def photos_in(folder: Path) -> list[Path]:
-    """The photos directly in a class folder, by name."""
-    files = (entry for entry in folder.iterdir() if entry.suffix.lower() in EXTENSIONS)
-    return sorted(entry for entry in files if entry.is_file() and not entry.name.startswith("."))
-
-
 def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
     """Read ``<folder>/<class>/``. A known set keeps its own classes in its own order, whichever of them lie here."""
     present = class_folders(folder)
     notes: tuple[str, ...] = ()
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     if spec is None:
-        folders = tuple(entry.name for entry in present)
+        folders, templates = tuple(entry.name for entry in present), (DEFAULT_TEMPLATE,)
         class_names = readable_names(folders)
         labels = {entry: label for label, entry in enumerate(present)}
     else:
@@ -55,12 +51,13 @@ def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -
     photos = tuple(
         Photo(path.relative_to(folder).as_posix(), label, path)
         for entry, label in labels.items()
-        for path in photos_in(entry)
+        for path in sorted(entry.iterdir())
+        if path.suffix.lower() in PHOTO_SUFFIXES and path.is_file() and not path.name.startswith(".")
     )
     if not photos:
         raise ReactClipError(
             f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/, as "
-            f"{', '.join(sorted(EXTENSIONS))}"
+            f"{', '.join(PHOTO_SUFFIXES)}"
         )
     if empty := len(labels) - len({photo.label for photo in photos}):
         notes += (f"{empty} class folders hold no photo",)
@@ -68,15 +65,18 @@ def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -
 
 
 def _known_labels(present: list[Path], spec: DatasetSpec, folder: Path) -> dict[Path, int]:
-    index = ClassIndex(spec.folders, spec.class_names)
-    labels = {entry: class_of_folder(index, spec, entry.name) for entry in present}
-    known = {entry: label for entry, label in labels.items() if label is not None}
-    if unknown := [entry.name for entry in present if entry not in known]:
+    """The class of each folder of a known set."""
+    index = ClassIndex(spec.folders, spec.class_names, numbered=spec.numbered)
+    labels = {entry: label for entry in present if (label := index.find(entry.name)) is not None}
+    if unknown := [entry.name for entry in present if entry not in labels]:
         raise ReactClipError(
             f"{len(unknown)} folders in {folder} are none of the {spec.classes} classes of {spec.name} "
             f"({', '.join(unknown[:3])}); rename them like {spec.folders[0]!r}, or use folder:{folder}"
         )
-    return known
+    return labels
+
+
+# ---------------------------------------------------------------------- shards and tables
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,30 @@ class Tagged:
     read: Callable[[], bytes]
 
 
+def find_files(folder: Path, splits: Sequence[str], patterns: Sequence[str]) -> list[Path]:
+    """Files of the first split and pattern that match any, by name."""
+    matches = (sorted(folder.glob(pattern.format(split=split))) for split in splits for pattern in patterns)
+    return next(filter(None, matches), [])
+
+
 def build_dataset(
     rows: Sequence[Tagged], own_names: Sequence[str], name: str, split: str, spec: DatasetSpec | None
 ) -> ImageDataset:
     """A data set from tagged photos; ``own_names`` is the source's class list, empty where it has none."""
     if not rows:
         raise ReactClipError(f"{name} has no {split} photo in its files; get it again")
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     if spec is None:
         names = folders = tuple(own_names) or _names_in_use(rows)
+        templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     else:
         names, folders, templates = spec.class_names, spec.folders, spec.templates
-    label_of = _labeller(own_names, names, folders, name)
+    index = ClassIndex(folders, names)
+    numbers = _own_numbers(own_names, names, index, name)
     photos = []
     for row in rows:
-        label = label_of(row.tag)
+        label = index.find(row.tag) if isinstance(row.tag, str) else None
+        if isinstance(row.tag, int):
+            label = numbers.get(row.tag)
         if label is None:
             raise ReactClipError(
                 f"photo {row.id} of {name} has the label {row.tag!r}, which is none of its {len(names)} classes "
@@ -118,32 +127,20 @@ def _names_in_use(rows: Sequence[Tagged]) -> tuple[str, ...]:
     return tuple(words) if words else tuple(str(index) for index in range(max([0, *numbers]) + 1))
 
 
-def _labeller(
-    own_names: Sequence[str], names: Sequence[str], folders: Sequence[str], set_name: str
-) -> Callable[[object], int | None]:
-    index = ClassIndex(folders, names)
+def _own_numbers(
+    own_names: Sequence[str], names: Sequence[str], index: ClassIndex, set_name: str
+) -> dict[int, int | None]:
+    """The class of each number that the source uses."""
     translated = [index.find(own) for own in own_names]
-    # Another list of the same length with other words ("tench, Tinca tinca") is in the official order; a shorter or
-    # reordered one is understood by its words.
-    by_words = None not in translated and len(set(translated)) == len(translated)
-    if own_names and not by_words and len(own_names) != len(names):
+    if own_names and None not in translated and len(set(translated)) == len(translated):
+        return dict(enumerate(translated))
+    # Another list of the same length with other words ("tench, Tinca tinca") is in the official order.
+    if own_names and len(own_names) != len(names):
         raise ReactClipError(
             f"{set_name} has {len(names)} classes, but its files list {len(own_names)} others, such as "
             f"{own_names[0]!r}; use the files of that set, or another name for yours"
         )
-    table = translated if own_names and by_words else list(range(len(names)))
-
-    def label_of(tag: object) -> int | None:
-        if isinstance(tag, str):
-            return index.find(tag)
-        return table[tag] if isinstance(tag, int) and 0 <= tag < len(table) else None
-
-    return label_of
-
-
-def find_shards(root: Path, name: str, splits: tuple[str, ...]) -> list[Path]:
-    """The shards of the first of these splits that has any."""
-    return next((found for split in splits if (found := sorted((root / name / split).glob("*.tar")))), [])
+    return {number: number for number in range(len(names))}
 
 
 def load_shards(shards: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
@@ -161,12 +158,12 @@ def _index_shard(shard: Path) -> list[Tagged]:
             samples: dict[str, dict[str, tarfile.TarInfo]] = {}
             for member in archive:
                 if member.isfile():
-                    sample, extension = _split_name(member.name)
-                    samples.setdefault(sample, {})[extension] = member
+                    # Webdataset's rule: everything after the first dot of the file name is the extension.
+                    path = PurePosixPath(member.name)
+                    stem, _, extension = path.name.partition(".")
+                    samples.setdefault((path.parent / stem).as_posix(), {})[extension.lower()] = member
             for sample, members in samples.items():
-                photo = next(
-                    (member for extension, member in members.items() if _suffix(extension) in EXTENSIONS), None
-                )
+                photo = next((m for m in members.values() if m.name.lower().endswith(PHOTO_SUFFIXES)), None)
                 if photo is not None:
                     read = partial(_read_member, shard, photo.offset_data, photo.size)
                     rows.append(Tagged(f"{shard.stem}/{sample}", _tag(archive, members, sample), read))
@@ -175,19 +172,9 @@ def _index_shard(shard: Path) -> list[Tagged]:
     return rows
 
 
-def _split_name(member: str) -> tuple[str, str]:
-    """Webdataset's rule: everything after the first dot of the file name is the extension."""
-    path = PurePosixPath(member)
-    stem, _, extension = path.name.partition(".")
-    return (path.parent / stem).as_posix(), f".{extension.lower()}"
-
-
-def _suffix(extension: str) -> str:
-    return f".{extension.rpartition('.')[2]}"
-
-
 def _tag(archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], sample: str) -> int | str:
-    for extension in (".cls", ".json"):
+    """The label of a sample: the content of its ``.cls`` file, or a field of its ``.json`` file."""
+    for extension in ("cls", "json"):
         if (member := members.get(extension)) is None or (stream := archive.extractfile(member)) is None:
             continue
         text = stream.read().decode("utf-8", errors="replace").strip()
@@ -211,35 +198,22 @@ def _read_member(shard: Path, offset: int, size: int) -> bytes:
         return stream.read(size)
 
 
-def find_tables(root: Path, name: str, splits: tuple[str, ...]) -> list[Path]:
-    """Parquet files, or one ``save_to_disk`` folder, of the first of these splits that has any."""
-    folder = root / name
-    for split in splits:
-        if (folder / split / "state.json").is_file():
-            return [folder / split]
-        for pattern in (f"{split}/*.parquet", f"data/{split}*.parquet", f"{split}*.parquet"):
-            if found := sorted(folder.glob(pattern)):
-                return found
-    return []
-
-
 def load_tables(tables: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
-    """Read tables found by ``find_tables``; photos stay encoded until they are opened."""
+    """Read Parquet files or a ``save_to_disk`` folder; photos stay encoded until they are opened."""
     datasets = require("datasets", f"reading {tables[0]}", extra="data")
     try:
-        if tables[0].is_dir():
-            table = datasets.load_from_disk(str(tables[0]))
+        if tables[0].suffix == ".json":
+            table = datasets.load_from_disk(str(tables[0].parent))
         else:
             table = datasets.Dataset.from_parquet([str(path) for path in tables])
     except Exception as error:  # pyarrow and datasets each have a family of their own
-        reason = first_line(error)
-        raise ReactClipError(f"{tables[0]} cannot be read ({reason}); get it again") from error
+        raise ReactClipError(f"{tables[0]} cannot be read ({first_line(error)}); get it again") from error
     photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
-    label_column = next((column for column in LABELS if column in table.features), None)
+    label_column = next((column for column in _LABEL_COLUMNS if column in table.features), None)
     if photo_column is None or label_column is None:
         raise ReactClipError(
             f"{tables[0]} has the columns {', '.join(table.column_names)}; a set needs one of images and one called "
-            f"{' or '.join(LABELS)}"
+            f"{' or '.join(_LABEL_COLUMNS)}"
         )
     own_names = getattr(table.features[label_column], "names", None) or []
     table = table.cast_column(photo_column, datasets.Image(decode=False))

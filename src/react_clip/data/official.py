@@ -6,8 +6,6 @@ CIFAR's files are pickles, torchvision's own format: it checks their MD5 before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +17,45 @@ from react_clip.data.registry import DatasetSpec
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
-_BY_NAME = {"test": {"split": "test"}, "train": {"split": "train"}}
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """How to ask a torchvision class for a split, and where it then keeps its photos and labels."""
-
-    photos: str = "_image_files"
-    labels: str = "_labels"
-    splits: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: _BY_NAME)
-
-
-_CIFAR = _Reader("data", "targets", {"test": {"train": False}, "train": {"train": True}})
-_WITH_VAL = {**_BY_NAME, "val": {"split": "val"}}
-
-READERS: Mapping[str, _Reader] = {
-    "cifar10": _CIFAR,
-    "cifar100": _CIFAR,
-    "stl10": _Reader("data", "labels"),
-    "dtd": _Reader(splits=_WITH_VAL),  # torchvision's default is partition 1, the paper's
-    "oxford_pets": _Reader("_images", splits={"test": {"split": "test"}, "train": {"split": "trainval"}}),
-    "flowers102": _Reader(splits=_WITH_VAL),
-    "fgvc_aircraft": _Reader(splits=_WITH_VAL),
-    "stanford_cars": _Reader("_samples", ""),
-    "food101": _Reader(),
+READERS = {
+    "cifar10": ("data", "targets"),
+    "cifar100": ("data", "targets"),
+    "stl10": ("data", "labels"),
+    "dtd": ("_image_files", "_labels"),  # torchvision's default is partition 1, the paper's
+    "oxford_pets": ("_images", "_labels"),
+    "flowers102": ("_image_files", "_labels"),
+    "fgvc_aircraft": ("_image_files", "_labels"),
+    "stanford_cars": ("_samples", ""),  # pairs of both
+    "food101": ("_image_files", "_labels"),
 }
-"""The other sets that torchvision downloads are class folders once unpacked, which we read as such."""
+"""Attributes in which torchvision's class keeps the photos and their labels.
+
+The other sets that torchvision downloads are class folders once unpacked, which we read as such.
+"""
 
 
 def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: bool) -> ImageDataset:
     """Read a set through its torchvision class."""
-    reader = READERS[spec.name]
-    source = _construct(spec, root, download=download, **reader.splits[split])
-    pairs = _pairs(source, reader)
+    source = construct(spec, root, download=download, **_split_argument(spec.name, split))
     index = ClassIndex(spec.folders, spec.class_names)
     # torchvision numbers the classes it meets; only their names are sure to mean the same to both of us.
-    found = [index.find(str(name)) for name in getattr(source, "classes", spec.folders)]
+    classes = [index.find(str(name)) for name in getattr(source, "classes", spec.folders)]
     photos = []
-    for number, (photo, label) in enumerate(pairs):
-        ours = found[label] if 0 <= label < len(found) else None
-        if ours is None:
+    for number, (photo, theirs) in enumerate(_pairs(source, *READERS[spec.name])):
+        label = classes[theirs] if 0 <= theirs < len(classes) else None
+        if label is None:
             raise ReactClipError(
-                f"{spec.name} under {root} has the label {label}, which is none of its classes; get it again"
+                f"{spec.name} under {root} has the label {theirs}, which is none of its classes; get it again"
             )
         if isinstance(photo, np.ndarray):
-            photos.append(Photo(f"{split}/{number:05d}", ours, photo))
+            photos.append(Photo(f"{split}/{number:05d}", label, photo))
         else:
-            path = Path(photo)
-            photos.append(Photo(path.relative_to(root).as_posix(), ours, path))
+            photos.append(Photo(Path(photo).relative_to(root).as_posix(), label, Path(photo)))
     return ImageDataset(spec.name, split, spec.class_names, spec.folders, spec.templates, tuple(photos))
 
 
-def download_folders(spec: DatasetSpec, root: Path) -> None:
-    """Let torchvision download and unpack a set that we then read as class folders."""
-    _construct(spec, root, download=True)
-
-
-def _construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
+def construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
+    """An object of the set's torchvision class; with ``download=True`` its files are fetched and unpacked first."""
     datasets = require("torchvision.datasets", f"reading {spec.name}", extra="data")
     try:
         if arguments.get("download"):
@@ -88,18 +67,23 @@ def _construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
         ) from error
     except Exception as error:  # torchvision raises RuntimeError, ValueError, URLError, OSError or KeyError as it comes
         reason = str(error).partition(".")[0].strip() or type(error).__name__
-        raise ReactClipError(
-            f"{spec.name} cannot be read from {root} ({reason}); {spec.how_to_get_under(root)}"
-        ) from error
+        raise ReactClipError(f"{spec.name} cannot be read from {root} ({reason}); {spec.how_to_get(root)}") from error
 
 
-def _pairs(source: Any, reader: _Reader) -> Iterable[tuple[Any, int]]:
-    photos = getattr(source, reader.photos)
-    if not reader.labels:
+def _split_argument(name: str, split: str) -> dict[str, object]:
+    """How torchvision's class is asked for a split."""
+    if name.startswith("cifar"):
+        return {"train": split == "train"}
+    return {"split": "trainval" if name == "oxford_pets" and split == "train" else split}
+
+
+def _pairs(source: Any, photo_attribute: str, label_attribute: str) -> list[tuple[Any, int]]:
+    photos = getattr(source, photo_attribute)
+    if not label_attribute:
         return [(photo, int(label)) for photo, label in photos]
     if isinstance(photos, np.ndarray) and photos.shape[-1] != 3:
         photos = photos.transpose(0, 2, 3, 1)  # STL10 keeps colour first
-    return [(photo, int(label)) for photo, label in zip(photos, getattr(source, reader.labels), strict=True)]
+    return [(photo, int(label)) for photo, label in zip(photos, getattr(source, label_attribute), strict=True)]
 
 
 def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
@@ -115,4 +99,4 @@ def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
         )
     except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
         reason = first_line(error)
-        raise ReactClipError(f"cannot download {spec.hub} ({reason}); {spec.how_to_get_under(root)}") from error
+        raise ReactClipError(f"cannot download {spec.hub} ({reason}); {spec.how_to_get(root)}") from error

@@ -45,7 +45,7 @@ class DatasetSpec:
     class_list: str = ""
     """File in ``classes/``, where it is not the set's own."""
     numbered: bool = False
-    """Whether class folders are named by index: ``0`` to ``999``."""
+    """Class folders are named by index: ``0`` to ``999``."""
     ignored: tuple[str, ...] = ()
     """Folders of the release that are no class."""
 
@@ -59,22 +59,7 @@ class DatasetSpec:
         """The release's own identifier of each class (folder name, WordNet id), in index order."""
         return tuple(folder for folder, _ in read_classes(self.class_list or self.name))
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Where :func:`react_clip.data.load` looks, in order."""
-        sources = [f"folders <root>/{self.name}/<split>/<class>/"]
-        sources += [f"folders <root>/{directory}/<class>/" for directory in self.directories]
-        sources += [f"webdataset <root>/{self.name}/<split>/*.tar", f"parquet <root>/{self.name}/**/<split>*.parquet"]
-        sources += [f"torchvision.datasets.{self.torchvision}"] if self.torchvision else []
-        sources += [f"huggingface.co/datasets/{self.hub}"] if self.hub else []
-        return tuple(sources)
-
-    @property
-    def how_to_get(self) -> str:
-        """The command that fetches the set into the default root, and its page."""
-        return self.how_to_get_under(default_root())
-
-    def how_to_get_under(self, root: Path) -> str:
+    def how_to_get(self, root: Path) -> str:
         """The command that fetches the set into ``root``, and the page it comes from."""
         command = (
             self.archive.format(root=root)
@@ -101,11 +86,10 @@ def registry() -> dict[str, DatasetSpec]:
     table: dict[str, dict[str, Any]] = tomllib.loads(
         files("react_clip.data").joinpath("sets.toml").read_text(encoding="utf-8")
     )
-    specs = {}
-    for name, fields in table.items():
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        specs[name] = DatasetSpec(name, **values)
-    return specs
+    return {
+        name: DatasetSpec(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for name, fields in table.items()
+    }
 
 
 def names() -> list[str]:

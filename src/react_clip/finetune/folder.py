@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +22,8 @@ from react_clip import storage
 from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
 from react_clip.errors import ReactClipError, first_line
 
-Progress = Callable[[int, int, float], None]
-"""Called with the steps done, the steps in all, and the latest loss."""
-
 _CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Steps done and seconds spent on them."""
-
-    step: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,8 @@ class RunFolder:
         if not (self.path / RECORD).is_file():
             return None
         self._drop_checkpoint()
-        way_out = "remove the folder and finetune again"
-        record: dict[str, Any] = storage.read_json(self.path / RECORD, missing=way_out, invalid=way_out)
+        advice = "remove the folder and finetune again"
+        record: dict[str, Any] = storage.read_json(self.path / RECORD, missing=advice, invalid=advice)
         return record
 
     def finish(self, tower: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,20 +63,25 @@ class RunFolder:
         self._drop_checkpoint()
         return complete
 
-    def save(self, checkpoint: Checkpoint, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> None:
+    def save(
+        self, step: int, seconds: float, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW
+    ) -> None:
         """Write everything that the next step depends on into one file."""
         tensors = {f"weights/{name}": weight.detach().cpu() for name, weight in weights.items()}
         for name, weight in weights.items():
             tensors |= {f"{moment}/{name}": optimiser.state[weight][moment].cpu() for moment in _MOMENTS}
-        header = {"step": checkpoint.step, "seconds": checkpoint.seconds, "identity": self._digest()}
+        header = {"step": step, "seconds": seconds, "identity": self._digest()}
         # One entry, because safetensors writes several in no fixed order.
         storage.write_tensors(self.path / _CHECKPOINT, tensors, {"react-clip": json.dumps(header)})
 
-    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> Checkpoint:
-        """Set weights and optimiser to the last checkpoint; without one they stay as they are."""
+    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> tuple[int, float]:
+        """Set weights and optimiser to the last checkpoint; returns its step and the seconds spent until then.
+
+        Without a checkpoint they stay as they are, and both numbers are 0.
+        """
         path = self.path / _CHECKPOINT
         if not path.is_file():
-            return Checkpoint()
+            return 0, 0.0
         try:
             with safe_open(path, framework="pt") as stored:
                 header = json.loads((stored.metadata() or {})["react-clip"])
@@ -101,7 +94,7 @@ class RunFolder:
                     moments = {moment: stored.get_tensor(f"{moment}/{name}") for moment in _MOMENTS}
                     state[number] = {"step": torch.tensor(float(header["step"])), **moments}
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-            return Checkpoint(int(header["step"]), float(header["seconds"]))
+            return int(header["step"]), float(header["seconds"])
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ReactClipError(f"{path} is damaged ({first_line(error)}); remove it to begin again") from None
 
@@ -171,47 +164,25 @@ def read_log(path: Path) -> list[Row]:
 
 
 class LossLog:
-    """Writes the loss of every step to a CSV file.
+    """Writes the loss of every step to a CSV file."""
 
-    Rows are written one step late: reading a loss at once would leave the device idle until the next step.
-    """
-
-    def __init__(self, path: Path, *, done: int, total: int, progress: Progress | None) -> None:
+    def __init__(self, path: Path, done: int) -> None:
         """Continue a log after ``done`` steps; later rows are dropped, because their steps will be done again."""
         storage.write_text(path, "".join(["step,loss,lr\n", *map(str, read_log(path)[:done])]))
-        self._path, self._total, self._progress = path, total, progress
-        self._pending: tuple[int, Tensor, float] | None = None
         self._stream = path.open("a", encoding="ascii")
 
-    def add(self, step: int, loss: Tensor, lr: float) -> None:
-        """Note a step, counted from 1, and write the one before it."""
-        pending, self._pending = self._pending, (step, loss, lr)
-        self._write(pending)
-
-    def flush(self) -> None:
-        """Write the noted step and wait until the file is on the disk."""
-        pending, self._pending = self._pending, None
-        self._write(pending, sync=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-
-    def _write(self, pending: tuple[int, Tensor, float] | None, *, sync: bool = False) -> None:
-        row = None if pending is None else Row(pending[0], float(pending[1]), pending[2])
-        if row is not None and not math.isfinite(row.loss):
-            raise ReactClipError(
-                f"the loss is {row.loss} at step {row.step}; the last checkpoint is kept: try a smaller learning rate "
-                "(--lr) or --dtype fp32, in another --out"
-            )
+    def add(self, row: Row, *, sync: bool) -> None:
+        """Write a row; with ``sync`` wait until the file is on the disk."""
         try:
-            self._stream.write("" if row is None else str(row))
+            self._stream.write(str(row))
             self._stream.flush()
             if sync:
                 os.fsync(self._stream.fileno())
         except OSError as error:
             raise ReactClipError(
-                f"cannot write {self._path}: {error.strerror}; free some space and run it again"
+                f"cannot write {self._stream.name}: {error.strerror}; free some space and run it again"
             ) from error
-        if row is not None and self._progress is not None:
-            self._progress(row.step, self._total, row.loss)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()

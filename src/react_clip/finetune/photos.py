@@ -65,7 +65,7 @@ def augmented(pixels: Tensor, keys: Tensor, kind: str) -> Tensor:
     return torch.where((draws[:, 0] < 0.5)[:, None, None, None], pixels.flip(3), pixels)
 
 
-def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, classes: int | None) -> Photos:
+def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, classes: int) -> Photos:
     """Photos as uint8, or an error if they cannot be trained on; floats in [0, 1] are rounded to bytes."""
     if pixels.dtype != torch.uint8:
         encoder.check(pixels)
@@ -81,7 +81,7 @@ def checked_photos(encoder: Encoder, pixels: Tensor, labels: Tensor | None, clas
         raise ReactClipError(
             f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} photos need one class index each"
         )
-    elif classes is not None and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+    elif int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ReactClipError(
             f"labels span {int(labels.min())} to {int(labels.max())}; there are class features for 0 to {classes - 1}"
         )

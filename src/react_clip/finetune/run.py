@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from react_clip import functional
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import TOWER, image_parameters, image_tower, lasting_name, load_tower
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
-from react_clip.finetune.folder import Progress, RunFolder, read_log
+from react_clip.finetune.folder import RunFolder, read_log
 from react_clip.finetune.methods import Method, get
 from react_clip.finetune.photos import Photos, checked_photos
-from react_clip.finetune.training import Settings, Task, train
+from react_clip.finetune.training import Progress, Settings, Task, train
 from react_clip.storage import tensor_digest
+from react_clip.zeroshot import ZeroShotClassifier
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,8 @@ def finetune(
         if record is None:
             task = Task(student, encoder, method, photos, features, settings)
             seconds = train(task, run, progress)
-            record = run.finish(_for_disk(student, settings), _record(task, run, seconds, about or {}))
+            tower = {key: tensor.half() if settings.half else tensor for key, tensor in image_tower(student).items()}
+            record = run.finish(tower, _record(task, run, seconds, about or {}))
         # Read back, so that the returned encoder is bit for bit the one that rc.load gives.
         load_tower(student, folder / TOWER)
     student.name = str(folder)
@@ -92,19 +93,14 @@ def finetune(
 
 
 def _checked_classes(encoder: Encoder, method: Method, labels: Tensor | None, class_features: Tensor | None) -> Tensor:
+    """Unit class features ``[K, D]`` on the encoder's device; one row of zeros for methods without labels."""
     if not method.needs_labels:
         return torch.zeros(1, encoder.dim, device=encoder.device)
     if labels is None or class_features is None:
         missing = "labels" if labels is None else "class_features"
         raise ReactClipError(f"{method.kind} needs {missing}; give them, or use fare, which needs none")
-    if class_features.ndim != 2 or class_features.shape[1] != encoder.dim or not len(class_features):
-        raise ReactClipError(
-            f"class features have shape {list(class_features.shape)}; {encoder.name!r} needs [classes, {encoder.dim}]"
-        )
-    features = class_features.detach().to(encoder.device, torch.float32)
-    if not bool((torch.isfinite(features).all(dim=1) & (features.norm(dim=1) > 0)).all()):
-        raise ReactClipError("class features hold NaN, infinity or an all-zero row; compute them again")
-    return functional.normalize(features)
+    names = [f"class {number}" for number in range(len(class_features))]
+    return ZeroShotClassifier.from_features(encoder, names, class_features.float()).class_features
 
 
 def _identity(
@@ -119,11 +115,6 @@ def _identity(
         "data": {"photos": tensor_digest(photos.pixels), "labels": tensor_digest(photos.labels)},
         "classes": tensor_digest(class_features),
     }
-
-
-def _for_disk(student: Encoder, settings: Settings) -> dict[str, Tensor]:
-    tower = image_tower(student)
-    return {key: tensor.half() for key, tensor in tower.items()} if settings.half else tower
 
 
 def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,12 @@ from react_clip.config import Configuration, Count, PositiveLength, Whole
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import image_parameters
 from react_clip.errors import ReactClipError
-from react_clip.finetune.folder import Checkpoint, LossLog, Progress, RunFolder
+from react_clip.finetune.folder import LossLog, Row, RunFolder
 from react_clip.finetune.methods import Batch, Method, Tower
 from react_clip.finetune.photos import Photos, augmented, stream_keys, upload
+
+Progress = Callable[[int, int, float], None]
+"""Called with the steps done, the steps in all, and the latest loss."""
 
 
 class InnerAttack(Configuration):
@@ -94,7 +98,7 @@ class Settings(Configuration):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained on what; only the student's image tower changes."""
+    """Models, method, data and settings of a run; training changes the student's image tower only."""
 
     student: Encoder
     original: Encoder
@@ -116,20 +120,25 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
         weight_decay=settings.weight_decay,
         fused=task.student.device.type == "cuda",
     )
-    last = folder.restore(weights, optimiser)
-    log = LossLog(folder.log, done=last.step, total=settings.steps, progress=progress)
+    done, seconds = folder.restore(weights, optimiser)
+    log = LossLog(folder.log, done)
     try:
-        for step in range(last.step, settings.steps):
-            rate = settings.learning_rate(step)
+        for step in range(done + 1, settings.steps + 1):
+            rate = settings.learning_rate(step - 1)
             for group in optimiser.param_groups:
                 group["lr"] = rate
-            log.add(step + 1, gradients(task, step), rate)
+            loss = gradients(task, step - 1)
+            _check_finite([loss], f"the loss is {loss} at step {step}")
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-            if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
-                log.flush()
-                _check_finite(list(weights.values()), step + 1)
-                folder.save(Checkpoint(step + 1, last.seconds + time.monotonic() - began), weights, optimiser)
+            at_checkpoint = step % settings.save_every == 0 or step == settings.steps
+            log.add(Row(step, float(loss), rate), sync=at_checkpoint)
+            if progress is not None:
+                progress(step, settings.steps, float(loss))
+            if at_checkpoint:
+                # A finite loss can have an infinite gradient.
+                _check_finite(list(weights.values()), f"the weights are not finite after step {step}")
+                folder.save(step, seconds + time.monotonic() - began, weights, optimiser)
     except torch.cuda.OutOfMemoryError:
         raise ReactClipError(
             f"a batch of {settings.batch} does not fit into the device's memory; halve --batch and double --accumulate"
@@ -137,7 +146,15 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
     finally:
         log.close()
         task.student.requires_grad_(False)
-    return last.seconds + time.monotonic() - began
+    return seconds + time.monotonic() - began
+
+
+def _check_finite(values: Sequence[Tensor], problem: str) -> None:
+    if not bool(torch.stack([torch.isfinite(value).all() for value in values]).all()):
+        raise ReactClipError(
+            f"{problem}; the last checkpoint is kept: try a smaller learning rate (--lr) or --dtype fp32, in another "
+            "--out"
+        )
 
 
 def gradients(task: Task, step: int) -> Tensor:
@@ -169,12 +186,3 @@ def _tower(encoder: Encoder, precision: str) -> Tower:
             return encoder.raw_features(pixels)
 
     return features
-
-
-def _check_finite(weights: list[torch.nn.Parameter], step: int) -> None:
-    """Refuse to save weights that are not finite: a finite loss can have an infinite gradient."""
-    if not bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all()):
-        raise ReactClipError(
-            f"the weights are not finite after step {step}; the last checkpoint is kept: try a smaller learning rate "
-            "(--lr) or --dtype fp32, in another --out"
-        )
