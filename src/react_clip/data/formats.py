@@ -39,8 +39,9 @@ def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -
     """Read ``<folder>/<class>/``. A known set keeps its own classes in its own order, whichever of them lie here."""
     present = class_folders(folder)
     notes: tuple[str, ...] = ()
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     if spec is None:
-        folders, templates = tuple(entry.name for entry in present), (DEFAULT_TEMPLATE,)
+        folders = tuple(entry.name for entry in present)
         class_names = readable_names(folders)
         labels = {entry: label for label, entry in enumerate(present)}
     else:
@@ -100,9 +101,9 @@ def build_dataset(
     """A data set from tagged photos; ``own_names`` is the source's class list, empty where it has none."""
     if not rows:
         raise ReactClipError(f"{name} has no {split} photo in its files; get it again")
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     if spec is None:
         names = folders = tuple(own_names) or _names_in_use(rows)
-        templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     else:
         names, folders, templates = spec.class_names, spec.folders, spec.templates
     index = ClassIndex(folders, names)

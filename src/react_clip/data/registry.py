@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from react_clip.errors import ReactClipError
 from react_clip.storage import cache_dir
@@ -83,13 +85,9 @@ def read_classes(name: str) -> tuple[tuple[str, str], ...]:
 @cache
 def registry() -> dict[str, DatasetSpec]:
     """Every set of ``sets.toml`` by name."""
-    table: dict[str, dict[str, Any]] = tomllib.loads(
-        files("react_clip.data").joinpath("sets.toml").read_text(encoding="utf-8")
-    )
-    return {
-        name: DatasetSpec(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-        for name, fields in table.items()
-    }
+    text = files("react_clip.data").joinpath("sets.toml").read_text(encoding="utf-8")
+    entry = TypeAdapter(DatasetSpec)
+    return {name: entry.validate_python({"name": name, **fields}) for name, fields in tomllib.loads(text).items()}
 
 
 def names() -> list[str]:
