@@ -189,7 +189,7 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--labels", ""], "--labels is empty"),
         (["--labels", " , "], "--labels is empty"),
@@ -204,17 +204,17 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
     ],
 )
 def test_bad_options_get_one_line(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, arguments: list[str], says: str
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, arguments: list[str], message: str
 ) -> None:
     code, out, err = run(capsys, "classify", photos / "photo0.png", "--model", tiny_folder, "--quiet", *arguments)
     assert code == 2
     assert out == ""
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--eps", "8"], "8/255"),
         (["--attack", "magic"], "magic"),
@@ -222,11 +222,16 @@ def test_bad_options_get_one_line(
     ],
 )
 def test_bad_attacks_get_one_line(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path, arguments: list[str], says: str
+    capsys: pytest.CaptureFixture[str],
+    photos: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
 ) -> None:
     code, _, err = run(capsys, "attack", photos, *tiny, "--out", tmp_path / "adv", *arguments)
     assert code == 2
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "adv").exists()
 

@@ -33,7 +33,7 @@ def guard_for(traffic: str, clf: rc.ZeroShotClassifier, images: Tensor) -> rc.Re
 
 
 def split(syncs: list[str]) -> tuple[int, int]:
-    """How many of them read, how many upload."""
+    """Number of synchronisations that read, and that upload."""
     uploads = sum(name in UPLOADING for name in syncs)
     return len(syncs) - uploads, uploads
 

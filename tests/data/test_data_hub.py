@@ -73,10 +73,10 @@ def test_tables_that_cannot_be_used(tmp_path: Path, photo_bytes) -> None:
 def test_a_row_that_only_points_elsewhere_is_refused(tmp_path: Path, save_photo) -> None:
     features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
     reference = {"image": [{"bytes": None, "path": str(save_photo(tmp_path / "secret.png", 1))}]}
-    made = datasets.Dataset.from_dict(reference, features=features).add_column("label", [0])
-    made.info.features["image"] = datasets.Image()
+    table_of_references = datasets.Dataset.from_dict(reference, features=features).add_column("label", [0])
+    table_of_references.info.features["image"] = datasets.Image()
     (tmp_path / "mine").mkdir()
-    made.to_parquet(tmp_path / "mine" / "test.parquet")
+    table_of_references.to_parquet(tmp_path / "mine" / "test.parquet")
     dataset = data.load("mine", root=tmp_path)
     for use in (dataset.fingerprint, lambda: dataset.image(0)):
         with pytest.raises(ReactClipError, match="row 0 of the table holds no photo"):

@@ -16,7 +16,7 @@ from react_clip.errors import ReactClipError
 torchvision_datasets = pytest.importorskip("torchvision.datasets", reason="needs torchvision: react-clip[data]")
 
 
-def spoken(dataset: ImageDataset) -> list[str]:
+def class_names_of(dataset: ImageDataset) -> list[str]:
     return [dataset.class_names[label] for label in dataset.labels]
 
 
@@ -33,10 +33,10 @@ def test_dtd_reads_partition_one(tmp_path: Path, save_photo) -> None:
     write(base / "labels" / "test2.txt", "banded/c.jpg\n")
     write(base / "labels" / "val1.txt", "banded/c.jpg\n")
     dataset = data.load("dtd", root=tmp_path)
-    assert spoken(dataset) == ["zigzagged", "banded"]
+    assert class_names_of(dataset) == ["zigzagged", "banded"]
     assert dataset.labels == [46, 0], "torchvision numbers only the classes it meets"
     assert dataset.photos[1].id == "dtd/dtd/images/banded/b.jpg"
-    assert spoken(data.load("dtd", root=tmp_path, split="val")) == ["banded"]
+    assert class_names_of(data.load("dtd", root=tmp_path, split="val")) == ["banded"]
 
 
 def test_oxford_pets(tmp_path: Path, save_photo) -> None:
@@ -51,9 +51,9 @@ def test_oxford_pets(tmp_path: Path, save_photo) -> None:
     lines["great_pyrenees_9"] = 3
     write(base / "annotations" / "test.txt", "".join(f"{photo} {label} 1 1\n" for photo, label in lines.items()))
     dataset = data.load("oxford_pets", root=tmp_path)
-    assert spoken(dataset) == ["abyssinian", "great pyrenees", "american bulldog"]
+    assert class_names_of(dataset) == ["abyssinian", "great pyrenees", "american bulldog"]
     assert dataset.image(1).size == (8, 8)
-    assert spoken(data.load("oxford_pets", root=tmp_path, split="train")) == ["abyssinian"]
+    assert class_names_of(data.load("oxford_pets", root=tmp_path, split="train")) == ["abyssinian"]
 
 
 def test_fgvc_aircraft_reads_variants(tmp_path: Path, save_photo) -> None:
@@ -62,7 +62,7 @@ def test_fgvc_aircraft_reads_variants(tmp_path: Path, save_photo) -> None:
     save_photo(base / "images" / "0002.jpg", 2)
     write(base / "variants.txt", "737-700\nF-16A/B\n")
     write(base / "images_variant_test.txt", "0002 F-16A/B\n0001 737-700\n")
-    assert spoken(data.load("fgvc_aircraft", root=tmp_path)) == ["F-16A/B", "Boeing 737-700"]
+    assert class_names_of(data.load("fgvc_aircraft", root=tmp_path)) == ["F-16A/B", "Boeing 737-700"]
 
 
 def test_stanford_cars(tmp_path: Path, save_photo) -> None:
@@ -77,7 +77,10 @@ def test_stanford_cars(tmp_path: Path, save_photo) -> None:
     annotations["class"] = [196, 1]
     annotations["fname"] = ["00001.jpg", "00002.jpg"]
     scipy_io.savemat(base / "cars_test_annos_withlabels.mat", {"annotations": annotations})
-    assert spoken(data.load("stanford_cars", root=tmp_path)) == ["smart fortwo Convertible", "AM General Hummer SUV"]
+    assert class_names_of(data.load("stanford_cars", root=tmp_path)) == [
+        "smart fortwo Convertible",
+        "AM General Hummer SUV",
+    ]
     # A copy that is there is read even where a download was allowed (the network is shut in these tests).
     assert len(data.load("stanford_cars", root=tmp_path, download=True)) == 2
 
@@ -94,7 +97,7 @@ def test_flowers102(tmp_path: Path, save_photo, monkeypatch: pytest.MonkeyPatch)
         for kind, name in {"label": "imagelabels.mat", "setid": "setid.mat"}.items()
     }
     monkeypatch.setattr(torchvision_datasets.Flowers102, "_file_dict", checked)
-    assert spoken(data.load("flowers102", root=tmp_path)) == ["blackberry lily", "lotus"]
+    assert class_names_of(data.load("flowers102", root=tmp_path)) == ["blackberry lily", "lotus"]
 
 
 def test_a_download_is_torchvisions(tmp_path: Path, save_photo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +105,7 @@ def test_a_download_is_torchvisions(tmp_path: Path, save_photo, monkeypatch: pyt
         save_photo(tmp_path / "new" / "eurosat" / "2750" / "River" / "River_1.jpg", 1)
 
     monkeypatch.setattr(torchvision_datasets.EuroSAT, "download", download)
-    assert spoken(data.load("eurosat", root=tmp_path / "new", download=True)) == ["a river"]
+    assert class_names_of(data.load("eurosat", root=tmp_path / "new", download=True)) == ["a river"]
 
 
 def test_a_failed_download_gives_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_stl10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sums = [[name, hashlib.md5((base / name).read_bytes()).hexdigest()] for name, _ in getattr(stl10, part)]
         monkeypatch.setattr(stl10, part, sums)
     dataset = data.load("stl10", root=tmp_path)
-    assert spoken(dataset) == ["truck", "car"]
+    assert class_names_of(dataset) == ["truck", "car"]
     # The file stores columns before rows.
     assert np.array_equal(np.asarray(dataset.image(1)), pixels[1].transpose(2, 1, 0))
     assert dataset.fingerprint() != data.load("stl10", root=tmp_path, split="train").fingerprint()
@@ -153,7 +156,7 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar, "test_list", [[names[-1], checksum(names[-1])]])
     monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": checksum("batches.meta")})
     dataset = data.load("cifar10", root=tmp_path)
-    assert spoken(dataset) == ["frog", "airplane", "truck"]
+    assert class_names_of(dataset) == ["frog", "airplane", "truck"]
     assert np.array_equal(np.asarray(dataset.image(0)), pixels[0].reshape(3, 32, 32).transpose(1, 2, 0))
     assert len(data.load("cifar10", root=tmp_path, split="train", limit=4)) == 4
     (base / names[-1]).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 0, 0]}))

@@ -37,9 +37,9 @@ def root(photos: tuple[Tensor, Tensor], tmp_path_factory: pytest.TempPathFactory
     """Photos as PNG below ``stripes/train/<class>/``."""
     root = tmp_path_factory.mktemp("data")
     for number, (pixels, label) in enumerate(zip(*photos, strict=True)):
-        place = root / "stripes" / "train" / NAMES[int(label)]
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(place / f"{number:02d}.png")
+        folder = root / "stripes" / "train" / NAMES[int(label)]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{number:02d}.png")
     return root
 
 
@@ -51,25 +51,24 @@ def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
     arguments += ["--steps", 6, "--batch", 8, "--lr", "1e-3", "--save-every", 3, "--device", "cpu"]
     with (
         pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(StringIO()) as said,
-        redirect_stderr(StringIO()) as told,
+        redirect_stdout(StringIO()) as stdout,
+        redirect_stderr(StringIO()) as stderr,
     ):
         patch.setattr(sys, "argv", ["react-clip", *map(str, arguments)])
-        assert main(sys.argv[1:]) == 0, told.getvalue()
-    assert "tecoa: 6 steps on 24 photos" in said.getvalue()
-    assert f"use it with --model {out}" in told.getvalue()
+        assert main(sys.argv[1:]) == 0, stderr.getvalue()
+    assert "tecoa: 6 steps on 24 photos" in stdout.getvalue()
+    assert f"use it with --model {out}" in stderr.getvalue()
     return out
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     code = main(["finetune", *map(str, arguments)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
-    left = {path.name for path in tuned.iterdir()}
-    assert left == {
+    assert {path.name for path in tuned.iterdir()} == {
         *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
     }
     record = json.loads((tuned / "finetune.json").read_text())
@@ -142,13 +141,13 @@ def test_fare_needs_neither_text_nor_heads(
 
 @pytest.fixture
 def heads(class_features: Tensor, tmp_path: Path) -> Path:
-    place = tmp_path / "heads"
-    place.mkdir()
+    folder = tmp_path / "heads"
+    folder.mkdir()
     # In another order than the folders: labels must follow the head.
     order = [2, 0, 3, 1]
     names = [NAMES[i] for i in order]
-    np.savez(place / "stripes.npz", names=names, folders=names, features=class_features[order].numpy())
-    return place
+    np.savez(folder / "stripes.npz", names=names, folders=names, features=class_features[order].numpy())
+    return folder
 
 
 def test_heads_come_first_from_a_folder_or_a_file(
@@ -168,7 +167,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (["pgd", "stripes"], "method 'pgd' does not exist; choose one of clip-ft, fare, pmg-aft, tecoa"),
         (["tecoa", "nothing"], "data set 'nothing' is not known"),
@@ -185,7 +184,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
 )
 def test_mistakes_are_one_line(
     changes: list[str],
-    says: str,
+    message: str,
     root: Path,
     tiny_folder: Path,
     tmp_path: Path,
@@ -199,6 +198,6 @@ def test_mistakes_are_one_line(
     code, out, err = called(capsys, *changes[:2], *arguments, *changes[2:], "--quiet")
     assert code == 2
     assert out == ""
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()

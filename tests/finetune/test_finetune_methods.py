@@ -84,8 +84,8 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
     ce = -log_p(moved, adversarial)[torch.arange(5), labels]
     assert torch.allclose(TeCoA().loss(batch, adversarial), ce, atol=1e-4)
     p, q, o = log_p(moved, clean), log_p(moved, adversarial), log_p(encoder, adversarial)
-    wanted = ce + 0.5 * (p.exp() * (p - q)).sum(1) + 2 * (o.exp() * (o - q)).sum(1)
-    assert torch.allclose(PMGAFT(clean_weight=0.5, original_weight=2.0).loss(batch, adversarial), wanted, atol=1e-4)
+    expected = ce + 0.5 * (p.exp() * (p - q)).sum(1) + 2 * (o.exp() * (o - q)).sum(1)
+    assert torch.allclose(PMGAFT(clean_weight=0.5, original_weight=2.0).loss(batch, adversarial), expected, atol=1e-4)
     apart = (moved.raw_features(adversarial) - encoder.raw_features(clean)).square().sum(1)
     assert torch.allclose(FARE().loss(batch, adversarial), apart, rtol=1e-4)
     slow = slow_contrastive(moved.raw_features(adversarial).double(), class_features.double(), labels.tolist())
@@ -214,13 +214,13 @@ def test_open_clip_towers_train_the_same(
 
 
 def test_every_photo_is_seen_once_a_pass(photos: Any) -> None:
-    deck = Photos(*photos)
-    seen = torch.cat([deck.indices(step, 10, seed=0) for step in range(12)])
+    passes = Photos(*photos)
+    seen = torch.cat([passes.indices(step, 10, seed=0) for step in range(12)])
     assert seen.view(5, 24).sort(dim=1).values.equal(torch.arange(24).expand(5, -1))
     assert not torch.equal(seen[:24], seen[24:48])
-    assert torch.equal(deck.indices(3, 10, seed=0), seen[30:40])
-    assert not torch.equal(deck.indices(0, 10, seed=1), seen[:10])
-    assert len(deck.indices(0, 100, seed=0)) == 100, "a batch larger than the set goes round"
+    assert torch.equal(passes.indices(3, 10, seed=0), seen[30:40])
+    assert not torch.equal(passes.indices(0, 10, seed=1), seen[:10])
+    assert len(passes.indices(0, 100, seed=0)) == 100, "a batch larger than the set goes round"
 
 
 def test_augmentation_mirrors_half_and_crops_inside(photos: Any) -> None:
@@ -242,7 +242,7 @@ def test_augmentation_mirrors_half_and_crops_inside(photos: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"batch": 0}, "batch is 0"),
         ({"lr": math.nan}, "lr is nan"),
@@ -252,8 +252,8 @@ def test_augmentation_mirrors_half_and_crops_inside(photos: Any) -> None:
         ({"attack": {"eps": 2.0}}, "write 2/255"),
     ],
 )
-def test_impossible_settings_are_refused(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(rc.ReactClipError, match=says):
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(rc.ReactClipError, match=message):
         Settings(**values)
 
 
@@ -262,8 +262,8 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     pixels, labels = photos
 
-    def refused(says: str, *arguments: Any, model: rc.Encoder = encoder, method: str = "tecoa") -> None:
-        with pytest.raises(rc.ReactClipError, match=says) as caught:
+    def refused(message: str, *arguments: Any, model: rc.Encoder = encoder, method: str = "tecoa") -> None:
+        with pytest.raises(rc.ReactClipError, match=message) as caught:
             finetune(model, method, *arguments, out=tmp_path / "out")
         assert "\n" not in str(caught.value)
 

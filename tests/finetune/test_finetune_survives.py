@@ -1,4 +1,4 @@
-"""Kills, races, other configurations, full disks and infinities: a run goes on where it was, or says why not."""
+"""Kills, races, other configurations, full disks and infinities: a run goes on where it was, or gives the reason."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_killed_again_and_again_it_ends_with_the_same_tower(ended: tuple[Path, str]) -> None:
-    root, said = ended
-    assert said.count("killed ended -9") == 3, said + "the children were to be killed, not to finish"
-    assert "killed ended 0" in said
+    root, output = ended
+    assert output.count("killed ended -9") == 3, output + "the children were to be killed, not to finish"
+    assert "killed ended 0" in output
     assert content(root / "killed") == content(root / "plain")
     assert [row.step for row in read_log(root / "killed" / "log.csv")] == list(range(1, 10))
     left = {path.name for path in (root / "killed").iterdir()}
@@ -45,26 +45,26 @@ def test_killed_again_and_again_it_ends_with_the_same_tower(ended: tuple[Path, s
 
 
 def test_of_two_runs_on_one_folder_one_is_refused(ended: tuple[Path, str]) -> None:
-    root, said = ended
-    assert "raced ended 0 2" in said
-    assert "raced refused:" in said
-    assert "is in use by process" in said
+    root, output = ended
+    assert "raced ended 0 2" in output
+    assert "raced refused:" in output
+    assert "is in use by process" in output
     assert content(root / "raced") == content(root / "plain")
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(ended: tuple[Path, str]) -> None:
-    root, said = ended
-    refused = [line for line in said.splitlines() if line.startswith("starved refused:")]
+    root, output = ended
+    refused = [line for line in output.splitlines() if line.startswith("starved refused:")]
     assert len(refused) == 1
     assert "checkpoint.safetensors" in refused[0]
     assert "free some space" in refused[0]
-    assert "starved left .lock checkpoint.safetensors log.csv settings.json" in said
-    assert said.index("starved ended 2") < said.index("starved ended 0")
+    assert "starved left .lock checkpoint.safetensors log.csv settings.json" in output
+    assert output.index("starved ended 2") < output.index("starved ended 0")
     assert content(root / "starved") == content(root / "plain")
 
 
 class StoppedError(Exception):
-    """What a test raises in the middle of a run."""
+    """Raised by a test in the middle of a run."""
 
 
 def stop_after(step: int) -> Any:
@@ -117,7 +117,7 @@ def test_a_finished_run_is_left_alone(
 def test_another_configuration_is_refused_by_name(
     stopped: Path, encoder: rc.Encoder, other_folder: Path, photos: Any, class_features: Tensor
 ) -> None:
-    kept = {path.name: path.read_bytes() for path in stopped.iterdir()}
+    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
 
     def refused(other: str, model: rc.Encoder = encoder, pixels: Tensor = photos[0], **changes: Any) -> None:
         with pytest.raises(rc.ReactClipError, match=rf"another run \(other {other}\); .*choose another --out"):
@@ -129,7 +129,7 @@ def test_another_configuration_is_refused_by_name(
     refused("weights", model=rc.load(other_folder, device="cpu"))
     with pytest.raises(rc.ReactClipError, match=r"another run \(other .*method\.kind"):
         finetune(encoder, TeCoA(), *photos, class_features, out=stopped, settings=SETTINGS)
-    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == kept
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
 
 
 def test_foreign_and_damaged_folders_are_refused(
@@ -150,9 +150,9 @@ def test_foreign_and_damaged_folders_are_refused(
     (stopped / "settings.json").unlink()
     with pytest.raises(rc.ReactClipError, match=r"has a checkpoint\.safetensors but no settings\.json"):
         again(encoder, photos, stopped)
-    checkpoint.rename(tmp_path / "kept")
+    checkpoint.rename(tmp_path / "moved")
     other = finetune_stopped(encoder, photos, tmp_path / "other")
-    (tmp_path / "kept").rename(other / "checkpoint.safetensors")
+    (tmp_path / "moved").rename(other / "checkpoint.safetensors")
     with pytest.raises(rc.ReactClipError, match="belongs to another run; remove it"):
         again(encoder, photos, other, seed=1)
     with pytest.raises(rc.ReactClipError, match="has not finished"):
@@ -183,9 +183,9 @@ class Exploding(FARE):
 def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
     quietly: bool, encoder: rc.Encoder, photos: Any, tmp_path: Path
 ) -> None:
-    says = r"weights are not finite after step 2" if quietly else r"the loss is inf at step 2"
+    message = r"weights are not finite after step 2" if quietly else r"the loss is inf at step 2"
     settings = SETTINGS.replace(save_every=1)
-    with pytest.raises(rc.ReactClipError, match=f"{says}.*last checkpoint is kept.*--lr") as caught:
+    with pytest.raises(rc.ReactClipError, match=f"{message}.*last checkpoint is kept.*--lr") as caught:
         finetune(encoder, Exploding(quietly=quietly), photos[0], out=tmp_path, settings=settings)
     assert "\n" not in str(caught.value)
     from safetensors.torch import load_file

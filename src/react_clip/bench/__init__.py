@@ -1,4 +1,4 @@
-"""What a defence costs, measured side by side in one run: same weights, same images, same precision."""
+"""The cost of a defence, measured side by side in one run: same weights, same images, same precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call takes from the machine beside time: memory, host synchronisations, and the machine's own limits."""
+"""Memory and host synchronisations of a call, and the limits of the machine."""
 
 from __future__ import annotations
 

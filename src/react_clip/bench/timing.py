@@ -51,7 +51,7 @@ class Timing:
     peak_bytes: int
     """Most bytes of tensors during one pass over all images, beyond the weights and the images."""
     host_syncs: int
-    """How often the host waits for the device in one batch."""
+    """Number of times that the host waits for the device in one batch."""
     round_milliseconds: tuple[float, ...]
 
 
@@ -138,7 +138,7 @@ class Comparison:
         ]
 
     def steps(self, rounds: int, singles: int) -> int:
-        """How often ``progress`` is called."""
+        """Number of times that ``progress`` is called."""
         return len(self.contenders) * (1 + rounds * len(self.chunks)) + singles
 
     def _answer(self, contender: Contender, images: Tensor) -> list[tuple[Tensor, Tensor]]:

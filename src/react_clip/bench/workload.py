@@ -1,4 +1,4 @@
-"""What the benchmark measures: images, encoders of known shapes, and the contenders that answer them."""
+"""The work that the benchmark measures: images, encoders of known shapes, and the contenders that answer them."""
 
 from __future__ import annotations
 

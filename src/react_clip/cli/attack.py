@@ -10,6 +10,7 @@ from react_clip.cli import common
 from react_clip.preprocess import to_image
 from react_clip.storage import atomic_path
 
+EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
 _BATCH = 16
 
 

@@ -19,6 +19,7 @@ from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 
+EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 2
 _CLASSES = 1_000
 """Classes of an encoder with random weights."""

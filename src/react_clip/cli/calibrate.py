@@ -15,6 +15,8 @@ from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 from react_clip.preprocess import to_float
 
+EXAMPLE = "react-clip calibrate folder:photos --model my-clip/ --clean-pass 0.95 --out calibration.json"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

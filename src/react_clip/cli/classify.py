@@ -9,6 +9,8 @@ from typing import Any
 from react_clip import Defended
 from react_clip.cli import common
 
+EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

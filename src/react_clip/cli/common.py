@@ -138,7 +138,7 @@ def command_line() -> str:
 
 
 def diagnostics(out: Defended, row: int) -> dict[str, Any]:
-    """Why one image was left alone or corrected, as JSON values; None where a value was not measured."""
+    """The values that decided whether one image was corrected, for JSON; None where one was not measured."""
     values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
     measured = {name: None if math.isnan(value) else value for name, value in values.items()}
     return {"gated": bool(out.gated[row]), **measured, "passes": int(out.passes[row])}
@@ -229,7 +229,7 @@ def load_photos(
 
 
 def describe_photos(args: argparse.Namespace, photos: ImageDataset) -> dict[str, Any]:
-    """What result files record about the photos of :func:`load_photos`, as JSON values."""
+    """Name, split, number and digest of the photos of :func:`load_photos`, as result files record them."""
     return {
         "name": args.dataset,
         "split": args.split,

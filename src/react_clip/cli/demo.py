@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from react_clip import ReACT, ZeroShotClassifier
     from react_clip.report.demo_page import Outcome, PhotoResult
 
+EXAMPLE = "react-clip demo my.jpg --labels 'cat, dog, teapot'"
 BUDGETS, ALL_BUDGETS = (4, 8), (1, 4, 8, 16)
 """Attack strengths in 255ths: by default and with --full."""
 _PHOTOS = 2
@@ -126,7 +127,7 @@ class _Demo:
         return result.images
 
     def _answers(self, clean: Tensor, images: Tensor, budgets: Sequence[int]) -> list[Outcome]:
-        """What plain and defended CLIP say about versions ``[B, 3, S, S]`` of the photo ``clean`` ``[1, 3, S, S]``."""
+        """Plain and defended answers for versions ``[B, 3, S, S]`` of the photo ``clean`` ``[1, 3, S, S]``."""
         from react_clip.defenses import Undefended
         from react_clip.report.demo_page import Outcome
 
@@ -153,7 +154,7 @@ def _heading(result: PhotoResult) -> str:
 
 
 def _row(result: PhotoResult, outcome: Outcome) -> str:
-    """A line of the terminal's table; the mark says whether the answer is CLIP's for the clean photo."""
+    """A line of the terminal's table; a tick marks answers that equal CLIP's answer for the clean photo."""
     plain = f"{result.mark(outcome.plain)} {outcome.plain[:20]} {outcome.plain_probability:.0%}"
     defended = f"{result.mark(outcome.defended)} {outcome.defended[:20]} {outcome.defended_probability:.0%}"
     values = outcome.diagnostics

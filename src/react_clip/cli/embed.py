@@ -19,6 +19,7 @@ from react_clip.scale import defend_dataset
 from react_clip.storage import atomic_path, write_tensors, write_text
 from react_clip.zeroshot import ZeroShotClassifier
 
+EXAMPLE = "react-clip embed s3://bucket/shards --out s3://bucket/features --engine ray --resume"
 _FOLDER_OPTIONS = ("chunk", "top", "column", "resume", "address", "workers")
 
 

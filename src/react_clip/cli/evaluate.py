@@ -19,6 +19,11 @@ from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.store import TABLES
 from react_clip.report.tables import accuracy_table, write_tables
 
+EXAMPLE = (
+    "react-clip evaluate recipes/table1.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
+    "--datasets all --limit 100 --out runs/table1 (add --validate to check it and see its cost first)"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
-    """The recipe with what the command line says instead."""
+    """The recipe with the values that the command line replaces."""
     names = ("model", "transfer_model", "limit", "dtype", "attack_dtype", "draws", "batch")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.datasets is not None:
@@ -86,12 +91,12 @@ def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]:
     by_label = {item.label: item for item in recipe.defenses}
     # A label may hold commas of its own, so the whole is tried first.
-    wanted = [labels] if labels in by_label else [label.strip() for label in labels.split(",") if label.strip()]
-    if unknown := [label for label in wanted if label not in by_label]:
+    chosen = [labels] if labels in by_label else [label.strip() for label in labels.split(",") if label.strip()]
+    if unknown := [label for label in chosen if label not in by_label]:
         raise ReactClipError(
             f"--defenses names {unknown[0]!r}, which the recipe has not; choose among {', '.join(by_label)}"
         )
-    return tuple(by_label[label] for label in wanted)
+    return tuple(by_label[label] for label in chosen)
 
 
 class _PrintAboveBar(logging.Handler):

@@ -10,6 +10,7 @@ from react_clip import ReactClipError
 from react_clip.cli import common
 from react_clip.encoders.exported import FORMATS, TOLERANCE, export
 
+EXAMPLE = "react-clip export clip-vit-b-16 --format onnx --out towers/b16  (then --model onnx:towers/b16)"
 _MOST_PHOTOS = 64
 """Enough to see a difference; all of them go through the tower at once."""
 

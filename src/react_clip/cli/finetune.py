@@ -15,6 +15,7 @@ from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetu
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.photos import check_memory
 
+EXAMPLE = "react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa"
 _PLOT = "loss.png"
 _SETTINGS = ("batch", "accumulate", "lr", "weight_decay", "dtype", "augment", "seed", "half", "save_every")
 

@@ -49,7 +49,7 @@ class Progress:
     def show(
         self, stage: str | None = None, *, done: int | None = None, total: int | None = None, note: str = ""
     ) -> None:
-        """Set what is being done, how much of it is done and of how much; values left out stay as they are."""
+        """Set the stage, the steps done and the steps in all; values that are not given stay as they are."""
         changed = stage is not None and stage != self._stage
         self._stage = self._stage if stage is None else stage
         self._done = self._done if done is None else done

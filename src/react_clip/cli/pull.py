@@ -7,6 +7,8 @@ import argparse
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
 
+EXAMPLE = "react-clip pull clip-vit-b-16"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

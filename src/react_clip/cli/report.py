@@ -9,6 +9,8 @@ from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.optional import require
 
+EXAMPLE = "react-clip report runs/table1 --out report/"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

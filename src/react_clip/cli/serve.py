@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from react_clip.serve.engine import ClassList
     from react_clip.serve.settings import ApiKeys, Settings
 
+EXAMPLE = "react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000"
 _PACKAGES = ("fastapi", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn")
 
 

@@ -55,7 +55,7 @@ class Photo:
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Photos with labels that index ``class_names``; ``notes`` says what was left out and why."""
+    """Photos with labels that index ``class_names``; ``notes`` lists what was left out and why."""
 
     name: str
     split: str

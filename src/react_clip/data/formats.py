@@ -24,7 +24,7 @@ from react_clip.preprocess import PHOTO_SUFFIXES
 
 SHARDS = ("{split}/*.tar",)
 TABLES = ("{split}/state.json", "{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet")
-"""Where shards and tables of a split lie in a set's folder; ``save_to_disk`` writes a ``state.json``."""
+"""Patterns of shards and tables below a set's folder; ``save_to_disk`` writes a ``state.json``."""
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
 

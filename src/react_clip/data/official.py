@@ -71,7 +71,7 @@ def construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
 
 
 def _split_argument(name: str, split: str) -> dict[str, object]:
-    """How torchvision's class is asked for a split."""
+    """The keyword argument with which torchvision's class reads a split."""
     if name.startswith("cifar"):
         return {"train": split == "train"}
     return {"split": "trainval" if name == "oxford_pets" and split == "train" else split}

@@ -37,7 +37,7 @@ class DatasetSpec:
     torchvision: str = ""
     """Class of ``torchvision.datasets`` that reads or at least downloads the set."""
     directories: tuple[str, ...] = ()
-    """Where the official archive puts its class folders, below the root; these hold the ``test`` split."""
+    """Folders below the root into which the official archive unpacks its class folders: the ``test`` split."""
     hub: str = ""
     """Hugging Face repository of shards or parquet files, fetched into ``<root>/<name>`` on request."""
     hub_split: str = "test"

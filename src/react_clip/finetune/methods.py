@@ -1,4 +1,4 @@
-"""The finetuning methods. Each says what its inner attack maximises and what training minimises.
+"""The finetuning methods: the objective of their inner attack, and the loss of their training.
 
 ``logits`` are ``[B, K]``, features ``[B, D]``, ``labels`` class indices ``[B]``; every loss is one value per image.
 """
@@ -49,18 +49,18 @@ class Batch:
 
 
 class Method(Registered, ABC):
-    """How an image tower is finetuned."""
+    """Base class of the finetuning methods: two objectives on one batch."""
 
     registry: ClassVar[Registry[Method]] = Registry("method")
     needs_labels: ClassVar[bool] = True
 
     def objective(self, batch: Batch) -> Objective:
-        """What the inner attack maximises; the cross-entropy of the true class unless a method has its own."""
+        """The function that the inner attack maximises: by default the cross-entropy of the true class."""
         return lambda features: cross_entropy(batch.logits(features), batch.labels)
 
     @abstractmethod
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
-        """What training minimises, from the attacked pixels ``[B, 3, S, S]``."""
+        """The loss ``[B]`` that training minimises, from the attacked pixels ``[B, 3, S, S]``."""
 
 
 class TeCoA(Method):

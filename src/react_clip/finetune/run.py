@@ -31,7 +31,7 @@ class Finetuned:
     """A finished run."""
 
     encoder: Encoder
-    """What ``rc.load(folder)`` gives."""
+    """The finetuned encoder, the same as ``rc.load(folder)``."""
     folder: Path
     record: dict[str, Any]
     """The content of ``finetune.json``."""

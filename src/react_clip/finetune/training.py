@@ -58,7 +58,7 @@ class Settings(Configuration):
     warmup: Whole | None = None
     """Steps until the full learning rate; a tenth of all by default."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the towers compute in; the weights are fp32 in either case."""
+    """Precision in which the towers compute; the weights are fp32 in either case."""
     augment: Literal["none", "flip", "crop"] = "flip"
     """``flip``: mirror half of the photos; ``crop``: a random crop as well."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
