@@ -198,6 +198,7 @@ _LIMITS = {
     "bool_type": "it must be true or false",
     "string_type": "it must be text",
     "tuple_type": "it must be a tuple",
+    "dict_type": "it must be a mapping",
     "greater_than": "it must be {number}> {gt:g}",
     "greater_than_equal": "it must be {number}>= {ge:g}",
     "less_than": "it must be {number}< {lt:g}",

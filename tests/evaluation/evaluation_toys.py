@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import react_clip as rc
 from react_clip.attacks import Both, Evade, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
-from react_clip.evaluation import EvaluationResult, Recipe, evaluate, yaml_text
+from react_clip.evaluation import EvaluationResult, Recipe, evaluate
+from react_clip.evaluation.recipe import parse_yaml
 
 SIZE, CLASSES, COUNT = 32, 5, 40
 
@@ -132,7 +133,7 @@ defenses: [react, defend-clip]
 
 def adaptive_recipe(**changes: Any) -> Recipe:
     """A recipe whose attacker knows the defence, with some keys changed."""
-    return Recipe.from_dict({**yaml_text.parse_mapping(ADAPTIVE), **changes})
+    return Recipe.from_dict({**parse_yaml(ADAPTIVE), **changes})
 
 
 def write_head(path: Path, classes: int = CLASSES, dim: int = CLASSES, name: str = "class") -> None:

@@ -27,7 +27,7 @@ images: {store: uint8}
 
 
 def parsed(changes: str = "", *, without: str = "") -> Recipe:
-    values = yaml_text.parse_mapping(TEXT) | (yaml_text.parse_mapping(changes) if changes else {})
+    values = parse_yaml(TEXT) | (parse_yaml(changes) if changes else {})
     values.pop(without, None)
     return Recipe.from_dict(values)
 
@@ -46,7 +46,7 @@ def test_a_recipe_says_what_it_says() -> None:
 
 def test_a_recipe_survives_a_round_trip() -> None:
     recipe = parsed()
-    again = Recipe.from_dict(yaml_text.parse_mapping(yaml_text.write_mapping(recipe.to_dict())))
+    again = Recipe.from_dict(parse_yaml(yaml_text.write_mapping(recipe.to_dict())))
     assert again.to_dict() == recipe.to_dict()
     assert again.fingerprint() == recipe.fingerprint()
     assert again.attacks == recipe.attacks

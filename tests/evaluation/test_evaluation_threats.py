@@ -20,7 +20,7 @@ def test_a_recipe_may_know_the_defence() -> None:
     ]
     assert recipe.attacks[1].attack == Both(eps=4 / 255, steps=20, eot=4)
     assert all(item.adaptive for item in recipe.attacks)
-    again = Recipe.from_dict(yaml_text.parse_mapping(yaml_text.write_mapping(recipe.to_dict())))
+    again = Recipe.from_dict(parse_yaml(yaml_text.write_mapping(recipe.to_dict())))
     assert again.to_dict() == recipe.to_dict()
     assert recipe.own_self_check is None
 

@@ -1,255 +1,241 @@
-"""What to evaluate, as one frozen value: read from a YAML recipe, or built by :func:`react_clip.evaluation.evaluate`.
+"""A recipe: everything that an evaluation runs, read from YAML or built by :func:`react_clip.evaluation.evaluate`.
 
-Reading is strict: an unknown key, a wrong type or a value out of range is refused with what would be right, because a
-typo that silently falls back to a default costs hours and produces a wrong table.
+Reading is strict: an unknown key, a wrong type or a value out of range is an error, because a typo that falls back to a
+default costs hours and gives a wrong table.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
-from react_clip.attacks import PGD, Attack
-from react_clip.config import pop_kind
+from react_clip import storage
+from react_clip.attacks import Attack
+from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
+from react_clip.config import Configuration, Count, pop_kind, read_length
 from react_clip.defenses import Defense, ReACT
 from react_clip.encoders.base import DTYPES
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import grid, threats, yaml_text
-from react_clip.evaluation.threats import ADAPTIVE, OBLIVIOUS, THREATS
+from react_clip.optional import require
 
-SCORINGS = ("leakage_free", "attack_all")
-STORES = ("float16", "uint8", "none")
+CLEAN = "clean"
+"""Attack name of the rows about images without attack; no attack may have this label."""
 MEAN = "mean"
-"""What the rows over all sets are called; no set may have this name."""
-
+"""Data set name of the rows that average over all sets; no set may have this name."""
+THREATS = {
+    OBLIVIOUS: "the attacker knows CLIP, its weights and its prompts, but not the defence",
+    TRANSFER: "the attacker knows neither CLIP's weights nor the defence, and crafts on another model",
+    ADAPTIVE: "the attacker knows CLIP and the defence in full except the noise it will draw, and attacks each "
+    "defence with images of its own",
+}
+MAX_YAML_BYTES = 256 * 1024
+MAX_GRID = 400
+"""Most defences that one entry with a grid may expand to."""
 _NOT_IN_NINE = ("eurosat", "caltech256", "food101")
-_KEYS = [
-    "title",
-    "paper",
-    "model",
-    "dtype",
-    "attack_dtype",
-    "datasets",
-    "limit",
-    "attacks",
-    "defenses",
-    "draws",
-    "seed",
-]
-_KEYS += ["scoring", "threat", "transfer_model", "images", "batch", "self_check"]
+
+# ---------------------------------------------------------------------- field types
 
 
-@dataclass(frozen=True)
-class LabelledAttack:
-    """An attack and what tables call it; ``None`` attacks nothing."""
+def _check_line(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) > 300 or not value.isprintable():
+        raise ValueError("it must be one line of text, at most 300 characters")
+    return value
 
-    label: str
-    attack: Attack | None
+
+def _check_not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("it must not be empty")
+    return value
+
+
+def _one_of(choices: Iterable[str]) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value not in tuple(choices):
+            raise ValueError(f"choose one of {', '.join(choices)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Line = Annotated[str, BeforeValidator(_check_line)]
+Label = Annotated[Line, AfterValidator(_check_not_blank)]
+Dtype = Annotated[str, _one_of(DTYPES)]
+# YAML reads `none` as text and `null` as nothing; both mean that no image is stored.
+Store = Annotated[str, _one_of(("float16", "uint8", "none")), BeforeValidator(lambda value: value or "none")]
+Sets = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+class LabelledAttack(Configuration):
+    """An attack and its name in tables."""
+
+    label: Label
+    attack: Attack
 
     @property
     def eps(self) -> float:
-        """The budget, 0 for clean images."""
-        return self.attack.eps if self.attack is not None else 0.0
+        """The attack's budget."""
+        return self.attack.eps
 
     @property
     def adaptive(self) -> bool:
-        """Whether each defence meets images of its own."""
-        return self.attack is not None and ADAPTIVE in self.attack.threats
+        """True if the attack crafts separate images for each defence."""
+        return ADAPTIVE in self.attack.threats
 
     @property
     def title(self) -> str:
         """The label with the budget, such as ``pgd-10 4/255``."""
-        return f"{self.label} {format_eps(self.eps)}" if self.attack is not None else self.label
+        return f"{self.label} {format_eps(self.eps)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attack's entry in a recipe."""
+        return {**self.attack.to_dict(), "label": self.label}
 
 
-@dataclass(frozen=True)
-class LabelledDefense:
-    """A defence, its name in tables, and its place in a sweep."""
+class LabelledDefense(Configuration):
+    """A defence, its name in tables, and its coordinates in a sweep."""
 
-    label: str
+    label: Label
     defense: Defense
-    family: str = ""
+    family: Line = ""
     """Name shared by the defences of one sweep; by default the label."""
-    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    params: dict[str, Any] = Field(default_factory=dict)
     """Swept fields (dotted where nested) and this defence's values of them; empty outside of sweeps."""
 
     def __post_init__(self) -> None:
-        _check_text("a defence's label", self.label)
         object.__setattr__(self, "family", self.family or self.label)
-        _check_text("a defence's family", self.family)
-        if not isinstance(self.params, Mapping):
-            raise ReactClipError(f"params of {self.label!r} is {_short(self.params)}; write params: {{tau: 0.5}}")
         config = self.defense.to_dict()
         for name, value in self.params.items():
-            if (actual := grid.value_at(config, name)) != value:
+            if (actual := value_at(config, name)) != value:
                 raise ReactClipError(f"params of {self.label!r} says that {name} is {value!r}; it is {actual!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry of a recipe that stands for this defence."""
+        """The defence's entry in a recipe."""
         return {**self.defense.to_dict(), "label": self.label, "family": self.family, "params": dict(self.params)}
 
 
-CLEAN = LabelledAttack("clean", None)
-SELF_CHECK_ATTACK = LabelledAttack("pgd-10", PGD(eps=1 / 255, steps=10))
+class Images(Configuration):
+    """How a run stores adversarial images."""
+
+    store: Store = "float16"
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A run in full. Clean images are always evaluated: a robust accuracy means nothing without the clean one."""
+class Recipe(Configuration):
+    """A whole run. Clean images are always evaluated, because robust accuracy means nothing without clean accuracy."""
 
-    model: str
-    datasets: tuple[str, ...]
-    attacks: tuple[LabelledAttack, ...]
+    model: Label
+    datasets: Sets
     defenses: tuple[LabelledDefense, ...]
-    title: str = "Evaluation"
-    paper: str = ""
-    dtype: str = "fp32"
-    attack_dtype: str | None = None
-    """Precision of the attacked encoder; ``None`` takes that of the defended one."""
-    limit: int | None = None
-    draws: int = 1
-    seed: int = 0
-    scoring: str = "leakage_free"
-    threat: str = OBLIVIOUS
-    transfer_model: str | None = None
-    """What attacks are crafted on where the threat is ``transfer``."""
-    store: str = "float16"
-    batch: int = 64
+    attacks: tuple[LabelledAttack, ...] = ()
+    title: Line = "Evaluation"
+    paper: Line = ""
+    """The part of the paper that the run reproduces."""
+    dtype: Dtype = "fp32"
+    attack_dtype: Dtype | None = None
+    """Precision of the encoder that attacks are crafted on; ``None`` takes that of the defended encoder."""
+    limit: Count | None = None
+    """Most images per set."""
+    draws: Count = 1
+    """How often each defence answers, with seeds ``seed``, ``seed + 1``, ..."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    scoring: Annotated[str, _one_of(("leakage_free", "attack_all"))] = "leakage_free"
+    threat: Annotated[str, _one_of(THREATS)] = OBLIVIOUS
+    transfer_model: Label | None = None
+    """The model that attacks are crafted on if the threat is ``transfer``."""
+    images: Images = Images()
+    batch: Count = 64
+    """Images per shard and per encoder call."""
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("title", "paper", "model"):
-            _check_text(name, getattr(self, name))
-        for name in ("dtype", "attack_dtype"):
-            if name == "dtype" or self.attack_dtype is not None:
-                _check_choice(name, getattr(self, name), tuple(DTYPES))
-        for name, least in (("draws", 1), ("batch", 1), ("seed", 0), ("limit", 1)):
-            value = getattr(self, name)
-            if name != "limit" or value is not None:
-                _check_whole(name, value, least)
-        _check_choice("scoring", self.scoring, SCORINGS)
-        _check_choice("threat", self.threat, tuple(THREATS))
-        if self.transfer_model is not None:
-            _check_text("transfer_model", self.transfer_model)
-        _check_choice("images.store", self.store, STORES)
-        if not isinstance(self.self_check, bool):
-            raise ReactClipError(f"self_check is {self.self_check!r}; it is true or false")
-        if not self.datasets or not self.defenses:
-            missing = "datasets" if not self.datasets else "defenses"
-            raise ReactClipError(f"{missing} is empty; name at least one")
+        for name in ("datasets", "defenses"):
+            if not getattr(self, name):
+                raise ReactClipError(f"{name} is empty; name at least one")
         if MEAN in self.datasets:
             raise ReactClipError(f"a data set is called {MEAN!r}, as the mean over sets is; rename its folder")
         _check_unique("data set", self.datasets, "name each once")
-        _check_unique("attack", [attack.title for attack in self.all_attacks], "give one of them a label")
+        _check_unique("attack", [attack.title for attack in self.attacks], "give one of them a label")
         _check_unique("defence", [defense.label for defense in self.defenses], "give one of them a label")
-        attacks = [(item.title, item.attack) for item in self.attacks]
-        threats.check(self.threat, self.transfer_model, attacks, [(i.label, i.defense) for i in self.defenses])
+        self._check_threat()
+
+    def _check_threat(self) -> None:
+        """Refuse attacks that do not fit the threat model or a defence."""
+        if (self.transfer_model is not None) != (self.threat == TRANSFER):
+            raise ReactClipError(
+                f"threat is {self.threat!r} and transfer_model is {self.transfer_model!r}; the model to craft on "
+                f"belongs to threat: {TRANSFER}, and only to it"
+            )
+        for item in self.attacks:
+            if item.label == CLEAN:
+                raise ReactClipError(
+                    f"attack {item.title!r} is called {CLEAN!r}, as images without attack are; rename it"
+                )
+            if self.threat not in item.attack.threats:
+                raise ReactClipError(
+                    f"threat is {self.threat!r}, but attack {item.title!r} belongs to "
+                    f"{' or '.join(item.attack.threats)}; for it set threat: {item.attack.threats[0]}"
+                )
+            for chosen in self.defenses:
+                if reason := item.attack.obstacle(chosen.defense):
+                    raise ReactClipError(
+                        f"attack {item.title!r} cannot be run on defence {chosen.label!r}: {reason}; put it into an "
+                        "adaptive-suite, which leaves out what makes no sense"
+                    )
 
     @property
-    def all_attacks(self) -> tuple[LabelledAttack, ...]:
-        """Clean images first, then the attacks."""
-        return (CLEAN, *self.attacks)
+    def crafting_dtype(self) -> str:
+        """Precision of the encoder that attacks are crafted on."""
+        return self.attack_dtype or self.dtype
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """The defence's seed of each draw."""
         return tuple(range(self.seed, self.seed + self.draws))
 
-    @property
-    def own_self_check(self) -> LabelledAttack | None:
-        """PGD-10 at 1/255 on the model itself where the recipe has it among its attacks."""
-        if self.threat != OBLIVIOUS:
-            return None
-        return next((item for item in self.attacks if item.attack == SELF_CHECK_ATTACK.attack), None)
-
-    def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)
-
-    def with_sets_under(self, root: Path) -> Recipe:
-        """Group words such as ``downstream`` or ``all`` written out as the sets they stand for."""
-        return self.replace(
-            datasets=tuple(dict.fromkeys(name for word in self.datasets for name in _expand(word, root)))
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values in the recipe's own format; :meth:`from_dict` gives the recipe back."""
-        attacks = [{**item.attack.to_dict(), "label": item.label} for item in self.attacks if item.attack is not None]
-        values: dict[str, Any] = {
-            "title": self.title,
-            "paper": self.paper,
-            "model": self.model,
-            "dtype": self.dtype,
-            "attack_dtype": self.attack_dtype or self.dtype,
-            "datasets": list(self.datasets),
-            "limit": self.limit,
-            "attacks": [CLEAN.label, *attacks],
-            "defenses": [item.to_dict() for item in self.defenses],
-            "draws": self.draws,
-            "seed": self.seed,
-            "scoring": self.scoring,
-            "threat": self.threat,
-            "images": {"store": self.store},
-            "batch": self.batch,
-            "self_check": self.self_check,
-        }
-        if self.transfer_model is not None:
-            values["transfer_model"] = self.transfer_model
-        # As JSON and YAML see them: tuples are lists, so that what is read back compares equal.
-        plain: dict[str, Any] = json.loads(json.dumps(values))
-        return plain
+    def with_sets_under(self, root: Path) -> Self:
+        """A copy with group names such as ``downstream`` or ``all`` replaced by the sets that they stand for."""
+        names = dict.fromkeys(name for word in self.datasets for name in _sets_of(word, root))
+        return self.replace(datasets=tuple(names))
 
     def fingerprint(self) -> str:
         """SHA-256 of the whole configuration."""
-        return fingerprint(self.to_dict())
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """Read the recipe format; see the module's docstring."""
-        _check_keys("the recipe", values, _KEYS)
-        if missing := [key for key in ("model", "datasets", "defenses") if key not in values]:
-            raise ReactClipError(f"the recipe has no {missing[0]!r}; it needs model, datasets and defenses")
-        fields = {
-            key: value for key, value in values.items() if key not in ("images", "attacks", "defenses", "datasets")
-        }
-        images = values.get("images", {})
-        if not isinstance(images, Mapping):
-            raise ReactClipError("images is no mapping; write images: {store: float16}")
-        _check_keys("images", images, ["store"])
-        # YAML reads a bare `none` as text but `null` as nothing; both mean that no image is kept.
-        store = images.get("store", "float16")
-        return cls(
-            datasets=tuple(_names("datasets", values["datasets"])),
-            attacks=tuple(item for entry in _entries("attacks", values.get("attacks", [])) for item in _attacks(entry)),
-            defenses=tuple(
-                item for entry in _entries("defenses", values["defenses"]) for item in _defenses(entry, values["model"])
-            ),
-            store="none" if store is None else store,
-            **fields,
-        )
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The recipe with these keys; entries with several budgets or a grid are expanded."""
+        values = dict(data)
+        if "attacks" in values:
+            values["attacks"] = [item for entry in _entries("attacks", values) for item in _attacks(entry)]
+        if "defenses" in values:
+            model = str(values.get("model"))
+            values["defenses"] = [item for entry in _entries("defenses", values) for item in _defenses(entry, model)]
+        return super().from_dict(values)
 
     @classmethod
-    def load(cls, path: str | Path, *, model: str | None = None) -> Recipe:
-        """Read a YAML file; ``model`` replaces the recipe's, and with it what ``calibrated: true`` stands for."""
-        values = yaml_text.read_mapping(Path(path))
+    def load(cls, path: str | Path, *, model: str | None = None) -> Self:
+        """Read a YAML file; ``model`` replaces the recipe's, and with it the constants of ``calibrated: true``."""
+        values = read_yaml(Path(path))
         return cls.from_dict(values if model is None else {**values, "model": model})
 
-
-def fingerprint(values: Any) -> str:
-    """SHA-256 of JSON values, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    def save(self, path: str | Path) -> None:
+        """Write the recipe as YAML."""
+        yaml = require("yaml", "writing recipes", extra="eval")
+        storage.write_text(Path(path), yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120))
 
 
 def format_eps(eps: float) -> str:
-    """A budget the way people write it.
+    """A budget as a fraction of 255.
 
     >>> format_eps(8 / 255)
     '8/255'
@@ -257,68 +243,12 @@ def format_eps(eps: float) -> str:
     return f"{eps * 255:.4g}/255"
 
 
-def _attacks(entry: Any) -> list[LabelledAttack]:
-    """One entry of the list: ``clean``, a kind, or a mapping whose ``eps`` may be a list."""
-    if entry == CLEAN.label:
-        return []
-    values = {"kind": entry} if isinstance(entry, str) else dict(entry)
-    kinds = attack_room.names()
-    kind = values.get("kind")
-    if not isinstance(kind, str) or (kind not in kinds and ":" not in kind):
-        raise ReactClipError(f"attack {_short(kind)} does not exist; choose one of {CLEAN.label}, {', '.join(kinds)}")
-    label = values.pop("label", None)
-    budgets = values.get("eps")
-    if budgets == []:
-        raise ReactClipError(f"attack {kind!r} has an empty list of eps; give at least one, such as [4/255]")
-    found = []
-    for eps in budgets if isinstance(budgets, list) else [budgets]:
-        config = values if budgets is None else {**values, "eps": eps}
-        try:
-            attack = attack_room.from_dict(config)
-        except TypeError as error:
-            raise ReactClipError(f"attack {kind!r} is not understood: {error}") from None
-        if label is not None:
-            _check_text("an attack's label", label)
-        found.append(LabelledAttack(label or attack.name, attack))
-    return found
+def _check_unique(what: str, labels: Sequence[str], way_out: str) -> None:
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ReactClipError(f"{what} {twice[0]!r} is there {labels.count(twice[0])} times; {way_out}")
 
 
-def _defenses(entry: Any, model: Any) -> list[LabelledDefense]:
-    """One entry of the list: a name, or a mapping with its fields.
-
-    ``calibrated`` starts from the constants for the model; ``grid`` expands to one defence per combination of its
-    values. ``family`` and ``params`` say which sweep a hand-written entry belongs to; a grid sets both itself.
-    """
-    values = {"kind": entry} if isinstance(entry, str) else dict(entry)
-    kind = pop_kind(values)
-    label, sweep = values.pop("label", None), values.pop("grid", None)
-    family: Any = values.pop("family", "")
-    params: Any = values.pop("params", {})
-    if values.pop("calibrated", False):
-        if kind != ReACT.kind:
-            raise ReactClipError(f"defence {_short(kind)} cannot be calibrated; only {ReACT.kind} can")
-        values = {**ReACT.constants_for(str(model)).to_dict(), **values}
-    if label is not None:
-        _check_text("a defence's label", label)
-        # One recipe serves several towers whose results are put side by side, so each needs a name of its own.
-        label = label.replace("{model}", str(model).rstrip("/").rpartition("/")[2])
-    values = {**values, "kind": kind}
-    if sweep is None:
-        defense = defense_room.from_dict(values)
-        return [LabelledDefense(label or defense.name, defense, family, params)]
-    # From all fields, so that a dotted one leads into its default.
-    complete = defense_room.from_dict(values).to_dict()
-    family = family or (kind if label is None or "{" in label else label)
-    found = []
-    for point in grid.expand(complete, label or kind, sweep):
-        defense = defense_room.from_dict(point.config)
-        # The defence's own values: it may read numbers from text.
-        config = defense.to_dict()
-        found.append(LabelledDefense(point.label, defense, family, {n: grid.value_at(config, n) for n in point.params}))
-    return found
-
-
-def _expand(word: str, root: Path) -> list[str]:
+def _sets_of(word: str, root: Path) -> list[str]:
     specs = [data_room.get(name) for name in data_room.names()]
     if word == "downstream":
         return [spec.name for spec in specs if spec.group == "downstream"]
@@ -328,62 +258,182 @@ def _expand(word: str, root: Path) -> list[str]:
         return [spec.name for spec in specs if spec.group == "imagenet"]
     if word != "all":
         return [word]
-    found = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-    found = [name for name in found if not name.startswith(".")]
-    if not found:
+    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    names = [name for name in folders if not name.startswith(".")]
+    if not names:
         raise ReactClipError(f"datasets is 'all', but {root} holds no folders; give --data ROOT or name the sets")
-    return found
+    return names
 
 
-def _entries(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ReactClipError(f"{name} is {_short(value)}; it must be a list such as [react]")
-    for entry in value:
-        if not isinstance(entry, str | dict) or (
-            isinstance(entry, dict) and any(not isinstance(k, str) for k in entry)
-        ):
-            raise ReactClipError(f"{name} holds {_short(entry)}; an entry is a name or a mapping with names as keys")
-    return value
+# ---------------------------------------------------------------------- entries of a recipe
 
 
-def _names(name: str, value: Any) -> list[str]:
-    entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
-        raise ReactClipError(f"{name} is {_short(value)}; it must be a list of names, such as [oxford_pets] or [all]")
-    return list(entries)
+def _entries(name: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of a list of attacks or defences; one that is only a name becomes ``{"kind": name}``."""
+    entries = values[name]
+    if not isinstance(entries, list | tuple):
+        raise ReactClipError(f"{name} is {entries!r:.80}; it must be a list such as [react]")
+    for entry in entries:
+        if not isinstance(entry, str | dict):
+            raise ReactClipError(f"{name} holds {entry!r:.80}; an entry is a name or a mapping")
+    return [{"kind": entry} if isinstance(entry, str) else dict(entry) for entry in entries]
 
 
-def _check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
-    if unknown := [key for key in values if key not in known]:
-        raise ReactClipError(f"{where} has no key {_short(unknown[0])}; the keys are {', '.join(known)}")
+def _attacks(entry: dict[str, Any]) -> list[LabelledAttack]:
+    """One attack per budget of the entry; none for ``clean``, because clean images are always evaluated."""
+    if entry == {"kind": CLEAN}:
+        return []
+    label, budgets = entry.pop("label", None), entry.get("eps")
+    if budgets == []:
+        raise ReactClipError(f"attack {entry.get('kind')!r} has an empty list of eps; give at least one: [4/255]")
+    configs = [{**entry, "eps": eps} for eps in budgets] if isinstance(budgets, list) else [entry]
+    attacks = [attack_room.from_dict(config) for config in configs]
+    return [LabelledAttack(attack.name if label is None else label, attack) for attack in attacks]
 
 
-def _check_text(name: str, value: Any) -> None:
-    if (
-        not isinstance(value, str)
-        or len(value) > 300
-        or not value.isprintable()
-        or (name != "paper" and not value.strip())
-    ):
-        raise ReactClipError(f"{name} is {_short(value)}; it must be one line of text, at most 300 characters")
+def _defenses(entry: dict[str, Any], model: str) -> list[LabelledDefense]:
+    """The defence of an entry, or one per combination of its ``grid``.
+
+    ``calibrated`` starts from the constants for the model. ``family`` and ``params`` say which sweep an entry belongs
+    to; a grid sets both.
+    """
+    kind, label, grid = pop_kind(entry), entry.pop("label", None), entry.pop("grid", None)
+    family, params = entry.pop("family", ""), entry.pop("params", {})
+    if entry.pop("calibrated", False):
+        if kind != ReACT.kind:
+            raise ReactClipError(f"defence {kind!r} cannot be calibrated; only {ReACT.kind} can")
+        entry = {**ReACT.constants_for(model).to_dict(), **entry}
+    if isinstance(label, str):
+        # One recipe may run on several models whose results are compared, so each needs its own label.
+        label = label.replace("{model}", model.rstrip("/").rpartition("/")[2])
+    defense = defense_room.from_dict({**entry, "kind": kind})
+    if grid is None:
+        return [LabelledDefense(defense.name if label is None else label, defense, family, params)]
+    family = family or (kind if label is None or "{" in label else label)
+    swept = []
+    for point, config in _grid_configs(defense.to_dict(), grid):
+        defense = defense_room.from_dict(config)
+        values = {name: value_at(defense.to_dict(), name) for name in point}
+        swept.append(LabelledDefense(_grid_label(label or kind, point), defense, family, values))
+    return swept
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ReactClipError(f"{name} is {_short(value)}; it must be a whole number >= {least}")
+def _grid_configs(config: dict[str, Any], grid: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every combination of the grid's values: the swept fields, and the configuration with these values."""
+    if not isinstance(grid, dict) or not grid:
+        raise ReactClipError(f"grid is {grid!r}; it maps fields to lists, such as {{alpha: [1.2, 2.0]}}")
+    for name, choices in grid.items():
+        if not isinstance(choices, list) or not choices:
+            raise ReactClipError(f"grid field {name!r} is {choices!r}; it must be a list with at least one value")
+    combinations = list(itertools.product(*grid.values()))
+    if len(combinations) > MAX_GRID:
+        raise ReactClipError(
+            f"a grid stands for {len(combinations)} defences; at most {MAX_GRID} are allowed, so shorten its lists"
+        )
+    for combination in combinations:
+        point, changed = dict(zip(grid, combination, strict=True)), copy.deepcopy(config)
+        for name, value in point.items():
+            *outer, last = name.split(".")
+            inner = changed
+            for part in outer:
+                inner = inner.setdefault(part, {})
+                if not isinstance(inner, dict):
+                    raise ReactClipError(
+                        f"grid field {name!r} leads into {part!r}, which is {inner!r} and has no fields"
+                    )
+            inner[last] = value
+        yield point, changed
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ReactClipError(f"{name} is {_short(value)}; choose one of {', '.join(choices)}")
+def _grid_label(label: str, point: dict[str, Any]) -> str:
+    """The label with ``{field}`` or ``{field:.2f}`` replaced by swept values; without these the values are appended.
+
+    >>> _grid_label("AOM", {"mapping.sigma": 0.05, "alpha": 2.0}), _grid_label("tau {tau:.2f}", {"tau": 0.5})
+    ('AOM sigma=0.05 alpha=2', 'tau 0.50')
+    """
+
+    def text(value: Any) -> str:
+        return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+    def fill(match: re.Match[str]) -> str:
+        if match[1] not in point:
+            raise ReactClipError(f"label {label!r} shows {match[1]!r}, which the grid does not sweep")
+        try:
+            return format(point[match[1]], match[2]) if match[2] else text(point[match[1]])
+        except ValueError as error:
+            raise ReactClipError(f"label {label!r} cannot show {match[1]}: {error}") from None
+
+    filled, count = re.subn(r"\{([\w.]+)(?::([^{}]*))?\}", fill, label)
+    appended = [f"{name.rpartition('.')[2]}={text(value)}" for name, value in point.items()]
+    return filled if count else " ".join([label, *appended])
 
 
-def _check_unique(what: str, labels: tuple[str, ...] | list[str], way_out: str) -> None:
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise ReactClipError(f"{what} {twice[0]!r} is there {labels.count(twice[0])} times; {way_out}")
+def value_at(config: Any, name: str) -> Any:
+    """The value of a dotted field, or ``None`` if the configuration has no such field; ``"4/255"`` becomes a number.
+
+    >>> value_at({"mapping": {"sigma": 0.1}}, "mapping.sigma")
+    0.1
+    """
+    for part in name.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return read_length(config) if isinstance(config, str) and config.endswith("/255") else config
 
 
-def _short(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+# ---------------------------------------------------------------------- YAML
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a small YAML file."""
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_YAML_BYTES + 1)
+    except FileNotFoundError:
+        raise ReactClipError(f"{path} does not exist; give a recipe such as recipes/table1.yaml") from None
+    except OSError as error:
+        raise ReactClipError(f"{path} cannot be read: {error.strerror}; check the path") from None
+    if len(data) > MAX_YAML_BYTES:
+        raise ReactClipError(f"{path} has more than {MAX_YAML_BYTES:,} bytes; a recipe is a short YAML file")
+    try:
+        return parse_yaml(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ReactClipError(f"{path} is no UTF-8 text; a recipe is a short YAML file") from None
+    except ReactClipError as error:
+        raise ReactClipError(f"{path}: {error}") from None
+
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """The mapping in a YAML text of plain values; keys must be text and appear once, aliases are refused.
+
+    >>> parse_yaml("title: a\\ndatasets: [b]")
+    {'title': 'a', 'datasets': ['b']}
+    """
+    require("yaml", "reading recipes", extra="eval")
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        """SafeLoader keeps the last of two equal keys, and lets aliases grow without bound."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ReactClipError("an alias (*name) is used; write the value out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [getattr(key, "value", None) for key, _ in node.value]
+            if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
+                raise ReactClipError(f"key {twice[0]!r} is there {keys.count(twice[0])} times; keep one")
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        values = yaml.load(text, Loader=Strict)
+    except ReactClipError:
+        raise
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ReactClipError(f"not valid YAML{line} ({getattr(error, 'problem', None) or 'bad text'})") from None
+    except (RecursionError, ValueError):
+        raise ReactClipError("not valid YAML (a value is nested too deeply or malformed)") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ReactClipError("a recipe is a mapping with lines such as `model: clip-vit-b-16`")
+    return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,7 +179,7 @@ class EvaluationResult:
 
     def to_json(self) -> str:
         """Strict JSON; NaN becomes null."""
-        return json.dumps(_without_nan(dataclasses.asdict(self)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return _schema().dump_json(self, indent=2).decode() + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the result, whole or not at all."""
@@ -211,14 +210,6 @@ class EvaluationResult:
 @cache
 def _schema() -> TypeAdapter[EvaluationResult]:
     return TypeAdapter(EvaluationResult)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from react_clip import data as data_room
-from react_clip import encoders
 from react_clip.attacks import Attack
+from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.defenses import Defense
-from react_clip.encoders.base import DTYPES, Encoder
+from react_clip.encoders.base import DTYPES
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import sanity, selfcheck, sets, summary
-from react_clip.evaluation.cost import Passes, defense_cost, set_cost
-from react_clip.evaluation.progress import Progress
-from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
-from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, Row, SelfCheck, SetInfo
-from react_clip.evaluation.runner import Block, SetRunner
+from react_clip.evaluation import checks, sets, summary
+from react_clip.evaluation.recipe import CLEAN, THREATS, Images, LabelledAttack, LabelledDefense, Recipe
+from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
+from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, ShardStore, log, open_run
-from react_clip.evaluation.threats import ADAPTIVE, THREATS, TRANSFER
+from react_clip.optional import require
 from react_clip.zeroshot import ZeroShotClassifier
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def evaluate(
@@ -49,25 +50,30 @@ def evaluate(
     self_check: bool = True,
     progress: bool = True,
 ) -> EvaluationResult:
-    """Clean and robust accuracy of defences.
+    """Measure the clean and robust accuracy of defences on one data set.
 
-    All meet the same adversarial images, unless the attacker knows the defence and makes images for each.
+    All defences answer the same adversarial images, except under attacks that know the defence: these craft images for
+    each.
 
     Args:
         clf: CLIP with its classes.
-        defenses: several share the images; a mapping gives them labels of their own.
+        defenses: the defences; a mapping gives them labels.
         data: a set from :func:`react_clip.data.load`, or ``(pixels [N, 3, S, S], labels [N])``.
-        run_dir: where the run lives. The same call on the same folder continues a run that was interrupted.
+        run_dir: folder of the run. The same call on the same folder continues a run that was interrupted.
         attacks: crafted against undefended CLIP or, those that know the defence, against each defence. Clean
-            images are always evaluated and need no mention.
+            images are always evaluated.
         attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
-            encoder where the threat is ``transfer``).
+            encoder if the threat is ``transfer``).
+        title: title of the result.
         draws: how often each defence answers with fresh noise, with seeds ``seed, seed + 1, ...``.
+        seed: seed of the attacks and of the first draw.
         scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
             counts the leakage.
         threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
-        store: adversarial images are kept as ``float16`` or ``uint8``, or not at all (``none``).
+        store: adversarial images are stored as ``float16`` or ``uint8``, or not at all (``none``).
+        batch: images per shard and per encoder call.
         self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
+        progress: show a progress bar.
     """
     subject = sets.from_data(clf, attack_clf or clf, data, progress)
     recipe = Recipe(
@@ -83,7 +89,7 @@ def evaluate(
         scoring=scoring,
         threat=threat,
         transfer_model=attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
-        store=store,
+        images=Images(store),
         batch=batch,
         self_check=self_check,
     )
@@ -102,17 +108,8 @@ def run_recipe(
     """Run every set of a recipe; ``root`` holds the photos, ``heads`` ready class features ``<set>.npz``."""
     root = data_room.default_root() if root is None else root
     recipe = recipe.with_sets_under(root)
-    subjects = sets.from_recipe(recipe, *load_encoders(recipe, device), root, heads, progress)
+    subjects = sets.from_recipe(recipe, *sets.load_encoders(recipe, device), root, heads, progress)
     return _run(recipe, subjects, Path(folder), progress=progress, command=typed_command())
-
-
-def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
-    """The defended encoder and the one that attacks are crafted on; the same unless the recipe says otherwise."""
-    encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
-    if recipe.transfer_model is None and recipe.attack_dtype in (None, recipe.dtype):
-        return encoder, encoder
-    attacked, dtype = recipe.transfer_model or recipe.model, recipe.attack_dtype or recipe.dtype
-    return encoder, encoders.load(attacked, device=device, dtype=dtype)
 
 
 def typed_command() -> str:
@@ -126,110 +123,87 @@ class SetOutcome:
 
     info: SetInfo
     device: str
-    blocks: list[Block]
-    check: SelfCheck
-    """PGD-10 at 1/255 on a few images, where this is the first set and the recipe has no such attack itself."""
-    probes: list[Check]
-    """Sanity checks that take attacks of their own, on the first set where the attacker knows the defence."""
+    images: pd.DataFrame
+    """Per-image results, see :meth:`SetRunner.run`."""
+    checks: list[Check]
+    """Sanity checks that took attacks of their own."""
 
 
-def set_outcome(
-    recipe: Recipe, subject: EvaluationSet, store: ShardStore, check: SelfCheck, progress: bool
-) -> SetOutcome:
+def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
     """Compute or read back the results of one set."""
-    device = device_name(subject.clf.device)
+    subject, device = runner.subject, device_name(runner.subject.clf.device)
     log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
-    costs = set_costs(recipe, subject)
-    with Progress(subject.name, planned_work(recipe, subject, costs, len(subject)), enabled=progress) as bar:
-        blocks = SetRunner(recipe, subject, store, costs, bar).run()
-    probing = sanity.wanted(recipe) and subject.name == recipe.datasets[0]
-    probes = sanity.probes(recipe, subject, blocks, store) if probing else []
-    return SetOutcome(_info(subject), device, blocks, check, probes)
-
-
-def set_costs(recipe: Recipe, subject: EvaluationSet) -> list[Passes]:
-    """Passes per image of the recipe's defences."""
-    return [defense_cost(item.defense, subject.clf, subject.batch(0, 1)) for item in recipe.defenses]
-
-
-def planned_work(recipe: Recipe, subject: EvaluationSet, costs: list[Passes], images: int) -> int:
-    """Most passes that so many images of a set can take."""
-    return set_cost(recipe, images, subject.clf.encoder.image_size, costs).passes.work
+    images = runner.run(progress=progress)
+    extra = checks.sanity_by_attacks(runner.recipe, subject, images, runner.store)
+    return SetOutcome(subject.info(), device, images, extra)
 
 
 def _run(
     recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool, command: str
 ) -> EvaluationResult:
-    def in_turn(store: ShardStore) -> Iterator[SetOutcome]:
+    def compute(store: ShardStore) -> tuple[SelfCheck, list[SetOutcome]]:
+        check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
-            check = selfcheck.skipped()
-            if recipe.self_check and recipe.own_self_check is None and subject.name == recipe.datasets[0]:
-                check = selfcheck.on_few_images(recipe, subject)
-                selfcheck.insist(check)
-            yield set_outcome(recipe, subject, store, check, progress)
+            if not outcomes and checks.own_self_check(recipe) is None:
+                check = checks.self_check_before(recipe, subject)
+            outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
+        return check, outcomes
 
-    return conclude(recipe, folder, in_turn, command)
+    return conclude(recipe, folder, compute, command)
 
 
 def conclude(
-    recipe: Recipe, folder: Path, outcomes: Callable[[ShardStore], Iterable[SetOutcome]], command: str
+    recipe: Recipe, folder: Path, compute: Callable[[ShardStore], tuple[SelfCheck, list[SetOutcome]]], command: str
 ) -> EvaluationResult:
-    """Lock a run's folder, collect the outcomes of its sets in the recipe's order, and write the result."""
+    """Lock a run's folder, compute the outcomes of its sets in the recipe's order, and write the result."""
+    pd = require("pandas", "evaluating", extra="eval")
     with open_run(folder, recipe) as store:
-        infos: list[SetInfo] = []
-        rows: list[Row] = []
-        attacks: list[AttackRow] = []
-        tables: list[Any] = []
-        witnesses: list[Block] = []
-        check = selfcheck.skipped()
-        checks: list[Check] = []
-        device = ""
-        for outcome in outcomes(store):
-            device, blocks = outcome.device, outcome.blocks
-            check = outcome.check if not infos else check
-            checks += outcome.probes
-            witnesses += [block for block in blocks if block.attack == recipe.own_self_check][:1]
-            tables.append(summary.per_image_table(recipe, blocks))
-            rows += summary.set_rows(recipe, blocks)
-            attacks += summary.attack_rows(blocks)
-            infos.append(outcome.info)
-        summary.write_per_image(folder / PER_IMAGE, tables)
-        if recipe.self_check and recipe.own_self_check is not None:
-            check = selfcheck.from_blocks(recipe, witnesses)
-            selfcheck.insist(check)
-        if sanity.wanted(recipe):
-            checks += sanity.from_rows(rows, attacks)
-            sanity.insist(checks)
-        result = _result(recipe, command, device, check, checks, infos, attacks, rows)
+        check, outcomes = compute(store)
+        images = pd.concat([outcome.images for outcome in outcomes], ignore_index=True).astype({"dataset": "category"})
+        summary.write_per_image(folder / PER_IMAGE, images)
+        if checks.own_self_check(recipe) is not None:
+            check = checks.self_check_after(recipe, images)
+        rows, attacks = summary.summarise(recipe, images)
+        sanity = [check for outcome in outcomes for check in outcome.checks]
+        sanity += checks.sanity_by_numbers(recipe, rows, attacks)
+        checks.raise_if_failed(sanity)
+        result = EvaluationResult(
+            schema=SCHEMA,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
+            # On a CPU the last bits of a number may depend on how many threads computed it.
+            versions={**versions(), "threads": str(torch.get_num_threads())},
+            device=outcomes[-1].device,
+            self_check=check,
+            sets=tuple(outcome.info for outcome in outcomes),
+            attacks=tuple(attacks),
+            rows=(*rows, *summary.mean_rows(rows)),
+            notes=tuple(_notes(recipe, check, attacks)),
+            checks=tuple(sanity),
+            **_recipe_fields(recipe),
+        )
         result.save(folder / RESULT)
         log.info("finished: %s", folder / RESULT)
         return result
 
 
-def _info(subject: EvaluationSet) -> SetInfo:
-    return SetInfo(
-        name=subject.name,
-        images=len(subject),
-        classes=len(subject.clf.names),
-        fingerprint=subject.fingerprint,
-        class_source=subject.class_source,
-        model_fingerprint=sets.model_fingerprint(subject.clf),
-        notes=subject.notes,
-        class_names=tuple(subject.clf.names),
-    )
+def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
+    """Fields of a result that repeat the recipe."""
+    same = ("title", "paper", "dtype", "model", "threat", "scoring", "draws")
+    return {
+        **{name: getattr(recipe, name) for name in same},
+        "attack_dtype": recipe.crafting_dtype,
+        "threat_meaning": THREATS[recipe.threat],
+        "attack_seed": recipe.seed,
+        "defense_seeds": recipe.seeds,
+        "recipe": recipe.to_dict(),
+        "recipe_hash": recipe.fingerprint(),
+    }
 
 
-def _result(
-    recipe: Recipe,
-    command: str,
-    device: str,
-    check: SelfCheck,
-    checks: list[Check],
-    infos: list[SetInfo],
-    attacks: list[AttackRow],
-    rows: list[Row],
-) -> EvaluationResult:
-    notes = [ROUNDING_NOTES[recipe.store]] if recipe.attacks else []
+def _notes(recipe: Recipe, check: SelfCheck, attacks: Sequence[AttackRow]) -> list[str]:
+    """Sentences that a reader of the numbers must know."""
+    notes = [ROUNDING_NOTES[recipe.images.store]] if recipe.attacks else []
     if not check.enabled:
         notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
         if recipe.threat == ADAPTIVE:
@@ -239,33 +213,7 @@ def _result(
         total = sum(row.attacked for row in whole)
         why = ", or not under the noise that judges it" if recipe.threat == ADAPTIVE else ""
         notes.append(f"{lost} of {total} attacks had succeeded and no longer do on the image as stored{why}")
-    return EvaluationResult(
-        schema=SCHEMA,
-        title=recipe.title,
-        paper=recipe.paper,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        # On a CPU the last bits of a number may depend on how many threads computed it.
-        versions={**versions(), "threads": str(torch.get_num_threads())},
-        device=device,
-        dtype=recipe.dtype,
-        attack_dtype=recipe.attack_dtype or recipe.dtype,
-        model=recipe.model,
-        threat=recipe.threat,
-        threat_meaning=THREATS[recipe.threat],
-        scoring=recipe.scoring,
-        draws=recipe.draws,
-        attack_seed=recipe.seed,
-        defense_seeds=recipe.seeds,
-        recipe=recipe.to_dict(),
-        recipe_hash=recipe.fingerprint(),
-        self_check=check,
-        sets=tuple(infos),
-        attacks=tuple(attacks),
-        rows=(*rows, *summary.mean_rows(rows)),
-        notes=tuple(notes),
-        checks=tuple(checks),
-    )
+    return notes
 
 
 def _dtype_name(clf: ZeroShotClassifier) -> str:
@@ -277,26 +225,26 @@ def _dtype_name(clf: ZeroShotClassifier) -> str:
 
 def _labelled_attacks(attacks: Sequence[Attack | str] | Mapping[str, Attack]) -> tuple[LabelledAttack, ...]:
     pairs = attacks.items() if isinstance(attacks, Mapping) else [(None, attack) for attack in attacks]
-    found = []
+    labelled = []
     for label, attack in pairs:
-        if attack == CLEAN.label:
+        if attack == CLEAN:
             continue
         if not isinstance(attack, Attack):
             raise ReactClipError(f"an attack is {attack!r}; give 'clean' or an object such as attacks.PGD(eps=4/255)")
-        found.append(LabelledAttack(label or attack.name, attack))
-    return tuple(found)
+        labelled.append(LabelledAttack(label or attack.name, attack))
+    return tuple(labelled)
 
 
 def _labelled_defenses(
     defenses: Sequence[Defense | LabelledDefense] | Mapping[str, Defense],
 ) -> tuple[LabelledDefense, ...]:
     pairs = defenses.items() if isinstance(defenses, Mapping) else [(None, defense) for defense in defenses]
-    found = []
+    labelled = []
     for label, defense in pairs:
-        if isinstance(defense, LabelledDefense):
-            found.append(defense)
-            continue
-        if not isinstance(defense, Defense):
+        if isinstance(defense, Defense):
+            labelled.append(LabelledDefense(label or defense.name, defense))
+        elif isinstance(defense, LabelledDefense):
+            labelled.append(defense)
+        else:
             raise ReactClipError(f"a defence is {defense!r}; give an object such as ReACT() or Undefended()")
-        found.append(LabelledDefense(label or defense.name, defense))
-    return tuple(found)
+    return tuple(labelled)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from react_clip import data as data_room
+from react_clip import encoders
+from react_clip.attacks.base import TRANSFER
 from react_clip.data import Head, ImageDataset, load_head
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.threats import TRANSFER
+from react_clip.evaluation.result import SetInfo
 from react_clip.preprocess import to_float
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier, list_class_photos
@@ -54,13 +56,26 @@ class EvaluationSet:
         """Fingerprints of everything that all results on this set depend on."""
         return {
             "data": self.fingerprint,
-            "model": model_fingerprint(self.clf),
-            "attacked_model": model_fingerprint(self.attack_clf),
+            "model": _model_fingerprint(self.clf),
+            "attacked_model": _model_fingerprint(self.attack_clf),
             "device": device_name(self.clf.device),
         }
 
+    def info(self) -> SetInfo:
+        """The description of the set in a result."""
+        return SetInfo(
+            name=self.name,
+            images=len(self),
+            classes=len(self.clf.names),
+            fingerprint=self.fingerprint,
+            class_source=self.class_source,
+            model_fingerprint=_model_fingerprint(self.clf),
+            notes=self.notes,
+            class_names=tuple(self.clf.names),
+        )
 
-def model_fingerprint(clf: ZeroShotClassifier) -> str:
+
+def _model_fingerprint(clf: ZeroShotClassifier) -> str:
     """Identity of the weights, the precision and the class features."""
     return f"{clf.encoder.fingerprint()}-{tensor_digest(clf.class_features)[:16]}"
 
@@ -83,6 +98,15 @@ def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Dat
             f"they must lie in 0 to {len(clf.names) - 1}"
         )
     return EvaluationSet(name, clf, attack_clf, pixels, labels, fingerprint, "the caller's classifier", notes)
+
+
+def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
+    """The defended encoder and the one that attacks are crafted on; the same unless the recipe says otherwise."""
+    encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
+    if recipe.transfer_model is None and recipe.crafting_dtype == recipe.dtype:
+        return encoder, encoder
+    attacked = recipe.transfer_model or recipe.model
+    return encoder, encoders.load(attacked, device=device, dtype=recipe.crafting_dtype)
 
 
 def from_recipe(

@@ -1,8 +1,8 @@
-"""The folder of a run: its recipe, its log, and its shards, which are finished pieces of work.
+"""The folder of a run: its recipe, its log, and its shards, the finished pieces of work.
 
 A shard is a safetensors file that is written whole or not at all. Its header (one JSON text, ``react-clip``) says what
 it was computed from and holds the SHA-256 of its tensors. Reading compares both: a truncated file, a flipped bit or a
-shard of other weights, data or settings is reported in the log and computed again.
+shard of other weights, data or settings is logged and computed again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation import yaml_text
-from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
+from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps, read_yaml
 from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")
@@ -36,37 +35,37 @@ IMAGES = "images"
 
 Tensors = dict[str, Tensor]
 _LOG = "run.log"
-_FORMAT = "react-clip shard 2"
+_FORMAT = "react-clip shard 3"
 _HEADER = "react-clip"
 
 
 @contextmanager
 def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
-    """Lock the folder for this process and this recipe, write its log, and give the store of its shards."""
+    """Lock the folder for this process, check or write its recipe, write its log, and give the store of its shards."""
     with storage.held_folder(folder):
         store = ShardStore(folder / SHARDS)
-        _claim(folder, recipe)
+        _check_or_write_recipe(folder, recipe)
         store.remove_leftovers()
         with _logging_to(folder / _LOG):
             yield store
 
 
-def _claim(folder: Path, recipe: Recipe) -> None:
+def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe into a new folder; refuse a folder that holds another recipe."""
-    path, ours = folder / RECIPE, recipe.to_dict()
+    path, asked = folder / RECIPE, recipe.to_dict()
     if not path.exists():
         if existing := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
             raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
-        storage.write_text(path, yaml_text.write_mapping(ours))
+        recipe.save(path)
         return
     try:
-        theirs = yaml_text.read_mapping(path)
+        stored = read_yaml(path)
     except ReactClipError as error:
         raise ReactClipError(f"{error}; the file is damaged: remove it to continue, or choose another --out") from None
-    if theirs != ours:
-        keys = [key for key in ours if theirs.get(key) != ours[key]]
+    if stored != asked:
+        keys = [key for key in asked if stored.get(key) != asked[key]]
         raise ReactClipError(
-            f"{folder} holds the run {theirs.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
+            f"{folder} holds the run {stored.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
             f"{', '.join(keys) or 'keys'}); choose another --out"
         )
 
@@ -113,16 +112,18 @@ class ShardStore:
     def read(self, path: tuple[str, ...], about: dict[str, Any]) -> Shard | None:
         """The shard at ``path`` if it is intact and was computed from exactly ``about``, otherwise ``None``."""
         file = self._file(path)
-        try:
-            shard, source = _read(file)
-        except FileNotFoundError:
+        if not file.is_file():
             return None
+        try:
+            shard, stored = _read(file)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             log.warning("%s is damaged (%s); it is computed again", file, first_line(error))
             return None
-        if source != _canonical(about):
-            difference = _difference(source, about)
-            log.warning("%s was computed from something else (%s); it is computed again", file, difference)
+        about = json.loads(json.dumps(about))
+        if changed := sorted(key for key in {*stored, *about} if stored.get(key) != about.get(key)):
+            log.warning(
+                "%s was computed from something else (other %s); it is computed again", file, ", ".join(changed)
+            )
             return None
         return shard
 
@@ -131,9 +132,9 @@ class ShardStore:
         # Clones, because safetensors refuses tensors that share memory, as unmeasured diagnostics may.
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
         digest = storage.tensor_digest(tensors)
-        header = {"format": _FORMAT, "about": _canonical(about), "sha256": digest, "note": note}
+        header = {"format": _FORMAT, "about": about, "sha256": digest, "note": note}
         # One entry, because safetensors writes several in no fixed order and equal content must give equal files.
-        storage.write_tensors(self._file(path), tensors, {_HEADER: _canonical(header)})
+        storage.write_tensors(self._file(path), tensors, {_HEADER: json.dumps(header, sort_keys=True)})
         return Shard(tensors, digest)
 
     def remove_leftovers(self) -> None:
@@ -156,9 +157,8 @@ def slug(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _read(file: Path) -> tuple[Shard, str]:
-    if not file.is_file():
-        raise FileNotFoundError
+def _read(file: Path) -> tuple[Shard, dict[str, Any]]:
+    """A shard, and the description of what it was computed from."""
     with safe_open(file, framework="pt") as stored:
         header = json.loads((stored.metadata() or {})[_HEADER])
         tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
@@ -166,20 +166,7 @@ def _read(file: Path) -> tuple[Shard, str]:
         raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
     if storage.tensor_digest(tensors) != header["sha256"]:
         raise ValueError("its content does not match its hash")
-    return Shard(tensors, header["sha256"]), header["about"]
-
-
-def _canonical(about: dict[str, Any]) -> str:
-    return json.dumps(about, sort_keys=True)
-
-
-def _difference(source: str, about: dict[str, Any]) -> str:
-    """The entries in which a shard's description differs, for the log."""
-    try:
-        before, now = json.loads(source), json.loads(_canonical(about))
-        return "other " + ", ".join(sorted(key for key in {*before, *now} if before.get(key) != now.get(key)))
-    except (ValueError, TypeError, AttributeError):
-        return "its description is unreadable"
+    return Shard(tensors, header["sha256"]), dict(header["about"])
 
 
 # ---------------------------------------------------------------------- stored images
@@ -199,7 +186,7 @@ ROUNDING_NOTES = {
 
 
 def rounded(images: Tensor, clean: Tensor, eps: float, store: str) -> Tensor:
-    """Adversarial images in the type in which they are stored, still within ``eps`` of the clean ones.
+    """Adversarial images ``[B, 3, S, S]`` in the type in which they are stored, still within ``eps`` of the clean ones.
 
     Rounding to the nearest value may leave the ball by half a step; such a pixel takes the next value towards the clean
     one instead, so that the stored image is one the attacker was allowed to make (for budgets of at least one step).
@@ -231,7 +218,7 @@ class Pictures:
 
     def clean(self, dataset: str, index: int) -> Tensor | None:
         """The clean photo at the encoder's size, ``[3, S, S]`` in [0, 1]."""
-        return self._read(index, dataset, CLEAN.label)
+        return self._read(index, dataset, CLEAN)
 
     def attacked(self, dataset: str, attack: str, eps: float, index: int, defense: str | None = None) -> Tensor | None:
         """The adversarial photo as stored, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.

@@ -1,4 +1,4 @@
-"""From per-image outcomes to the rows of a result, and to the Parquet file from which all of them can be recomputed."""
+"""From per-image results to the rows of a result, and to the Parquet file from which all of them can be recomputed."""
 
 from __future__ import annotations
 
@@ -6,62 +6,99 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from react_clip import storage
 from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import MEAN, LabelledAttack, Recipe
+from react_clip.evaluation.recipe import CLEAN, MEAN, LabelledAttack, Recipe
 from react_clip.evaluation.result import AttackRow, Row
-from react_clip.evaluation.runner import PART, Block
+from react_clip.evaluation.runner import PART
 from react_clip.optional import require
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def set_rows(recipe: Recipe, blocks: Sequence[Block]) -> list[Row]:
-    """One row per attack and defence of one set; a defence's draws are taken together."""
-    return [
-        _row(recipe, [block for block in blocks if block.attack == item and block.defense == defense.label])
-        for item in recipe.all_attacks
-        for defense in recipe.defenses
-    ]
+_GROUP = ["dataset", "attack", "eps", "defense"]
 
 
-def _row(recipe: Recipe, draws: list[Block]) -> Row:
-    first = draws[0]
-    label, clean, attacked = (first.columns[name].numpy() for name in ("label", "clean_prediction", "attacked"))
-    correct, gated = (np.stack([block.columns[name].numpy() for block in draws]) for name in ("prediction", "gated"))
-    correct = correct == label
-    clean_correct = clean == label
-    estimate = metrics.wilson(metrics.accuracy(correct), len(label))
+def summarise(recipe: Recipe, images: pd.DataFrame) -> tuple[list[Row], list[AttackRow]]:
+    """Rows of every set, attack and defence, and rows of the attacks.
+
+    An attack that knows the defence has one row per defence, a suite also one per member.
+    """
+    attacks = {(item.label, item.eps): item for item in recipe.attacks}
+    defenses = {item.label: item.defense for item in recipe.defenses}
+    rows: list[Row] = []
+    attack_rows: list[AttackRow] = []
+    for (dataset, label, eps, defense), group in images.groupby(_GROUP, sort=False, observed=True):
+        row = Row(dataset, label, eps, defense, recipe.threat, recipe.scoring, **_numbers(recipe, group))
+        rows.append(row)
+        item = attacks.get((label, eps))
+        # Other attacks made the same images for all defences, so the first one's rows hold everything.
+        if item is not None and (item.adaptive or defense == recipe.defenses[0].label):
+            members = [member.name for member in item.attack.members_for(defenses[defense])]
+            attack_rows += _attack_rows(recipe, item, row, group, members)
+    return rows, attack_rows
+
+
+def _numbers(recipe: Recipe, group: pd.DataFrame) -> dict[str, Any]:
+    """The numbers of a row from all draws of one defence under one attack on one set."""
+    first = group[group["draw"] == 0]
+    clean_correct = (first["clean_prediction"] == first["label"]).to_numpy()
+    attacked = first["attacked"].to_numpy()
+    correct, gated = (group[name].to_numpy().reshape(recipe.draws, -1) for name in ("correct", "gated"))
+    estimate = metrics.wilson(metrics.accuracy(correct), len(first))
     leaked = metrics.leakage(clean_correct, attacked, correct)
     # Under attack, gates are counted on attacked images that CLIP gets right clean.
-    counted = clean_correct if first.attack.attack is None else clean_correct & attacked
-    return Row(
-        dataset=first.dataset,
-        attack=first.attack.label,
-        eps=first.attack.eps,
-        defense=first.defense,
-        threat=recipe.threat,
-        scoring=recipe.scoring,
-        n=len(label),
-        attacked=int(attacked.sum()),
-        accuracy=estimate.value,
-        low=estimate.low,
-        high=estimate.high,
-        worst=metrics.worst_of(correct),
-        majority=metrics.majority(correct),
-        leakage=leaked,
-        leakage_share=leaked / len(label),
-        gate_rate=metrics.gate_rate(gated, counted),
-        passes=_mean(draws, "passes"),
-        backward_passes=_mean(draws, "backward_passes"),
+    clean = first["attack"].iloc[0] == CLEAN
+    return {
+        "n": len(first),
+        "attacked": int(attacked.sum()),
+        "accuracy": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "worst": metrics.worst_of(correct),
+        "majority": metrics.majority(correct),
+        "leakage": leaked,
+        "leakage_share": leaked / len(first),
+        "gate_rate": metrics.gate_rate(gated, clean_correct if clean else clean_correct & attacked),
+        "passes": float(group["passes"].mean()),
+        "backward_passes": float(group["backward_passes"].mean()),
+    }
+
+
+def _attack_rows(
+    recipe: Recipe, item: LabelledAttack, row: Row, group: pd.DataFrame, members: Sequence[str]
+) -> list[AttackRow]:
+    """The row of an attack and those of its members; ``group`` holds all draws of one defence."""
+    first = group[group["draw"] == 0]
+    attacked = first["attacked"].to_numpy()
+    share = first["attack_success"].to_numpy().astype(float)
+    if item.adaptive:
+        share = 1.0 - group["correct"].to_numpy().reshape(recipe.draws, -1).mean(0)
+    whole = AttackRow(
+        dataset=row.dataset,
+        attack=row.attack,
+        eps=row.eps,
+        config=repr(item.attack),
+        attacked=row.attacked,
+        success_rate=_mean(share[attacked]),
+        lost_to_rounding=int((first["crafted_success"].to_numpy() & (share <= 0.5)).sum()),
+        queries=_mean(first["queries"].to_numpy()[attacked]),
+        defense=row.defense if item.adaptive else "",
     )
+    rows = [whole]
+    for name in members:
+        tried = first[PART + name].dropna().to_numpy()
+        part = replace(whole, part=name, attacked=len(tried), success_rate=_mean(tried))
+        rows.append(replace(part, lost_to_rounding=0, queries=math.nan))
+    return rows
 
 
-def _mean(draws: list[Block], name: str) -> float:
-    return float(np.mean([block.columns[name].numpy().mean() for block in draws]))
+def _mean(values: np.typing.NDArray[np.float64]) -> float:
+    return float(values.mean()) if len(values) else math.nan
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
@@ -73,138 +110,29 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _mean_row(group: list[Row]) -> Row:
-    def mean(name: str) -> float:
-        return metrics.mean_of_measured([getattr(row, name) for row in group])
-
     estimate = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
-    first, images = group[0], sum(row.n for row in group)
-    leaked = math.fsum(row.leakage for row in group)
-    return Row(
+    images, leaked = sum(row.n for row in group), math.fsum(row.leakage for row in group)
+    averaged = ("worst", "majority", "gate_rate", "passes", "backward_passes")
+    means: dict[str, Any] = {name: metrics.mean_of_measured([getattr(row, name) for row in group]) for name in averaged}
+    return replace(
+        group[0],
         dataset=MEAN,
-        attack=first.attack,
-        eps=first.eps,
-        defense=first.defense,
-        threat=first.threat,
-        scoring=first.scoring,
         n=images,
         attacked=sum(row.attacked for row in group),
         accuracy=estimate.value,
         low=estimate.low,
         high=estimate.high,
-        worst=mean("worst"),
-        majority=mean("majority"),
         leakage=leaked,
         leakage_share=leaked / images,
-        gate_rate=mean("gate_rate"),
-        passes=mean("passes"),
-        backward_passes=mean("backward_passes"),
+        **means,
     )
 
 
-def attack_rows(blocks: Sequence[Block]) -> list[AttackRow]:
-    """One row per attack of one set; attacks that know the defence have one per defence, and one per suite member."""
-    groups: dict[tuple[LabelledAttack, str], list[Block]] = {}
-    for block in blocks:
-        if block.attack.attack is not None:
-            # Other attacks made the same images for all defences, so one group holds them.
-            groups.setdefault((block.attack, block.defense if block.attack.adaptive else ""), []).append(block)
-    rows = []
-    for (item, defense), draws in groups.items():
-        columns = {name: tensor.numpy() for name, tensor in draws[0].columns.items()}
-        attacked, success, found, queries = (
-            columns[name] for name in ("attacked", "attack_success", "found", "queries")
-        )
-        count, share = int(attacked.sum()), success.astype(float)
-        if defense:
-            share = np.mean([(d.columns["prediction"] != d.columns["label"]).numpy() for d in draws], axis=0)
-            success = share > 0.5
-        row = AttackRow(
-            dataset=draws[0].dataset,
-            attack=item.label,
-            eps=item.eps,
-            config=repr(item.attack),
-            attacked=count,
-            success_rate=float(share[attacked].mean()) if count else math.nan,
-            lost_to_rounding=int((found & ~success).sum()),
-            queries=float(queries[attacked].mean()) if count else math.nan,
-            defense=defense,
-        )
-        rows.append(row)
-        rows += [_part_row(row, name, values[attacked]) for name, values in columns.items() if name.startswith(PART)]
-    return rows
-
-
-def _part_row(suite: AttackRow, name: str, shares: npt.NDArray[np.float32]) -> AttackRow:
-    """The row of one member of a suite, over the images that it attacked."""
-    tried = shares[~np.isnan(shares)]
-    return replace(
-        suite,
-        part=name.removeprefix(PART),
-        attacked=len(tried),
-        success_rate=float(tried.mean()) if len(tried) else math.nan,
-        lost_to_rounding=0,
-        queries=math.nan,
-    )
-
-
-# ---------------------------------------------------------------------- per-image results
-
-
-def per_image_table(recipe: Recipe, blocks: Sequence[Block]) -> Any:
-    """The blocks of one set as a pyarrow table, one row per image, attack, defence and draw."""
-    pa = require("pyarrow", "writing per-image results", extra="eval")
-    return pa.concat_tables([_block_table(pa, recipe, block) for block in blocks]).combine_chunks()
-
-
-def _block_table(pa: Any, recipe: Recipe, block: Block) -> Any:
-    values = {name: tensor.numpy() for name, tensor in block.columns.items()}
-    count = len(values["index"])
-
-    def same(text: str) -> Any:
-        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array([text]))
-
-    def number(name: str, kind: Any) -> Any:
-        return pa.array(values[name], type=kind)
-
-    columns = {
-        "dataset": same(block.dataset),
-        "index": number("index", pa.int32()),
-        "label": number("label", pa.int32()),
-        "attack": same(block.attack.label),
-        "eps": pa.array(np.full(count, block.attack.eps)),
-        "scoring": same(recipe.scoring),
-        "threat": same(recipe.threat),
-        "attacked": number("attacked", pa.bool_()),
-        "attack_success": number("attack_success", pa.bool_()),
-        "defense": same(block.defense),
-        "draw": pa.array(np.full(count, block.draw, np.int32)),
-        "clean_prediction": number("clean_prediction", pa.int32()),
-        "plain_prediction": number("plain_prediction", pa.int32()),
-        "prediction": number("prediction", pa.int32()),
-        "correct": pa.array(values["prediction"] == values["label"]),
-        "d_low": number("d_low", pa.float32()),
-        "d_high": number("d_high", pa.float32()),
-        "r": number("r", pa.float32()),
-        "J": number("J", pa.float32()),
-        "score": number("score", pa.float32()),
-        "gated": number("gated", pa.bool_()),
-        "sigma": number("sigma", pa.float32()),
-        "passes": number("passes", pa.float32()),
-        "backward_passes": number("backward_passes", pa.int32()),
-        "queries": number("queries", pa.int64()),
-        "seed": pa.array(np.full(count, block.seed, np.int64)),
-        "attack_seed": pa.array(np.full(count, recipe.seed, np.int64)),
-    }
-    return pa.table(columns)
-
-
-def write_per_image(path: Path, tables: Sequence[Any]) -> None:
-    """Write one compressed Parquet file atomically."""
-    pa = require("pyarrow", "writing per-image results", extra="eval")
-    parquet = require("pyarrow.parquet", "writing per-image results", extra="eval")
-    merged = pa.concat_tables(tables).unify_dictionaries()
-    sink = pa.BufferOutputStream()
-    parquet.write_table(merged, sink, compression="zstd")
+def write_per_image(path: Path, images: pd.DataFrame) -> None:
+    """Write the per-image results as one compressed Parquet file, whole or not at all."""
+    require("pyarrow", "writing per-image results", extra="eval")
+    private = [name for name in images.columns if name == "crafted_success" or name.startswith(PART)]
+    data = images.drop(columns=private).to_parquet(index=False, compression="zstd")
     with storage.atomic_path(path) as temporary:
         # Written by Python, so that a full disk is an OSError with a reason.
-        temporary.write_bytes(sink.getvalue())
+        temporary.write_bytes(data)

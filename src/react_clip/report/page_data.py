@@ -31,7 +31,7 @@ def summary(run: Run) -> dict[str, Any]:
     if not means:
         return {}
     plain = next((label for label, entry in run.defenses.items() if entry.get("kind") == "undefended"), "")
-    clean = {row.defense: row for row in means if row.attack == CLEAN.label}
+    clean = {row.defense: row for row in means if row.attack == CLEAN}
     attacked = sorted((row for row in means if row.eps), key=lambda row: (-row.eps, row.accuracy))
     rows = [row for row in attacked if (row.attack, row.eps) == (attacked[0].attack, attacked[0].eps)]
     ranked = sorted((row for row in rows if row.defense != plain), key=lambda row: -row.accuracy)

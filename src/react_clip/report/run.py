@@ -16,7 +16,8 @@ import pandas as pd
 
 from react_clip.config import pop_kind
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation import store, yaml_text
+from react_clip.evaluation import store
+from react_clip.evaluation.recipe import read_yaml
 from react_clip.evaluation.result import EvaluationResult, merge
 from react_clip.optional import require
 
@@ -76,7 +77,7 @@ def read_run(folder: str | Path) -> Run:
     result = _or_missing(missing, store.RESULT, lambda: EvaluationResult.load(folder / store.RESULT))
     recipe = result.recipe if result is not None else None
     if recipe is None:
-        recipe = _or_missing(missing, store.RECIPE, lambda: yaml_text.read_mapping(folder / store.RECIPE))
+        recipe = _or_missing(missing, store.RECIPE, lambda: read_yaml(folder / store.RECIPE))
     images = _or_missing(missing, store.PER_IMAGE, lambda: _read_images(folder / store.PER_IMAGE))
     if not (folder / store.RESULT).exists():
         shards = sum(1 for _ in (folder / store.SHARDS).rglob("*.safetensors"))

@@ -15,19 +15,10 @@ from typing import Any, NamedTuple
 from react_clip import data as data_room
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import Recipe, selfcheck, sets
-from react_clip.evaluation.progress import Progress, Tally
+from react_clip.evaluation import Recipe, checks, sets
 from react_clip.evaluation.result import EvaluationResult, SelfCheck
-from react_clip.evaluation.run import (
-    SetOutcome,
-    conclude,
-    load_encoders,
-    planned_work,
-    set_costs,
-    set_outcome,
-    typed_command,
-)
-from react_clip.evaluation.runner import SetRunner, Span
+from react_clip.evaluation.run import SetOutcome, conclude, set_outcome, typed_command
+from react_clip.evaluation.runner import SetRunner, pass_bar
 from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, log
 from react_clip.scale.cluster import connected
 from react_clip.scale.runner import Allocation, WorkerPool
@@ -55,7 +46,7 @@ def run_recipe(
     with connected(address) as ray:
         allocation = Allocation.choose(ray, workers, device, whole_nodes=True)
 
-        def outcomes(store: ShardStore) -> list[SetOutcome]:
+        def compute(store: ShardStore) -> tuple[SelfCheck, list[SetOutcome]]:
             written = (folder / RECIPE).read_bytes()
             job = _Job(recipe, folder, written, root, heads and heads.absolute(), allocation.device)
             with WorkerPool(ray, partial(_Worker, job), allocation, log=log, one_device=True) as pool:
@@ -63,7 +54,7 @@ def run_recipe(
             store.remove_leftovers()  # temporary files of killed workers
             return found
 
-        return conclude(recipe, folder, outcomes, typed_command())
+        return conclude(recipe, folder, compute, typed_command())
 
 
 class Task(NamedTuple):
@@ -77,23 +68,22 @@ class Task(NamedTuple):
         return f"{self.method} {self.dataset} {self.argument or ''}".strip()
 
 
-def _run_sets(pool: WorkerPool, recipe: Recipe, progress: bool) -> list[SetOutcome]:
+def _run_sets(pool: WorkerPool, recipe: Recipe, progress: bool) -> tuple[SelfCheck, list[SetOutcome]]:
     """The outcome of every set: check the model, list the spans of all sets, compute them, read the sets back."""
     run = partial(pool.run, group=lambda task: task.dataset)
-    check = selfcheck.skipped()
-    if recipe.self_check:
-        [(_, check)] = run([Task("check", recipe.datasets[0])])
-        selfcheck.insist(check)
-    spans = {task.dataset: found for task, found in run([Task("spans", name) for name in recipe.datasets])}
-    fills = [Task("fill", name, span) for name in recipe.datasets for span, _ in spans[name]]
-    total = sum(passes for found in spans.values() for _, passes in found)
-    with Progress("cluster", total, enabled=progress) as bar:
-        for left, (_, passes) in zip(reversed(range(len(fills))), run(fills), strict=True):
-            bar.stage(f"{left} spans left")
-            bar.skip(passes.skipped)
-            bar.done(passes.finished)
-    results = {task.dataset: found for task, found in run([Task("finish", name, check) for name in recipe.datasets])}
-    return [results[name] for name in recipe.datasets]
+    [(_, check)] = run([Task("check", recipe.datasets[0])])
+    passes = {
+        (task.dataset, span): passes
+        for task, spans in run([Task("spans", name) for name in recipe.datasets])
+        for span, passes in spans
+    }
+    fills = [Task("fill", name, span) for name, span in sorted(passes, key=lambda key: recipe.datasets.index(key[0]))]
+    with pass_bar("cluster", sum(passes.values()), enabled=progress) as bar:
+        for left, (task, _) in zip(reversed(range(len(fills))), run(fills), strict=True):
+            bar.set_description(f"cluster: {left} spans left", refresh=False)
+            bar.update(passes[task.dataset, task.argument])
+    results = {task.dataset: outcome for task, outcome in run([Task("finish", name) for name in recipe.datasets])}
+    return check, [results[name] for name in recipe.datasets]
 
 
 @dataclass(frozen=True)
@@ -109,13 +99,6 @@ class _Job:
     device: str
 
 
-class _Passes(NamedTuple):
-    """Encoder passes that a span took, and planned ones that it did not need."""
-
-    finished: int
-    skipped: int
-
-
 class _Worker:
     """Loads the encoders once and keeps the set loaded that it worked on last."""
 
@@ -127,7 +110,7 @@ class _Worker:
                 "nodes share"
             )
         self._job = job
-        self._encoders = load_encoders(job.recipe, job.device)
+        self._encoders = sets.load_encoders(job.recipe, job.device)
         self._loaded: SetRunner | None = None
         self.device = device_name(self._encoders[0].device)
 
@@ -135,27 +118,13 @@ class _Worker:
         """Run one task."""
         runner = self._runner(task.dataset)
         if task.method == "fill":
-            return self._fill(runner, task.argument)
+            runner.outcomes(task.argument)
+            return None
         if task.method == "spans":
-            return self._spans(runner)
+            return [(span, runner.planned_work(span[1] - span[0])) for span in runner.spans()]
         if task.method == "check":
-            return selfcheck.on_few_images(self._job.recipe, runner.subject)
-        return self._finish(runner, task.argument)
-
-    def _spans(self, runner: SetRunner) -> list[tuple[Span, int]]:
-        """The spans of a set, and the largest number of passes that each can take."""
-        work = partial(planned_work, self._job.recipe, runner.subject, runner.costs)
-        return [(span, work(span[1] - span[0])) for span in runner.spans()]
-
-    def _fill(self, runner: SetRunner, span: Span) -> _Passes:
-        """Compute the missing shards of a span."""
-        runner.progress = passes = Tally()
-        runner.outcomes(span)
-        return _Passes(passes.finished, passes.skipped)
-
-    def _finish(self, runner: SetRunner, check: SelfCheck) -> SetOutcome:
-        """Read the results of a whole set back, as a run on one machine would."""
-        return set_outcome(self._job.recipe, runner.subject, runner.store, check, progress=False)
+            return checks.self_check_before(self._job.recipe, runner.subject)
+        return set_outcome(runner, progress=False)
 
     def _runner(self, dataset: str) -> SetRunner:
         if self._loaded is None or self._loaded.subject.name != dataset:
@@ -163,6 +132,5 @@ class _Worker:
             job = self._job
             recipe = job.recipe.replace(datasets=(dataset,))
             [subject] = sets.from_recipe(recipe, *self._encoders, job.root, job.heads, progress=False)
-            store = ShardStore(job.folder / SHARDS)
-            self._loaded = SetRunner(job.recipe, subject, store, set_costs(job.recipe, subject), Tally())
+            self._loaded = SetRunner(job.recipe, subject, ShardStore(job.folder / SHARDS))
         return self._loaded

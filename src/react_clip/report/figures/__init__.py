@@ -51,7 +51,7 @@ def figures_of(run: Run, *, calibration: Calibration | None = None) -> tuple[lis
         calibration: points and fits to show beside the run.
     """
     rows = run.result.rows if run.result is not None else ()
-    attacks: list[str | None] = list(dict.fromkeys(row.attack for row in rows if row.attack != CLEAN.label))
+    attacks: list[str | None] = list(dict.fromkeys(row.attack for row in rows if row.attack != CLEAN))
     views = [View(run, attack, calibration) for attack in attacks or [None]]
     figures: list[FigureOf] = []
     reasons: dict[str, str] = {}

@@ -74,7 +74,7 @@ class View:
     def numbers(self) -> pd.DataFrame:
         """The result's rows of clean images and of this attack, from clean images to the largest budget."""
         columns = [column.name for column in dataclasses.fields(Row)]
-        rows = [row for row in self.result.rows if row.attack in (CLEAN.label, self.attack)]
+        rows = [row for row in self.result.rows if row.attack in (CLEAN, self.attack)]
         frame = pd.DataFrame(rows, columns=columns).drop_duplicates(["defense", "dataset", "eps"])
         shares = ["accuracy", "low", "high"]
         frame[shares] = 100 * frame[shares].astype(float)
@@ -86,7 +86,7 @@ class View:
         images = self.run.images
         if images is None:
             raise MissingDataError("there are no rows per image (per_image.parquet); `react-clip evaluate` writes them")
-        images = images[images["attack"].isin([CLEAN.label, self.attack])]
+        images = images[images["attack"].isin([CLEAN, self.attack])]
         return images.assign(eps=_in_255ths(images["eps"])).replace([math.inf, -math.inf], math.nan)
 
     @cached_property

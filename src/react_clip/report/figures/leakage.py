@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from react_clip.evaluation import metrics
-from react_clip.evaluation.grid import value_at
-from react_clip.evaluation.recipe import MEAN
+from react_clip.evaluation.recipe import MEAN, value_at
 from react_clip.report import style
 from react_clip.report.figures import plot
 from react_clip.report.figures.base import Draft, MissingDataError, View

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 
 from react_clip.calibration import Calibration, best_scale
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.grid import value_at
-from react_clip.evaluation.recipe import format_eps
+from react_clip.evaluation.recipe import format_eps, value_at
 from react_clip.report import style
 from react_clip.report.figures import plot
 from react_clip.report.figures.base import Draft, MissingDataError, View

@@ -1,0 +1,267 @@
+"""Checks that the attacks of a run are strong enough for robust accuracy to mean something.
+
+The self-check: PGD-10 at 1/255 must leave undefended CLIP almost no accuracy. If it leaves much, the attack or the
+model is broken (normalisation twice, eps in the wrong unit, gradients that vanish in half precision, the wrong class
+features), and no robust accuracy of the run can be trusted.
+
+The sanity checks of attacks that know the defence (Carlini et al., 2019, "On Evaluating Adversarial Robustness"):
+accuracy must fall with the budget and with the number of steps, go to about 0 at a huge budget, not be lower without
+gradients than with them, and not be higher than under an attacker who does not know the defence. A check fails only if
+the 95 % intervals exclude that it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from react_clip.attacks import PGD, Attack, GradientAttack, Queries, Suite
+from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
+from react_clip.errors import ReactClipError
+from react_clip.evaluation import metrics
+from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe, format_eps
+from react_clip.evaluation.result import AttackRow, Check, Row, SelfCheck
+from react_clip.evaluation.sets import EvaluationSet
+from react_clip.evaluation.store import ShardStore
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# ---------------------------------------------------------------------- self-check
+
+_PGD = PGD(eps=1 / 255, steps=10)
+_SELF_CHECK_LIMIT = 0.3
+"""Largest share of its clean accuracy that undefended CLIP may keep."""
+_SELF_CHECK_IMAGES = 32
+
+NO_SELF_CHECK = SelfCheck(False, "", 0, math.nan, math.nan, _SELF_CHECK_LIMIT)
+"""The result if the check was switched off, as for towers that were finetuned to be robust."""
+
+
+def own_self_check(recipe: Recipe) -> LabelledAttack | None:
+    """The recipe's attack that is PGD-10 at 1/255 on the model itself, if it has one."""
+    attacks = recipe.attacks if recipe.threat == OBLIVIOUS else ()
+    return next((item for item in attacks if item.attack == _PGD), None)
+
+
+def self_check_before(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
+    """The self-check on a few images of the first set, before the run."""
+    if not recipe.self_check:
+        return NO_SELF_CHECK
+    # Images made for another model need not break this one, but must break the one that they were made for.
+    victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
+    seen, kept = 0, []
+    for start in range(0, len(subject), recipe.batch):
+        pixels = subject.batch(start, start + recipe.batch)
+        labels = subject.labels[start : start + recipe.batch].to(pixels.device)
+        with torch.no_grad():
+            correct = victim(pixels).argmax(-1) == labels
+        seen += len(labels)
+        kept.append((pixels[correct], labels[correct]))
+        if sum(len(y) for _, y in kept) >= _SELF_CHECK_IMAGES:
+            break
+    x, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    clean, robust = len(x) / seen, math.nan
+    x, y = x[:_SELF_CHECK_IMAGES], y[:_SELF_CHECK_IMAGES]
+    if len(x):
+        adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
+        with torch.no_grad():
+            robust = clean * float((victim(adversarial).argmax(-1) == y).double().mean())
+    return _passed(SelfCheck(True, subject.name, len(x), clean, robust, _SELF_CHECK_LIMIT))
+
+
+def self_check_after(recipe: Recipe, images: pd.DataFrame) -> SelfCheck:
+    """The self-check by the recipe's own PGD-10 at 1/255: undefended accuracy, the mean over sets."""
+    item = own_self_check(recipe)
+    if not recipe.self_check or item is None:
+        return NO_SELF_CHECK
+    first = (images["defense"] == recipe.defenses[0].label) & (images["draw"] == 0)
+    own = images[first & (images["attack"] == item.label) & (images["eps"] == item.eps)]
+    clean, robust = (
+        float((own[name] == own["label"]).groupby(own["dataset"], observed=True).mean().mean())
+        for name in ("clean_prediction", "plain_prediction")
+    )
+    return _passed(SelfCheck(True, ", ".join(recipe.datasets), len(own), clean, robust, _SELF_CHECK_LIMIT))
+
+
+def _passed(check: SelfCheck) -> SelfCheck:
+    """The check itself; raises if the attack did not work."""
+    if not check.clean_accuracy:
+        raise ReactClipError(
+            f"undefended CLIP gets no clean image of {check.dataset} right, so there is nothing to attack and nothing "
+            "to report; check that the class features belong to this model and these classes"
+        )
+    left = check.robust_accuracy / check.clean_accuracy
+    if left > check.limit:
+        fall = f"{100 * check.clean_accuracy:.1f} % to {100 * check.robust_accuracy:.1f} %"
+        raise ReactClipError(
+            f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} "
+            f"({fall}), the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is "
+            "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for "
+            "a tower finetuned to be robust (finished work is kept)"
+        )
+    return check
+
+
+# ---------------------------------------------------------------------- sanity checks of attacks that know the defence
+
+_HUGE = 64 / 255
+_HUGE_LIMIT = 0.1
+"""Largest accuracy that may be left at the huge budget."""
+_IMAGES = 16
+_FEW_STEPS, _MANY_STEPS = 5, 20
+
+
+def _wanted(recipe: Recipe) -> bool:
+    return recipe.self_check and recipe.threat == ADAPTIVE and bool(recipe.attacks)
+
+
+def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFrame, store: ShardStore) -> list[Check]:
+    """Sanity checks by extra attacks on the first few images of the first set that undefended CLIP gets right."""
+    if not _wanted(recipe) or subject.name != recipe.datasets[0]:
+        return []
+    eps = min(item.eps for item in recipe.attacks)
+    items = [item for item in recipe.attacks if item.eps == eps]
+    checks: list[Check] = []
+    for chosen in recipe.defenses:
+        weakest = images[(images["defense"] == chosen.label) & (images["eps"] == eps) & (images["attack"] != CLEAN)]
+        right = weakest[weakest["attacked"] & (weakest["clean_prediction"] == weakest["label"])]
+        rows = sorted(set(right["index"].tolist()))[:_IMAGES]
+        if rows:
+            extra = _ExtraAttacks(recipe, subject, chosen, rows, eps, store)
+            checks += extra.step_and_budget_checks(items)
+            checks.append(extra.oblivious_check(weakest[weakest["index"].isin(rows)]))
+    return checks
+
+
+@dataclass(frozen=True, eq=False)
+class _ExtraAttacks:
+    """Extra attacks on a few images against one defence."""
+
+    recipe: Recipe
+    subject: EvaluationSet
+    chosen: LabelledDefense
+    rows: list[int]
+    """Indices of the images."""
+    eps: float
+    store: ShardStore
+
+    def step_and_budget_checks(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
+        """More steps and a huge budget must make the first gradient attack stronger."""
+        members = [item.attack.members_for(self.chosen.defense) or (item.attack,) for item in items]
+        attack = next((member for member in itertools.chain(*members) if isinstance(member, GradientAttack)), None)
+        if attack is None:
+            return
+        few, many, huge = (
+            self._accuracy_under(attack.replace(eps=eps, steps=steps))
+            for eps, steps in ((self.eps, _FEW_STEPS), (self.eps, _MANY_STEPS), (_HUGE, _MANY_STEPS))
+        )
+        title = f"{attack.kind} {format_eps(self.eps)}"
+        expected = f"{_MANY_STEPS} steps leave no more than {_FEW_STEPS}"
+        yield _compare("steps", self.chosen.label, title, expected, few, many, len(self.rows))
+        title, expected = f"{attack.kind} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
+        yield Check("huge budget", self.chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
+
+    def oblivious_check(self, images: pd.DataFrame) -> Check:
+        """PGD on undefended CLIP must not be stronger than the strongest of the recipe's attacks."""
+        attack = PGD(eps=self.eps, steps=_MANY_STEPS, step_size="eps/4")
+
+        def wrong(x: Tensor, y: Tensor) -> Tensor:
+            adversarial = attack(self.subject.attack_clf, x, y, seed=self.recipe.seed).images
+            answers = [self.chosen.defense(self.subject.clf, adversarial, seed=seed) for seed in self.recipe.seeds]
+            return torch.stack([answer.labels != y for answer in answers]).float().mean(0)
+
+        left = images.groupby("attack", sort=False, observed=True)["correct"].mean()
+        title, expected = (
+            f"{left.idxmin()} {format_eps(self.eps)}",
+            f"it leaves no more than {attack.name} on undefended CLIP",
+        )
+        oblivious = self._accuracy(attack, wrong)
+        return _compare("oblivious", self.chosen.label, title, expected, oblivious, float(left.min()), len(self.rows))
+
+    def _accuracy_under(self, attack: GradientAttack) -> float:
+        target = attack.target(self.subject.attack_clf, self.chosen.defense)
+        return self._accuracy(attack, lambda x, y: attack(target, x, y, seed=self.recipe.seed).broken)
+
+    def _accuracy(self, attack: Attack, wrong: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """One minus the mean of ``wrong(pixels, labels)``, the share of wrong answers per image; stored in a shard."""
+        path = (self.subject.name, "checks", self.chosen.label, f"{attack.name} {format_eps(attack.eps)}")
+        about = {
+            "work": "sanity check",
+            "attack": repr(attack),
+            "defense": self.chosen.defense.to_dict(),
+            "seed": self.recipe.seed,
+            "draws": self.recipe.draws,
+            "rows": self.rows,
+            **self.subject.identity(),
+        }
+        shard = self.store.read(path, about)
+        if shard is None:
+            pixels = torch.cat([self.subject.batch(row, row + 1) for row in self.rows])
+            shares = wrong(pixels, self.subject.labels[self.rows].to(pixels.device))
+            shard = self.store.write(path, about, {"wrong": shares.float()})
+        return 1.0 - float(shard.tensors["wrong"].double().mean())
+
+
+def sanity_by_numbers(recipe: Recipe, rows: Sequence[Row], attacks: Sequence[AttackRow]) -> list[Check]:
+    """Sanity checks of the run's numbers: accuracy falls with the budget, and queries do not beat gradients."""
+    return [*_budget_checks(rows), *_query_checks(attacks)] if _wanted(recipe) else []
+
+
+def raise_if_failed(checks: Sequence[Check]) -> None:
+    """Refuse to report if a sanity check failed."""
+    for check in checks:
+        if not check.passed:
+            raise ReactClipError(
+                f"sanity check {check.name!r} failed for {check.attack} on {check.defense!r}: {check.expected}, but "
+                f"{100 * check.second:.1f} % are left against {100 * check.first:.1f} %; the attack is too weak or "
+                "broken, so nothing is reported; give it more steps, draws (eot) or members, or set self_check: false "
+                "(finished work is kept)"
+            )
+
+
+def _budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.eps:
+            groups.setdefault((row.dataset, row.attack, row.defense), []).append(row)
+    for group in groups.values():
+        for small, large in itertools.pairwise(sorted(group, key=lambda row: row.eps)):
+            title = f"{large.attack} {format_eps(large.eps)} on {large.dataset}"
+            expected = f"it leaves no more than {format_eps(small.eps)}"
+            yield _compare("budget", large.defense, title, expected, small.accuracy, large.accuracy, small.n)
+
+
+def _query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
+    groups: dict[tuple[str, float, str], list[AttackRow]] = {}
+    for row in attacks:
+        # A suite mixes gradients and queries, so its members are compared instead.
+        if row.attacked and (row.part or not row.config.startswith(f"{Suite.__name__}(")):
+            groups.setdefault((row.dataset, row.eps, row.defense), []).append(row)
+    for (dataset, eps, defense), group in groups.items():
+        query = [row for row in group if (row.part or row.config).startswith((Queries.kind, f"{Queries.__name__}("))]
+        # With members in turn, Square attacked only what gradients had left, so there is nothing to compare.
+        gradient = [row for row in group if row not in query and row.attacked == query[0].attacked] if query else []
+        if gradient:
+            without, with_gradients = (1.0 - max(row.success_rate for row in side) for side in (query, gradient))
+            title = f"the best gradient attack {format_eps(eps)} on {dataset}"
+            expected = "it leaves no more than Square, which needs no gradients"
+            yield _compare("queries", defense, title, expected, without, with_gradients, query[0].attacked)
+
+
+def _compare(name: str, defense: str, attack: str, expected: str, first: float, second: float, n: int) -> Check:
+    """The check that accuracy ``second`` is at most ``first``, as far as ``n`` images can tell.
+
+    >>> [_compare("steps", "react", "both", "", 0.2, more, n=16).passed for more in (0.1, 0.4, 0.9)]
+    [True, True, False]
+    """
+    # Rounding may leave [0, 1] by a bit.
+    one, two = (metrics.wilson(min(1.0, max(0.0, value)), n) for value in (first, second))
+    slack = one.high - one.value + two.value - two.low
+    return Check(name, defense, attack, expected, one.value, two.value, slack, two.low <= one.high)
