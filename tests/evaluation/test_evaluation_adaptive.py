@@ -25,9 +25,9 @@ from evaluation_toys import (
 import react_clip as rc
 from react_clip import encoders, noise
 from react_clip.attacks import BPDA, Both, Queries
-from react_clip.evaluation import EvaluationResult, runner, sanity, sets, validate
-from react_clip.evaluation.cost import Passes, defense_cost, set_cost
-from react_clip.evaluation.progress import Tally
+from react_clip.evaluation import EvaluationResult, checks, runner, validate
+from react_clip.evaluation.cost import disk_bytes
+from react_clip.evaluation.recipe import Images
 from react_clip.evaluation.result import AttackRow, Row, merge
 from react_clip.evaluation.store import Pictures, ShardStore
 from react_clip.report.tables import all_tables
@@ -115,35 +115,13 @@ def test_attack_seeds_are_never_judging_seeds(tmp_path: Path, monkeypatch: pytes
     assert not seeds[True] & seeds[False]
 
 
-def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
-    attacks = [{"kind": "adaptive-both", "steps": 2, "eot": 1, "eps": "1/255"}, suites(4)[0].to_dict()]
-    defenses = [{"defense": "react", "views": 2}, {"defense": "aom", "views": 2}, "ttc"]
-    recipe = adaptive_recipe(attacks=attacks, defenses=defenses, batch=4, datasets=["data"])
-    clf = toy_classifier()
-    subject = sets.from_data(clf, clf, toy_photos(6), progress=False)
-    costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
-    planned = set_cost(recipe, len(subject), 32, costs).passes.work
-    for resumed in (False, True):
-        passes = Tally()
-        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, passes).run()
-        assert passes.finished + passes.skipped == planned
-        assert (passes.finished == 0) == resumed
-
-
 def test_the_disk_estimate_counts_clean_photos_and_every_defence() -> None:
-    costs = [Passes(14), Passes(31)]
-    recipe = adaptive_recipe(attacks=["adaptive-both"], batch=64)
-    stored = (
-        set_cost(recipe, 64, 100, costs).disk_bytes - set_cost(recipe.replace(store="none"), 64, 100, costs).disk_bytes
-    )
+    adaptive = adaptive_recipe(attacks=["adaptive-both"], batch=64)
+    oblivious = adaptive_recipe(threat="oblivious", attacks=["pgd"], batch=64)
     pixels = 64 * 3 * 100 * 100
-    assert stored == pixels * 2 * 2 + pixels + 4096, "two bytes for each defence, one for the clean photo, and a shard"
-    oblivious = recipe.replace(attacks=adaptive_recipe(threat="oblivious", attacks=["pgd"]).attacks, threat="oblivious")
-    kept = (
-        set_cost(oblivious, 64, 100, costs).disk_bytes
-        - set_cost(oblivious.replace(store="none"), 64, 100, costs).disk_bytes
-    )
-    assert kept == pixels * 2 + pixels + 4096
+    for recipe, copies in ((adaptive, 2), (oblivious, 1)):
+        stored = disk_bytes(recipe, 64, 100) - disk_bytes(recipe.replace(images=Images("none")), 64, 100)
+        assert stored == pixels * 2 * copies + pixels + 4096, "two bytes per attack, one for the clean photo, a shard"
 
 
 def test_adaptive_results_are_joined_with_their_attacks(attacked: Any, tmp_path: Path) -> None:
@@ -304,11 +282,19 @@ def attack_row(part: str, success: float, attacked: int = 200) -> AttackRow:
 
 
 def test_a_budget_that_helps_the_defence_is_refused() -> None:
-    assert all(check.passed for check in sanity.from_rows([row(1 / 255, 0.5), row(4 / 255, 0.3), row(0.0, 0.9)], []))
-    assert all(check.passed for check in sanity.from_rows([row(1 / 255, 0.5), row(4 / 255, 0.54)], [])), "chance"
-    risen = sanity.from_rows([row(4 / 255, 0.7), row(1 / 255, 0.5)], [])
+    assert all(
+        check.passed
+        for check in checks.sanity_by_numbers(
+            adaptive_recipe(), [row(1 / 255, 0.5), row(4 / 255, 0.3), row(0.0, 0.9)], []
+        )
+    )
+    assert all(
+        check.passed
+        for check in checks.sanity_by_numbers(adaptive_recipe(), [row(1 / 255, 0.5), row(4 / 255, 0.54)], [])
+    ), "chance"
+    risen = checks.sanity_by_numbers(adaptive_recipe(), [row(4 / 255, 0.7), row(1 / 255, 0.5)], [])
     with pytest.raises(rc.ReactClipError, match=r"'budget' failed .* 70.0 % are left against 50.0 %"):
-        sanity.insist(risen)
+        checks.raise_if_failed(risen)
 
 
 def test_queries_that_beat_gradients_are_refused() -> None:
@@ -317,11 +303,11 @@ def test_queries_that_beat_gradients_are_refused() -> None:
         attack_row("adaptive-square-100", 0.5),
         attack_row("adaptive-both-9", 0.8),
     )
-    assert all(check.passed for check in sanity.from_rows([], [whole, square, both]))
+    assert all(check.passed for check in checks.sanity_by_numbers(adaptive_recipe(), [], [whole, square, both]))
     weak = dataclasses.replace(both, success_rate=0.1)
     with pytest.raises(rc.ReactClipError, match=r"'queries' failed"):
-        sanity.insist(sanity.from_rows([], [whole, square, weak]))
-    assert sanity.from_rows([], [whole, square]) == []
+        checks.raise_if_failed(checks.sanity_by_numbers(adaptive_recipe(), [], [whole, square, weak]))
+    assert checks.sanity_by_numbers(adaptive_recipe(), [], [whole, square]) == []
 
 
 def test_results_without_checks_still_load(attacked: Any, tmp_path: Path) -> None:

@@ -12,17 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluation_toys import CLASSES, ToyEncoder, ToyWithText, toy_classifier, toy_photos, write_head, write_photos
+from evaluation_toys import (
+    CLASSES,
+    ToyEncoder,
+    ToyWithText,
+    adaptive_recipe,
+    suites,
+    toy_classifier,
+    toy_photos,
+    write_head,
+    write_photos,
+)
 from safetensors import safe_open
 
 import react_clip as rc
 from react_clip import data, encoders
 from react_clip.cli import parse_args
 from react_clip.encoders.base import resolve_dtype
-from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, runner, sets, validate
-from react_clip.evaluation.cost import Passes, crafting_cost, defense_cost, set_cost
-from react_clip.evaluation.progress import Tally
+from react_clip.evaluation import EvaluationResult, Recipe, evaluate, metrics, run_recipe, sets, validate
+from react_clip.evaluation.cost import Passes, crafting_cost, defense_costs
 from react_clip.evaluation.recipe import LabelledDefense
+from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import class_source
 from react_clip.evaluation.store import ShardStore
 
@@ -306,48 +316,65 @@ def test_the_attacked_encoder_may_have_another_precision(place: Path) -> None:
     assert result.sets[0].class_source.startswith("prompts")
     shard = next((place / "r" / "shards").glob("toys/pgd*/images/*.safetensors"))
     with safe_open(shard, framework="pt") as stored:
-        about = json.loads(json.loads(stored.metadata()["react-clip"])["about"])
+        about = json.loads(stored.metadata()["react-clip"])["about"]
     assert about["model"] != about["attacked_model"]
 
 
-def test_work_done_and_skipped_is_the_work_planned(tmp_path: Path) -> None:
-    recipe = Recipe.from_dict(
-        {
-            "model": "toy",
-            "datasets": ["data"],
-            "attacks": [{"kind": "pgd", "eps": ["1/255", "2/255"]}, {"kind": "apgd", "steps": 5}],
-            "defenses": ["undefended", "aom", "react"],
-            "batch": 16,
-        }
-    )
+ATTACKS: dict[str, dict[str, Any]] = {
+    "oblivious": {
+        "attacks": [{"kind": "pgd", "eps": ["1/255", "2/255"]}, {"kind": "apgd", "steps": 5}],
+        "defenses": ["undefended", "aom", "react"],
+    },
+    "adaptive": {
+        "attacks": [{"kind": "adaptive-both", "steps": 2, "eot": 1, "eps": "1/255"}, suites(4)[0].to_dict()],
+        "defenses": [{"kind": "react", "views": 2}, {"kind": "aom", "views": 2}, "ttc"],
+    },
+}
+
+
+@pytest.mark.parametrize("threat", ATTACKS)
+def test_the_bar_counts_the_work_planned(tmp_path: Path, threat: str) -> None:
+    recipe = adaptive_recipe(threat=threat, batch=4, datasets=["data"], **ATTACKS[threat])
     clf = toy_classifier()
-    subject = sets.from_data(clf, clf, toy_photos(), progress=False)
-    costs = [defense_cost(item.defense, clf, subject.batch(0, 1)) for item in recipe.defenses]
-    planned = set_cost(recipe, len(subject), 32, costs).passes.work
-    for resumed in (False, True):
-        passes = Tally()
-        runner.SetRunner(recipe, subject, ShardStore(tmp_path), costs, passes).run()
-        assert passes.finished + passes.skipped == planned
-        assert (passes.finished == 0) == resumed
+    subject = sets.from_data(clf, clf, toy_photos(6), progress=False)
+    for _ in ("fresh", "read back"):
+        runner = SetRunner(recipe, subject, ShardStore(tmp_path))
+        runner.run(progress=True)
+        assert runner.bar.n == runner.bar.total > 0
+
+
+class TwoBackward:
+    """A defence that does not state its cost."""
+
+    name = "unheard"
+
+    def __call__(self, clf: Any, images: Any, seed: Any = 0) -> Any:
+        return SimpleNamespace(passes=torch.tensor([5]), backward_passes=torch.tensor([2]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.name}
 
 
 def test_costs_are_those_of_the_protocol() -> None:
-    clf, example = toy_classifier(), toy_photos(1)[0]
+    clf = toy_classifier()
     calls: list[Any] = []
     clf.encoder.tower.register_forward_hook(lambda *arguments: calls.append(arguments))
-    for guard, forward, backward in (
-        (rc.Undefended(), 1, 0),
-        (rc.ReACT(), 14, 0),
-        (rc.defenses.AOM(), 11, 0),
-        (rc.defenses.DefendCLIP(), 31, 0),
-        (rc.defenses.TTC(), 4, 2),
-        (rc.defenses.DOC(), 11, 4),
-        (rc.defenses.MAC(), 14, 8),
-        (rc.defenses.AntiAdv(), 3, 2),
-        (rc.defenses.HD(), 21, 20),
-        (rc.defenses.TTE(), 10, 0),
-    ):
-        assert defense_cost(guard, clf, example) == Passes(forward, backward)
+    costs = {
+        rc.Undefended(): Passes(1),
+        rc.ReACT(): Passes(14),
+        rc.defenses.AOM(): Passes(11),
+        rc.defenses.DefendCLIP(): Passes(31),
+        rc.defenses.TTC(): Passes(4, 2),
+        rc.defenses.DOC(): Passes(11, 4),
+        rc.defenses.MAC(): Passes(14, 8),
+        rc.defenses.AntiAdv(): Passes(3, 2),
+        rc.defenses.HD(): Passes(21, 20),
+        rc.defenses.TTE(): Passes(10),
+        TwoBackward(): Passes(5, 2),
+    }
+    defenses = tuple(LabelledDefense(defense.name, defense) for defense in costs)
+    recipe = Recipe(model="toy", datasets=("data",), defenses=defenses)
+    assert defense_costs(recipe, clf) == list(costs.values())
     assert not calls, "none of them had to be run"
     assert crafting_cost(rc.attacks.PGD(steps=100), rc.Undefended(), Passes(1)) == Passes(101, 100)
     assert crafting_cost(rc.attacks.Square(queries=50), rc.Undefended(), Passes(1)) == Passes(52)

@@ -48,8 +48,8 @@ def test_labels_show_swept_values_where_they_say_so() -> None:
         ({"label": "{tau}", "grid": {"alpha": [1.0]}}, "label '{tau}' shows 'tau', which the grid does not sweep"),
         ({"label": "{alpha:d}", "grid": {"alpha": [1.0]}}, "label '{alpha:d}' cannot show alpha"),
         ({"params": {"alpha": 3.0}}, "params of 'aom' says that alpha is 3.0; it is 1.2"),
-        ({"params": [1]}, "write params: {tau: 0.5}"),
-        ({"family": "a\nb"}, "a defence's family is 'a.*one line of text"),
+        ({"params": [1]}, "params is .*it must be a mapping"),
+        ({"family": "a\nb"}, "family is 'a.*one line of text"),
     ],
 )
 def test_coordinates_that_make_no_sense_are_refused(entry: dict[str, Any], message: str) -> None:

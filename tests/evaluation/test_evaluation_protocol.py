@@ -235,7 +235,7 @@ def test_the_small_self_check_passes_a_fragile_model(tmp_path: Path) -> None:
         ({"threat": "adaptive"}, "belongs to oblivious or transfer"),
         ({"store": "png"}, "choose one of float16, uint8, none"),
         ({"draws": 0}, "whole number >= 1"),
-        ({"batch": True}, "whole number >= 1"),
+        ({"batch": True}, "batch is True; it must be a whole number"),
         ({"data": (torch.rand(4, 3, 32, 32) * 255, torch.zeros(4).long())}, r"must lie in \[0, 1\]"),
         ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(3).long())}, "one class index each"),
         ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(4))}, "one class index each"),

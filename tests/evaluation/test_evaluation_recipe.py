@@ -9,8 +9,9 @@ import pytest
 
 import react_clip as rc
 from react_clip import data
-from react_clip.evaluation import Recipe, yaml_text
-from react_clip.evaluation.recipe import format_eps
+from react_clip.evaluation import Recipe
+from react_clip.evaluation.checks import own_self_check
+from react_clip.evaluation.recipe import format_eps, parse_yaml
 
 TEXT = """
 title: Clean and PGD-10 accuracy
@@ -34,19 +35,20 @@ def parsed(changes: str = "", *, without: str = "") -> Recipe:
 
 def test_a_recipe_says_what_it_says() -> None:
     recipe = parsed()
-    assert [item.title for item in recipe.all_attacks] == ["clean", "pgd-10 1/255", "pgd-10 4/255", "margin 0.5/255"]
+    assert [item.title for item in recipe.attacks] == ["pgd-10 1/255", "pgd-10 4/255", "margin 0.5/255"]
     assert recipe.attacks[1].attack == rc.attacks.PGD(eps=4 / 255, steps=10)
     assert [item.label for item in recipe.defenses] == ["undefended", "aom", "defend-clip", "react", "ReACT tau 0.4"]
     assert recipe.defenses[-1].defense == rc.ReACT(tau=0.4, lazy=False)
-    assert (recipe.draws, recipe.seeds, recipe.store, recipe.batch) == (3, (7, 8, 9), "uint8", 64)
+    assert (recipe.draws, recipe.seeds, recipe.images.store, recipe.batch) == (3, (7, 8, 9), "uint8", 64)
     assert (recipe.scoring, recipe.threat, recipe.self_check) == ("leakage_free", "oblivious", True)
-    assert recipe.own_self_check == recipe.attacks[0]
-    assert parsed("attacks: [clean]").own_self_check is None
+    assert own_self_check(recipe) == recipe.attacks[0]
+    assert own_self_check(parsed("attacks: [clean]")) is None
 
 
-def test_a_recipe_survives_a_round_trip() -> None:
+def test_a_recipe_survives_a_round_trip(tmp_path: Path) -> None:
     recipe = parsed()
-    again = Recipe.from_dict(parse_yaml(yaml_text.write_mapping(recipe.to_dict())))
+    recipe.save(tmp_path / "recipe.yaml")
+    again = Recipe.load(tmp_path / "recipe.yaml")
     assert again.to_dict() == recipe.to_dict()
     assert again.fingerprint() == recipe.fingerprint()
     assert again.attacks == recipe.attacks
@@ -84,8 +86,8 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("attacks: [{kind: pgd, eps: lots}]", "a number such as 4/255"),
         ("attacks: [{kind: pgd, eps: []}]", "empty list of eps"),
         ("attacks: [{kind: pgd, eps: {a: 1}}]", "it must be a finite number"),
-        ("attacks: [fgsm]", "'fgsm' does not exist; choose one of clean, .*apgd, autoattack, cw, fab, pgd, square"),
-        ("attacks: [{eps: 1/255}]", "attack None does not exist"),
+        ("attacks: [fgsm]", "'fgsm' does not exist; choose one of .*apgd, autoattack, cw, fab, pgd, square"),
+        ("attacks: [{eps: 1/255}]", "the attack has no kind"),
         ("attacks: [{kind: pgd, step: 3}]", "no field 'step'; its fields are eps, steps"),
         ("attacks: [{kind: pgd, steps: ten}]", "steps is 'ten'"),
         ("attacks: pgd", "must be a list"),
@@ -100,7 +102,7 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("defenses: [{defense: react, mapping: {kind: cubic}}]", "cubic"),
         ("defenses: [react, react]", "'react' is there 2 times"),
         ("datasets: []", "datasets is empty"),
-        ("datasets: [1]", "list of names"),
+        ("datasets: [1]", "one line of text"),
         ("datasets: [mean]", "rename its folder"),
         ("datasets: [dtd, dtd]", "name each once"),
         ("limit: 0", "limit is 0; it must be a whole number >= 1"),
@@ -113,12 +115,12 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("scoring: leaky", "choose one of leakage_free, attack_all"),
         ("threat: adaptive", "belongs to oblivious or transfer"),
         ("images: {store: png}", "choose one of float16, uint8, none"),
-        ("images: {save: png}", "no key 'save'; the keys are store"),
-        ("images: float16", r"write images: \{store: float16\}"),
+        ("images: {save: png}", "no field 'save'; its fields are store"),
+        ("images: float16", "images: 'float16' is not a mapping of Images; its fields are store"),
         ("self_check: maybe", "true or false"),
         ("title: [1]", "one line of text"),
         ('title: "a\\nb"', "one line of text"),
-        ("attackz: [clean]", "no key 'attackz'; the keys are title, paper, model"),
+        ("attackz: [clean]", "no field 'attackz'; its fields are model, datasets, defenses"),
     ],
 )
 def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
@@ -129,7 +131,7 @@ def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
 
 def test_what_a_recipe_needs() -> None:
     for key in ("model", "datasets", "defenses"):
-        with pytest.raises(rc.ReactClipError, match=f"no '{key}'; it needs model, datasets and defenses"):
+        with pytest.raises(rc.ReactClipError, match=f"Recipe needs '{key}'; its fields are"):
             parsed(without=key)
 
 
