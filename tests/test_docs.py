@@ -37,7 +37,7 @@ def test_links_lead_to_files_that_exist(path: Path) -> None:
 def test_every_recipe_is_valid_for_both_models(path: Path, model: str | None) -> None:
     recipe = Recipe.load(path, model=model)
     assert recipe.paper
-    assert Recipe.from_dict(recipe.to_dict()) == recipe.replace(attack_dtype=recipe.attack_dtype or recipe.dtype)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
 def test_make_has_the_targets_of_the_readme() -> None:

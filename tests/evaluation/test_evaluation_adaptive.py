@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from evaluation_toys import (
     ToyEncoder,
     adaptive_recipe,
     adaptive_run,
+    numbers,
+    part_of,
     suites,
     toy_classifier,
     toy_photos,
@@ -23,13 +26,13 @@ from evaluation_toys import (
 )
 
 import react_clip as rc
-from react_clip import encoders, noise
+from react_clip import noise
 from react_clip.attacks import BPDA, Both, Queries
-from react_clip.evaluation import EvaluationResult, checks, runner, validate
+from react_clip.evaluation import EvaluationResult, checks, runner
 from react_clip.evaluation.cost import disk_bytes
 from react_clip.evaluation.recipe import Images
 from react_clip.evaluation.result import AttackRow, Row, merge
-from react_clip.evaluation.store import Pictures, ShardStore
+from react_clip.evaluation.store import Pictures
 from react_clip.report.tables import all_tables
 
 
@@ -124,15 +127,12 @@ def test_the_disk_estimate_counts_clean_photos_and_every_defence() -> None:
         assert stored == pixels * 2 * copies + pixels + 4096, "two bytes per attack, one for the clean photo, a shard"
 
 
-def test_adaptive_results_are_joined_with_their_attacks(attacked: Any, tmp_path: Path) -> None:
-    halves = [adaptive_run(tmp_path / label, defenses={label: guard}) for label, guard in GUARDS.items()]
-    both = merge(halves)
+def test_adaptive_results_are_joined_with_their_attacks(attacked: Any) -> None:
+    _, whole = attacked
+    both = merge([part_of(whole, label) for label in GUARDS])
     assert {row.defense for row in both.attacks} == set(GUARDS)
-    assert len(both.checks) == sum(len(half.checks) for half in halves) > 0
-    _, together = attacked
-    assert [row.accuracy for row in both.rows] == pytest.approx(
-        [row.accuracy for label in GUARDS for row in together.rows if row.defense == label]
-    )
+    assert sorted(map(repr, both.attacks)) == sorted(map(repr, whole.attacks))
+    assert sorted(map(repr, both.checks)) == sorted(map(repr, whole.checks))
 
 
 # ---------------------------------------------------------------------- transfer
@@ -159,51 +159,7 @@ def test_images_of_another_model_are_shared_by_all_defences(tmp_path: Path, rows
         toy_run(tmp_path / "x", threat="transfer", **options)
 
 
-def test_a_transfer_recipe_loads_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evaluation_toys import write_head, write_photos
-
-    write_photos(tmp_path / "data", "toys")
-    write_head(tmp_path / "heads" / "toys.npz")
-    small = ToyEncoder()
-    small.image_size = 16
-    models = {"toy": ToyEncoder(), "other": other_classifier().encoder, "small": small}
-    monkeypatch.setattr(encoders, "load", lambda name, **options: models[name])
-    recipe = adaptive_recipe(threat="transfer", transfer_model="other", attacks=[{"kind": "pgd", "eps": "1/255"}])
-    place: Any = {"root": tmp_path / "data", "heads": tmp_path / "heads"}
-    assert validate(recipe, tmp_path / "run", **place).ok
-    result = rc.evaluation.run_recipe(recipe, tmp_path / "run", progress=False, **place)
-    assert result.threat == "transfer"
-    wrong = recipe.replace(transfer_model="small")
-    (problem,) = validate(wrong, tmp_path / "run2", **place).problems
-    assert "cannot be replayed" in problem
-    with pytest.raises(rc.ReactClipError, match="choose a transfer_model of the same size"):
-        rc.evaluation.run_recipe(wrong, tmp_path / "run2", progress=False, **place)
-
-
-def test_validation_tells_what_each_defence_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evaluation_toys import write_head, write_photos
-
-    write_photos(tmp_path / "data", "toys")
-    write_head(tmp_path / "heads" / "toys.npz")
-    monkeypatch.setattr(encoders, "load", lambda name, **options: ToyEncoder())
-    recipe = adaptive_recipe(
-        attacks=[{"kind": "adaptive-both", "steps": 3, "eot": 2, "checkpoint": False}], defenses=["aom"]
-    )
-    found = validate(recipe, tmp_path, root=tmp_path / "data", heads=tmp_path / "heads")
-    # Two answers (clean and attacked), three steps and the last iterate with two draws each, the clean feature, ten
-    # draws to judge, one plain answer; and the plain answer on the clean image.
-    forward = 2 * 11 + (3 * 2 + 2) * 11 + 1 + 10 * 11 + 1
-    assert found.lines()[1] == f"aom: at most {20 * forward:,} forward and {20 * 3 * 2 * 11:,} backward passes"
-    assert found.forward_passes == 20 * (forward + 1)
-
-
 # ---------------------------------------------------------------------- finished runs
-
-
-def numbers(result: EvaluationResult) -> dict[str, Any]:
-    values = dataclasses.asdict(result)
-    del values["created"]
-    return values
 
 
 def test_a_finished_run_is_read_back_without_the_encoder(attacked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,15 +169,9 @@ def test_a_finished_run_is_read_back_without_the_encoder(attacked: Any, monkeypa
         ToyEncoder, "_image_features", lambda self, batch: (views.append(len(batch)), encode(self, batch))[1]
     )
     again = adaptive_run(folder)
-    assert repr(numbers(again)) == repr(numbers(result))
+    assert numbers(again) == numbers(result)
     # Only PGD-10 of the self-check on undefended CLIP is run anew.
     assert sum(views) <= 13 * 16
-
-
-def test_another_defence_is_not_mistaken_for_ours(attacked: Any, tmp_path: Path) -> None:
-    store = ShardStore(attacked[0] / "shards")
-    shard = next((attacked[0] / "shards").glob("data/adaptive-suite-4*/*/images/*.safetensors"))
-    assert store.read(shard.relative_to(store.folder).with_suffix("").parts, {"defense": "other"}) is None
 
 
 # ---------------------------------------------------------------------- sanity checks
@@ -311,8 +261,6 @@ def test_queries_that_beat_gradients_are_refused() -> None:
 
 
 def test_results_without_checks_still_load(attacked: Any, tmp_path: Path) -> None:
-    import json
-
     values = json.loads((attacked[0] / "result.json").read_text())
     del values["checks"]
     for item in values["attacks"]:
@@ -323,17 +271,11 @@ def test_results_without_checks_still_load(attacked: Any, tmp_path: Path) -> Non
     assert old.attacks[0].defense == ""
 
 
-def test_oblivious_runs_have_no_checks(finished: Any) -> None:
-    _, result = finished
-    assert result.checks == ()
-    assert all(not row.defense and not row.part for row in result.attacks)
-
-
 def test_any_defence_can_be_attacked(tmp_path: Path) -> None:
     guards = {"TTC": rc.defenses.TTC(), "TTE": rc.defenses.TTE(crops=1)}
-    result = adaptive_run(tmp_path, defenses=guards, attacks=[BPDA(eps=4 / 255, steps=4, eot=1)], draws=1)
+    options: dict[str, Any] = {"data": toy_photos(8), "draws": 1, "self_check": False}
+    result = adaptive_run(tmp_path, defenses=guards, attacks=[BPDA(eps=4 / 255, steps=4, eot=1)], **options)
     for label in guards:
-        (clean,), (robust,) = (
-            result.select(dataset="mean", attack=a, defense=label) for a in ("clean", "adaptive-bpda-4")
-        )
+        clean, robust = result.select(dataset="mean", defense=label)
+        assert (clean.attack, robust.attack) == ("clean", "adaptive-bpda-4")
         assert robust.accuracy <= clean.accuracy

@@ -59,6 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name == "missing":
             raise rc.ReactClipError("no model is called 'missing'; choose another")
         encoder = ToyWithText() if name == "toy-text" else ToyEncoder()
+        encoder.image_size = 16 if name == "small" else encoder.image_size
         encoder.tower.to(resolve_dtype(options["dtype"]))
         return encoder
 
@@ -66,6 +67,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def toys(place: Path, **changes: Any) -> Recipe:
+    """The recipe for one of its two sets."""
+    return Recipe.load(place / "toys.yaml").replace(datasets=("toys",), **changes)
+
+
+def run(place: Path, recipe: Recipe) -> EvaluationResult:
+    return run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+
+
+def check(place: Path, recipe: Recipe, folder: str = "r") -> Any:
+    return validate(recipe, folder, root=place / "data", heads=place / "heads")
 
 
 def call(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -111,32 +125,22 @@ def test_the_command_runs_some_of_the_defences(place: Path, capsys: pytest.Captu
 
 
 def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any) -> None:
-    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
-    run_recipe(recipe, "a", root=place / "data", heads=place / "heads", progress=False)
+    recipe = toys(place)
+    run(place, recipe)
     dataset = data.load("toys", root=place / "data")
-    pixels = dataset.pixels(32).float() / 255
-    attacks = {item.label: item.attack for item in recipe.attacks if item.attack}
-    defenses = {item.label: item.defense for item in recipe.defenses}
-    evaluate(
-        toy_classifier(),
-        defenses,
-        (pixels, torch.tensor(dataset.labels)),
-        attacks=attacks,
-        run_dir="b",
-        batch=8,
-        progress=False,
-    )
-    evaluate(toy_classifier(), defenses, dataset, attacks=attacks, run_dir="c", batch=8, progress=False)
-    first, second, third = (rows_of(place / name) for name in "abc")
-    for row in (*first, *second, *third):
-        del row["dataset"]
-    assert first == second == third
+    pair = (dataset.pixels(32).float() / 255, torch.tensor(dataset.labels))
+    for name, photos in (("pair", pair), ("set", dataset)):
+        attacks = {item.label: item.attack for item in recipe.attacks}
+        evaluate(toy_classifier(), recipe.defenses, photos, attacks=attacks, run_dir=name, batch=8, progress=False)
+    first, *others = ([{**row, "dataset": ""} for row in rows_of(place / name)] for name in ("r", "pair", "set"))
+    assert [first, first] == others
 
 
 def test_json_is_the_result_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--json", "--quiet", "--datasets", "toys", "--limit", "10", "--draws", "2", "--batch", "4", "--out", "o")
-    code, out, _ = call(*options, capsys=capsys)
+    options = ("--json", "--datasets", "toys", "--limit", "10", "--draws", "2", "--batch", "4", "--out", "o")
+    code, out, err = call(*options, capsys=capsys)
     assert code == 0
+    assert re.search("toys: .*100%", err), "the bar goes to stderr and reaches its end"
     result = json.loads(out)
     assert out == (place / "o" / "result.json").read_text()
     assert result["recipe"]["datasets"] == ["toys"]
@@ -144,14 +148,6 @@ def test_json_is_the_result_and_nothing_else(place: Path, capsys: pytest.Capture
     assert result["sets"][0]["images"] == 10
     assert any("took 10 of 20" in note for note in result["sets"][0]["notes"])
     assert result["command"]
-
-
-def test_the_bar_goes_to_stderr_and_reaches_its_end(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call("--datasets", "toys", "--json", capsys=capsys)
-    assert code == 0
-    json.loads(out)
-    assert "toys:" in err
-    assert "100%" in err
 
 
 def test_validate_counts_and_promises(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,10 +163,30 @@ def test_validate_counts_and_promises(place: Path, capsys: pytest.CaptureFixture
     assert json.loads(out)["ok"] is True
 
 
+def test_validate_tells_what_each_defence_costs(place: Path) -> None:
+    attack = {"kind": "adaptive-both", "steps": 3, "eot": 2, "checkpoint": False}
+    report = check(place, adaptive_recipe(attacks=[attack], defenses=["aom"]))
+    # Two answers (clean and attacked), three steps and the last iterate with two draws each, the clean feature, ten
+    # draws to judge, one plain answer; and the plain answer on the clean image.
+    forward = 2 * 11 + (3 * 2 + 2) * 11 + 1 + 10 * 11 + 1
+    assert report.lines()[1] == f"aom: at most {20 * forward:,} forward and {20 * 3 * 2 * 11:,} backward passes"
+    assert report.forward_passes == 20 * (forward + 1)
+
+
+def test_a_transfer_recipe_loads_its_model(place: Path) -> None:
+    recipe = adaptive_recipe(threat="transfer", transfer_model="other", attacks=[{"kind": "pgd", "eps": "1/255"}])
+    assert check(place, recipe).ok
+    assert run(place, recipe).threat == "transfer"
+    wrong = recipe.replace(transfer_model="small", datasets=("others",))
+    assert "cannot be replayed" in check(place, wrong).problems[0]
+    with pytest.raises(rc.ReactClipError, match="choose a transfer_model of the same size"):
+        run(place, wrong)
+
+
 def test_the_cost_bounds_what_a_run_spends(place: Path, rows_of: Any) -> None:
-    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
-    promised = validate(recipe, "r", root=place / "data", heads=place / "heads")
-    run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    recipe = toys(place)
+    promised = check(place, recipe)
+    run(place, recipe)
     rows = rows_of(place / "r")
     spent = sum(row["passes"] for row in rows) + sum(row["queries"] for row in rows if row["defense"] == "undefended")
     assert spent <= promised.forward_passes
@@ -198,7 +214,7 @@ def test_validate_finds_what_is_missing(
 def test_validate_collects_all_problems(place: Path) -> None:
     write_head(place / "heads" / "toys.npz", name="fruit")
     recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys", "nothing", "others"))
-    report = validate(recipe, "runs", root=place / "data", heads=place / "heads")
+    report = check(place, recipe)
     assert not report.ok
     assert [bool(one.problem) for one in report.sets] == [True, True, False]
     assert "the head knows 0 of the 5 classes" in report.problems[0]
@@ -206,17 +222,14 @@ def test_validate_collects_all_problems(place: Path) -> None:
 
 
 def test_validate_names_a_defence_that_cannot_run_on_the_model(place: Path) -> None:
-    recipe = Recipe.load(place / "toys.yaml")
-    tuned = recipe.replace(defenses=(LabelledDefense("tuned", rc.defenses.RTPT()),))
-    report = validate(tuned, "runs", root=place / "data", heads=place / "heads")
+    report = check(place, toys(place, defenses=(LabelledDefense("tuned", rc.defenses.RTPT()),)))
     assert not report.ok
     assert "r-tpt tunes prompt tokens and 'toy' has no text tower" in report.problems[0]
 
 
 def test_validate_looks_at_the_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    recipe = Recipe.load(place / "toys.yaml")
-    report = validate(recipe, place / "deep" / "er", root=place / "data", heads=place / "heads")
+    report = check(place, toys(place), "deep/er")
     assert "but 0.0 MB are free; free some" in report.problems[0]
 
 
@@ -268,8 +281,7 @@ def test_a_head_that_does_not_fit_is_refused(place: Path) -> None:
 
 def test_a_head_that_lacks_a_class_drops_its_photos(place: Path) -> None:
     write_head(place / "heads" / "toys.npz", classes=4)
-    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",), limit=14)
-    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    result = run(place, toys(place, limit=14))
     assert result.sets[0].images == 14
     assert (result.sets[0].classes, result.sets[0].notes[0][:16]) == (4, "dropped 4 photos")
 
@@ -278,8 +290,7 @@ def test_duplicate_class_names_are_a_tie_not_an_error(place: Path) -> None:
     folders = [f"class_{number}" for number in range(CLASSES)]
     features = torch.eye(CLASSES).numpy()
     np.savez(place / "heads" / "toys.npz", names=["thing"] * CLASSES, folders=folders, features=features)
-    recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys",))
-    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    result = run(place, toys(place))
     assert result.sets[0].classes == CLASSES
 
 
@@ -297,20 +308,18 @@ def test_a_classifier_in_another_order_is_refused(place: Path) -> None:
 def test_a_failing_set_keeps_the_finished_ones(place: Path) -> None:
     recipe = Recipe.load(place / "toys.yaml").replace(datasets=("toys", "nothing"))
     with pytest.raises(rc.ReactClipError, match="'nothing' is not known"):
-        run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+        run(place, recipe)
     before = {path: path.stat().st_mtime_ns for path in (place / "r" / "shards").rglob("*.safetensors")}
     assert before
     write_photos(place / "data", "nothing", count=10, seed=2)
     write_head(place / "heads" / "nothing.npz")
-    result = run_recipe(recipe, "r", root=place / "data", heads=place / "heads", progress=False)
+    result = run(place, recipe)
     assert len(result.sets) == 2
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_the_attacked_encoder_may_have_another_precision(place: Path) -> None:
-    recipe = Recipe.load(place / "toys.yaml").replace(
-        datasets=("toys",), dtype="bf16", attack_dtype="fp32", model="toy-text"
-    )
+    recipe = toys(place, dtype="bf16", attack_dtype="fp32", model="toy-text")
     result = run_recipe(recipe, "r", root=place / "data", progress=False)
     assert (result.dtype, result.attack_dtype) == ("bf16", "fp32")
     assert result.sets[0].class_source.startswith("prompts")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_toys import COUNT, ToyEncoder, toy_attacks, toy_classifier, toy_defenses, toy_photos, toy_run
+from evaluation_toys import COUNT, SIZE, ToyEncoder, toy_attacks, toy_classifier, toy_defenses, toy_photos, toy_run
 from safetensors import safe_open
 
 import react_clip as rc
+from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.evaluation import EvaluationResult, evaluate, metrics
 
 
@@ -156,26 +157,6 @@ def test_not_storing_gives_the_same_pixels_again(tmp_path: Path, rows_of: Any) -
     assert rows_of(tmp_path) == before
 
 
-def test_the_result_file_reads_back_and_carries_its_origin(finished: Any) -> None:
-    folder, result = finished
-    again = EvaluationResult.load(folder / "result.json")
-    assert again.to_json() == result.to_json()
-    assert json.loads((folder / "result.json").read_text())["schema"] == 1
-    assert set(result.versions) == {"python", "react-clip", "torch", "transformers", "threads"}
-    assert result.device == "cpu"
-    assert len(result.recipe_hash) == len(result.sets[0].fingerprint) == 64
-    assert result.sets[0].images == COUNT
-    assert result.self_check.enabled
-    assert result.self_check.robust_accuracy < 0.3 * result.self_check.clean_accuracy
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1}'])
-def test_other_result_files_are_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "result.json").write_text(content)
-    with pytest.raises(rc.ReactClipError, match=r"result\.json .*again"):
-        EvaluationResult.load(tmp_path / "result.json")
-
-
 class NeverRight(ToyEncoder):
     """Features that point away from every class."""
 
@@ -256,3 +237,55 @@ def test_labels_of_ones_own(tmp_path: Path) -> None:
     result = toy_run(tmp_path, defenses=guards, attacks=attacks, draws=1)
     assert {row.defense for row in result.rows} == {"loose", "tight"}
     assert {row.attack for row in result.rows} == {"clean", "short", "long"}
+
+
+def test_views_that_were_encoded_before_are_not_encoded_again(tmp_path: Path) -> None:
+    clf = toy_classifier()
+    encoder: Any = clf.encoder
+    encode, batches = encoder._image_features, []
+    encoder._image_features = lambda views: (batches.append(len(views)), encode(views))[1]
+    strengths = {f"alpha {alpha}": rc.defenses.AOM(alpha=alpha, views=3) for alpha in (0.5, 1.0, 2.0)}
+
+    def run(name: str, chosen: dict[str, Any]) -> tuple[EvaluationResult, int]:
+        batches.clear()
+        result = rc.evaluate(clf, chosen, toy_photos(8), run_dir=tmp_path / name, progress=False, self_check=False)
+        return result, sum(batches)
+
+    together, shared_views = run("together", strengths)
+    alone, own_views = run("alone", {"alpha 2.0": strengths["alpha 2.0"]})
+    # One plain pass and one to learn the planned cost of a defence come on top of the 4 x 8 views of AOM.
+    assert shared_views - own_views <= 8, "the second and third strength need no view of their own"
+    assert [row.accuracy for row in together.select(defense="alpha 2.0")] == [row.accuracy for row in alone.rows]
+    passes = {row.passes for row in together.rows}
+    assert passes == {4.0}, "what a defence costs is what it would cost alone"
+
+
+def test_the_view_cache_is_bounded_and_exact() -> None:
+    cache, calls = ViewCache(limit_bytes=3 * 4 * 10), []
+
+    def ask(views: torch.Tensor) -> torch.Tensor:
+        return cache.get(views, lambda views: (calls.append(1), torch.full((1, 10), float(len(calls))))[1])
+
+    batches = [torch.full((1, 3, 2, 2), value) for value in (0.1, 0.2, 0.3, 0.4)]
+    first = [ask(batch) for batch in batches]
+    assert torch.equal(ask(batches[3]), first[3])
+    assert len(calls) == 4
+    ask(batches[0])
+    assert len(calls) == 5, "the oldest was dropped to make room"
+    ask(batches[3] + 1e-7)
+    assert len(calls) == 6, "another last bit is another view"
+    cache.clear()
+    ask(batches[3])
+    assert len(calls) == 7
+
+
+def test_gradients_are_never_cached() -> None:
+    clf = toy_classifier()
+    images = torch.rand(2, 3, SIZE, SIZE)
+    with cached_views(clf.encoder, ViewCache()):
+        with torch.no_grad():
+            clf.encoder.encode_views(images)
+        pixels = images.clone().requires_grad_()
+        clf.encoder.encode_views(pixels).sum().backward()
+    assert pixels.grad is not None
+    assert bool(pixels.grad.abs().sum() > 0)

@@ -1,18 +1,89 @@
-"""Tables: the right numbers, each with its interval, its threat model and its scoring, in three formats."""
+"""What a run leaves: the result file, tables in three formats, stored pictures, and results merged into one."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation_toys import toy_run
+import torch
+from evaluation_toys import COUNT, part_of, toy_photos, toy_run
 
+import react_clip as rc
+from react_clip.evaluation import EvaluationResult
+from react_clip.evaluation.result import merge
+from react_clip.evaluation.store import Pictures
 from react_clip.report import tables
+
+
+def test_the_result_file_reads_back_and_carries_its_origin(finished: Any) -> None:
+    folder, result = finished
+    again = EvaluationResult.load(folder / "result.json")
+    assert again.to_json() == result.to_json()
+    assert json.loads((folder / "result.json").read_text())["schema"] == 1
+    assert set(result.versions) == {"python", "react-clip", "torch", "transformers", "threads"}
+    assert result.device == "cpu"
+    assert len(result.recipe_hash) == len(result.sets[0].fingerprint) == 64
+    assert result.sets[0].images == COUNT
+    assert result.self_check.enabled
+    assert result.self_check.robust_accuracy < 0.3 * result.self_check.clean_accuracy
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1}'])
+def test_other_result_files_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(rc.ReactClipError, match=r"result\.json .*again"):
+        EvaluationResult.load(tmp_path / "result.json")
+
+
+def test_runs_over_the_same_photos_are_joined(finished: Any) -> None:
+    _, whole = finished
+    one, two = (part_of(whole, label) for label in ("undefended", "react"))
+    both = merge([one, two])
+    assert both.rows == (*one.rows, *two.rows)
+    assert [item["label"] for item in both.recipe["defenses"]] == ["undefended", "react"]
+    assert both.attacks == whole.attacks
+    with pytest.raises(rc.ReactClipError, match="'react' is in several of the results"):
+        merge([two, two])
+    for other, reason in (
+        (replace(two, sets=(replace(two.sets[0], fingerprint="x"),)), "other photos or other"),
+        (replace(two, draws=1), "draws is 2 in one and 1 in the other"),
+        (replace(two, rows=tuple(two.select(attack="clean"))), "other photos or other"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=reason):
+            merge([one, other])
+
+
+def test_a_run_shows_its_pictures(finished: Any) -> None:
+    folder, result = finished
+    photos, _ = toy_photos()
+    pictures = Pictures(folder)
+    name = result.sets[0].name
+    for index in (0, 13, 39):
+        shown = pictures.clean(name, index)
+        assert shown is not None
+        assert torch.allclose(shown, photos[index], atol=1e-6)
+    seen = 0
+    for index in range(len(photos)):
+        attacked = pictures.attacked(name, "pgd-3", 4 / 255, index)
+        if attacked is not None:
+            seen += 1
+            assert 0 < (attacked - photos[index]).abs().max() <= 4 / 255 + 1e-6
+    assert seen == result.select(attack="pgd-3")[0].attacked
+    assert pictures.clean(name, 40) is None
+    assert pictures.clean("nothing", 0) is None
+    assert pictures.attacked(name, "pgd-3", 8 / 255, 0) is None
+
+
+def test_a_run_that_keeps_no_images_shows_none(tmp_path: Path) -> None:
+    toy_run(tmp_path, store="none", draws=1)
+    assert Pictures(tmp_path).clean("data", 0) is None
+    assert Pictures(tmp_path).attacked("data", "pgd-10", 1 / 255, 0) is None
 
 
 def test_every_table_names_threat_scoring_and_model(finished: Any, tmp_path: Path) -> None:
@@ -52,7 +123,7 @@ def test_csv_has_numbers_and_intervals(finished: Any) -> None:
 
 
 def test_latex_is_booktabs_and_escaped(finished: Any) -> None:
-    renamed = dataclasses.replace(finished[1], title="50% of a_b & c")
+    renamed = replace(finished[1], title="50% of a_b & c")
     text = tables.accuracy_table(renamed).latex()
     for part in (r"\toprule", r"\midrule", r"\bottomrule", r"50\% of a\_b \& c", r"$\pm$"):
         assert part in text
