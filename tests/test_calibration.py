@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from PIL import Image
 import react_clip as rc
 from react_clip import mappings
 from react_clip.attacks import PGD
-from react_clip.calibration import Calibration, best_scale, calibrate, choose_tau, fit_mappings, threshold_for
-from react_clip.cli import main
+from react_clip.calibration import Calibration, best_scale, calibrate, choose_tau, fit_mappings
+from react_clip.cli import common, main
 from react_clip.defenses import AOM
-from toys import toy_classifier, toy_images
+from react_clip.defenses.look_calibration import threshold_for
+from toys import patch_encoder, toy_classifier, toy_images
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_the_command_writes_a_file_and_a_picture(
             Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "photos" / name / "x.png")
     out = tmp_path / "calibration.json"
     arguments = ["calibrate", f"folder:{tmp_path / 'photos'}", "--model", str(tiny_folder), "--steps", "2", "--quiet"]
-    arguments += ["--sigmas", "0.02,0.1"]
+    arguments += ["--sigmas", "0.02,0.1", "--defense", "react"]
     assert main([*arguments, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "tau" in printed
@@ -168,6 +170,37 @@ def test_the_command_writes_a_file_and_a_picture(
     assert "--limit is 0" in capsys.readouterr().err
 
 
+def test_the_command_chooses_the_threshold_of_second_look_from_photos_without_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "load_encoder", lambda args: patch_encoder())
+    photos, out = tmp_path / "photos", tmp_path / "look.json"
+    photos.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        array = rng.integers(0, 255, (2, 2, 3), np.uint8)
+        Image.fromarray(array).resize((40, 40), Image.Resampling.BICUBIC).save(photos / f"{i}.png")
+    assert main(["calibrate", str(photos), "--out", str(out), "--clean-pass", "0.9"]) == 0
+    printed = capsys.readouterr().out
+    assert "leaves 90% of 30 clean photos alone" in printed
+    assert "note: 30 photos are few" in printed
+    guard = rc.SecondLook.load(out)
+    assert f"threshold {guard.threshold:g} (95 % interval" in printed
+    assert json.loads(out.read_text())["provenance"]["photos"] == str(photos)
+    classes = ["classify", str(photos / "0.png"), "--config", str(out), "--photos", str(tmp_path / "classes"), "--json"]
+    for name in ("a", "b"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        shutil.copy(photos / ("1.png" if name == "a" else "2.png"), tmp_path / "classes" / name)
+    assert main(classes) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]
+    assert row["passes"] in (1.5692, 2.1385)
+    (photos / "broken.png").write_bytes(b"no photo")
+    assert main(["calibrate", str(photos), "--out", str(out), "--quiet"]) == 2
+    assert "broken.png" in capsys.readouterr().err
+    assert main(["calibrate", str(photos / "3.png"), "--out", str(out), "--quiet"]) == 2
+    assert "1 photos are too few to calibrate on" in capsys.readouterr().err
+
+
 def test_encoders_get_the_constants_that_suit_them(tiny_folder: Path) -> None:
     assert rc.ReACT.constants_for("openai/clip-vit-base-patch32") == rc.ReACT()
     assert rc.ReACT.constants_for("openai/clip-vit-base-patch32@main") == rc.ReACT()
@@ -176,5 +209,7 @@ def test_encoders_get_the_constants_that_suit_them(tiny_folder: Path) -> None:
     ours = rc.ReACT.for_encoder("clip-vit-b-16")
     assert ours == rc.ReACT.for_encoder("open_clip:ViT-B-16/openai")
     assert ours != rc.ReACT()
-    with pytest.raises(rc.ReactClipError, match=r"no calibration for .*run `react-clip calibrate folder:PHOTOS"):
+    with pytest.raises(
+        rc.ReactClipError, match=r"no calibration for .*run `react-clip calibrate --defense react folder:PHOTOS"
+    ):
         rc.ReACT.for_encoder(rc.load(tiny_folder))

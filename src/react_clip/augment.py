@@ -33,9 +33,9 @@ class Motion(Configuration):
 
     rotation: float = 5.0
     """Largest angle, in degrees."""
-    translation: float = 0.08
+    translation: float = 0.04
     """Largest shift, as a share of the side."""
-    scale: Range = (0.96, 1.04)
+    scale: Range = (0.92, 1.08)
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One moved view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``."""
@@ -64,8 +64,6 @@ class WeakAugmentation(Motion):
     (torch.Size([2, 3, 32, 32]), True, True)
     """
 
-    translation: float = 0.04
-    scale: Range = (0.92, 1.08)
     probability: Share = 0.5
     """Chance of each of blur, noise and jitter."""
     blur_kernel: Count = 5

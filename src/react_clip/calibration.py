@@ -22,6 +22,7 @@ from torch import Tensor
 from react_clip.attacks import PGD
 from react_clip.config import Configuration
 from react_clip.defenses import AOM, ReACT, Undefended
+from react_clip.defenses.look_calibration import threshold_for
 from react_clip.errors import ReactClipError, first_line
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
 from react_clip.mappings import Mapping as Curve
@@ -197,19 +198,6 @@ def choose_tau(
     scorer = base.replace(lazy=False, views=1, tau=1e9)
     scores = _in_batches(pixels, batch, lambda part: scorer(clf, part, seed=seed).score)
     return threshold_for(scores, clean_pass)
-
-
-def threshold_for(scores: Tensor, clean_pass: float) -> float:
-    """Smallest tau, to four digits, with at least ``clean_pass`` of the scores below it (the gate opens at equality).
-
-    >>> threshold_for(torch.arange(100) / 100, 0.95)
-    0.9401
-    """
-    ordered = scores.float().cpu().sort().values
-    largest_closed = ordered[math.ceil(clean_pass * len(ordered) - 1e-9) - 1]
-    # One fp32 step above it, then up to four digits: casting tau to fp32 can no longer round it back onto the score.
-    above = float(torch.nextafter(largest_closed, torch.tensor(torch.inf)))
-    return math.ceil(above * 1e4) / 1e4
 
 
 def _in_batches(pixels: Tensor, batch: int, measure: Callable[[Tensor], Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import attacks, functional, noise
 from react_clip.augment import smaller_copy
-from react_clip.defenses import SecondLook
+from react_clip.defenses import SecondLook, look_calibration
+from react_clip.defenses.look_calibration import LookCalibration
 from react_clip.defenses.react import divergence_of, logits_of
 from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
 from toys import patch_encoder, toy_classifier, toy_images
@@ -45,34 +47,23 @@ def middle_of(scores: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def setting() -> tuple[rc.ZeroShotClassifier, SecondLook, Tensor]:
-    """A classifier, a defence whose thresholds lie in the middle of the scores, and 24 images."""
+    """A classifier, a defence whose threshold lies in the middle of the distances, and 24 images."""
     clf, images = classifier(), photos(24)
-    everything = SecondLook(lazy=False)(clf, images)
-    guard = SecondLook(look_threshold=middle_of(everything.score), moved_threshold=middle_of(everything.moved_score))
-    return clf, guard, images
+    return clf, SecondLook(threshold=middle_of(SecondLook()(clf, images).drift)), images
 
 
 def written_out(clf: rc.ZeroShotClassifier, guard: SecondLook, image: Tensor, seed: int) -> tuple[Tensor, int, float]:
     """The algorithm of the module's docstring for one image: feature, branch and passes."""
     encode = clf.encoder.encode_views
-    keys = noise.stream_keys(image, seed)
-    stream = [noise.fork(keys, i) for i in range(4)]
-
-    def score(one: Tensor, other: Tensor) -> float:
-        return float((one - other).norm() + 0.2 * functional.js_divergence(clf.logits(one), clf.logits(other)))
-
     f, look = encode(image), encode(smaller_copy(image, 24))
-    disagree = clf.logits(f).argmax() != clf.logits(look).argmax()
-    if score(f, look) < guard.look_threshold and not disagree:
+    attacked = bool((look - f).norm() >= guard.threshold)
+    if not attacked and clf.logits(f).argmax() == clf.logits(look).argmax():
         return f, KEEP, 1 + SHARE
-    moved = encode(guard.motion(image, stream[1]))
-    if score(f, look) >= guard.look_threshold and score(f, moved) >= guard.moved_threshold:
-        grain = noise.normal(stream[3], image.shape[1:]).to(F64)
-        noisy = encode(guard.motion(image, stream[2]) + 0.05 * grain)
-        return functional.normalize(f + 2.0 * ((look + moved + noisy) / 3 - f)), CORRECT, 3 + SHARE
-    if disagree:
-        return functional.normalize(f + 0.7 * ((look + moved) / 2 - f)), BLEND, 2 + SHARE
-    return f, KEEP, 2 + SHARE
+    moved = guard.motion(image, noise.fork(noise.stream_keys(image, seed), 1))
+    mean = (look + encode(smaller_copy(moved, 24))) / 2
+    if attacked:
+        return functional.normalize(f + 2.0 * (mean - f)), CORRECT, 1 + 2 * SHARE
+    return functional.normalize(mean), BLEND, 1 + 2 * SHARE
 
 
 @pytest.mark.parametrize("max_batch", [5, 64])
@@ -80,7 +71,7 @@ def test_a_batch_gets_what_the_algorithm_gives_each_image(setting: Any, max_batc
     clf, guard, images = setting
     out = guard.replace(max_batch=max_batch)(clf, images, seed=3)
     assert set(out.branch.tolist()) == {KEEP, BLEND, CORRECT}
-    assert len(set(out.passes.tolist())) == 3
+    assert len(set(out.passes.tolist())) == 2
     for i, image in enumerate(images.split(1)):
         feature, branch, passes = written_out(clf, guard, image, seed=3)
         assert out.branch[i] == branch
@@ -89,7 +80,7 @@ def test_a_batch_gets_what_the_algorithm_gives_each_image(setting: Any, max_batc
     assert torch.equal(out.gated, out.branch != KEEP)
     assert torch.equal(out.disagrees & ~(out.branch == CORRECT), out.branch == BLEND)
     assert (out.look_size, out.look_is_smaller) == (24, True)
-    assert out.moved_score.isnan().equal(out.passes < 2)
+    assert torch.equal(out.score, out.drift)
 
 
 def test_skipped_views_change_no_answer(setting: Any) -> None:
@@ -97,8 +88,7 @@ def test_skipped_views_change_no_answer(setting: Any) -> None:
     one, other = guard(clf, images), guard.replace(lazy=False)(clf, images)
     assert torch.equal(one.branch, other.branch)
     assert torch.allclose(one.features, other.features, atol=1e-9)
-    assert torch.allclose(other.passes, torch.full((24,), 3 + SHARE))
-    assert not other.moved_score.isnan().any()
+    assert torch.allclose(other.passes, torch.full((24,), 1 + 2 * SHARE))
 
 
 def test_images_with_their_own_classes_are_corrected_together(setting: Any) -> None:
@@ -127,7 +117,6 @@ def test_without_classes_the_distances_decide(setting: Any) -> None:
     keys = noise.stream_keys(images, 0)
     out = guard.correct(clf.encoder, images, keys)
     assert out.instability.isnan().all()
-    assert torch.equal(out.score, out.drift)
     assert not out.disagrees.any()
     assert set(out.branch.tolist()) == {KEEP, CORRECT}
 
@@ -136,7 +125,7 @@ def test_an_encoder_of_one_size_looks_at_a_moved_view_and_the_answer_says_so(set
     toy = toy_classifier()
     out = SecondLook()(toy, toy_images(6))
     assert (out.look_size, out.look_is_smaller) == (16, False)
-    assert set(out.passes.tolist()) <= {2.0, 3.0, 4.0}
+    assert set(out.passes.tolist()) <= {2.0, 3.0}
     clf, guard, images = setting
     out = guard.replace(look=None)(clf, images)
     assert (out.look_size, out.look_is_smaller) == (32, False)
@@ -148,10 +137,10 @@ def test_an_encoder_of_one_size_looks_at_a_moved_view_and_the_answer_says_so(set
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"look_threshold": 2.2}, "look_threshold is 2.2; unit features are at most 2 apart"),
-        ({"moved_threshold": -0.1}, "moved_threshold is -0.1; it must be >= 0"),
+        ({"threshold": 2.2}, "threshold is 2.2; it must be <= 2"),
+        ({"threshold": -0.1}, "threshold is -0.1; it must be >= 0"),
         ({"look": 1.0}, "look is 1.0; it must be < 1"),
-        ({"sigma": 5}, "so write 5/255"),
+        ({"alpha": float("nan")}, "alpha is nan"),
     ],
 )
 def test_impossible_values_are_refused_in_one_line(values: dict[str, Any], says: str) -> None:
@@ -168,9 +157,9 @@ def test_a_look_of_too_few_patches_or_as_large_as_the_image_is_refused(look: flo
     assert "\n" not in str(caught.value)
 
 
-def test_thresholds_are_shipped_for_known_weights_only() -> None:
+def test_a_threshold_is_shipped_for_known_weights_only() -> None:
     assert SecondLook.for_encoder("openai/clip-vit-base-patch16@main") == SecondLook()
-    with pytest.raises(rc.ReactClipError, match="no thresholds of SecondLook for 'patches': every encoder"):
+    with pytest.raises(rc.ReactClipError, match="no threshold of SecondLook for 'patches': every encoder"):
         SecondLook.for_encoder(patch_encoder())
 
 
@@ -214,5 +203,60 @@ def test_attackers_see_both_answers_and_the_gate_between_them(setting: Any) -> N
 
 
 def test_a_configuration_survives_json() -> None:
-    guard = SecondLook(look_threshold=0.5, look=None)
+    guard = SecondLook(threshold=0.5, look=None)
     assert SecondLook.from_dict(json.loads(json.dumps(guard.to_dict()))) == guard
+
+
+# ---------------------------------------------------------------------- calibration
+
+
+def smooth_photos(count: int, seed: int = 0) -> Tensor:
+    """Images without detail, whose smaller copies have nearly the same features."""
+    coarse = torch.rand(count, 3, 2, 2, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, 32, mode="bicubic").clamp(0, 1)
+
+
+def test_a_calibration_leaves_the_wanted_share_of_clean_photos_alone(tmp_path: Path) -> None:
+    encoder, images = patch_encoder(), smooth_photos(200)
+    result = SecondLook.calibrate(encoder, images, clean_pass=0.9)
+    guard = result.config
+    drift = (encoder(images) - encoder.encode_views(smaller_copy(images, 24))).norm(dim=1)
+    assert (drift >= guard.threshold).sum() == 20
+    low, high = result.interval
+    assert low < guard.threshold < high
+    assert result.notes == ()
+    result.save(tmp_path / "look.json")
+    assert SecondLook.load(tmp_path / "look.json") == guard
+    assert LookCalibration.load(tmp_path / "look.json") == result
+    assert SecondLook.calibrate(encoder, images[:100], clean_pass=0.9).interval[1] > low
+
+
+def test_a_bootstrap_interval_holds_the_true_quantile() -> None:
+    draws, exact = torch.Generator().manual_seed(0), 0.9
+    held = 0
+    for trial in range(40):
+        low, high = look_calibration._bootstrap(torch.rand(200, generator=draws), exact, trial)
+        held += low <= exact <= high
+    assert held >= 32, "95 % of the intervals should; 32 of 40 or fewer have a chance below 1 in 1,000"
+
+
+def test_few_photos_give_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"50 photos are few for clean_pass 0\.97: 200 or more"):
+        result = SecondLook.calibrate(patch_encoder(), smooth_photos(50))
+    assert len(result.notes) == 1
+
+
+def test_photos_that_cannot_calibrate_are_refused() -> None:
+    encoder = patch_encoder()
+    alike = smooth_photos(1).expand(40, -1, -1, -1) + torch.linspace(0, 0.001, 40)[:, None, None, None]
+    noisy = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for photos_given, share, says in (
+        (alike.clamp(0, 1), 0.97, "the photos are all alike"),
+        (noisy, 0.97, "differ from their smaller copies as attacked ones do"),
+        (smooth_photos(19), 0.97, "19 photos are too few to calibrate on; give at least 20"),
+        (smooth_photos(40), 97.0, r"clean_pass is 97\.0; it is a share"),
+        ("photos", 0.97, "photos are of type str; give a list"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            SecondLook.calibrate(encoder, photos_given, clean_pass=share)
+        assert "\n" not in str(caught.value)

@@ -127,16 +127,17 @@ def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixel
     parts: Any
     if isinstance(defense, SecondLook):
         parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence, logits_of(clf))
-        # Two thresholds must be reached; the score of the one that is further away decides.
-        gate = {"score": parts.excess, "threshold": torch.zeros_like(parts.excess), "gated": parts.excess >= 0}
+        # Where only the best classes differ the gate stays closed: the blended answer is part of `closed`.
+        gate = {"threshold": torch.full_like(parts.score, defense.threshold), "gated": parts.attacked}
     else:
         # Where there is no gate, `lazy` skips only what the answer does not need.
         complete = defense if defense.tau is None else defense.replace(lazy=False)
         parts = complete.correct(clf.encoder, pixels, keys, divergence)
-        gate = {"score": parts.score, "threshold": parts.threshold, "gated": parts.gated}
+        gate = {"threshold": parts.threshold, "gated": parts.gated}
     return {
         "closed": Answer(parts.closed, clf.logits(parts.closed)),
         "opened": Answer(parts.opened, clf.logits(parts.opened)),
+        "score": parts.score,
         "drift": parts.drift,
         **gate,
     }

@@ -23,7 +23,7 @@ COMMANDS = {
     "pull": "Fetch a model, so that everything else works without a network.",
     "attack": "Write adversarial versions of photos that fool undefended CLIP.",
     "evaluate": "Measure accuracy of defences as a recipe says; continues a run that was interrupted.",
-    "calibrate": "Fit sigma(r) and the threshold tau to an encoder, on labelled photos (Algorithm 1 of the paper).",
+    "calibrate": "Fit a defence to an encoder: SecondLook to clean photos without labels, ReACT to labelled ones.",
     "report": "Write a self-contained HTML page and the figures (SVG, PNG) of one or several runs, finished or not.",
     "bench": "Time the bare encoder, the 14-pass algorithm, ReACT and published Defend-CLIP on the same images.",
     "finetune": "Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",

@@ -1,55 +1,122 @@
-"""``react-clip calibrate``: fit the defence to an encoder, once."""
+"""``react-clip calibrate``: fit a defence to an encoder and to photos, once."""
 
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from react_clip import ReactClipError
+from react_clip import Encoder, ReactClipError, data
 from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
+from react_clip.defenses import look_calibration
+from react_clip.defenses.look_calibration import LookCalibration
 from react_clip.environment import device_name, versions
 from react_clip.preprocess import to_float
 
-EXAMPLE = "react-clip calibrate folder:photos --model my-clip/ --clean-pass 0.95 --out calibration.json"
+EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
+MOST_PHOTOS = 500
+"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_dataset_options(parser)
+    common.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
     parser.add_argument(
-        "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; plot beside it)"
+        "--defense", choices=("second_look", "react"), default="second_look", help="what to calibrate (%(default)s)"
     )
-    parser.add_argument("--mapping", default="linear", help="linear, logistic or power_law (%(default)s)")
-    parser.add_argument("--clean-pass", type=float, default=0.95, help="share of clean photos left alone (%(default)s)")
-    parser.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.20 in steps of 0.01)")
-    parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; ReACT's plot beside it)"
+    )
+    parser.add_argument(
+        "--clean-pass", type=float, help="share of clean photos left alone (0.97 for second_look, 0.95 for react)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of attack and noise (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of attack, motion and noise (%(default)s)")
+    group = parser.add_argument_group("for --defense react")
+    group.add_argument("--mapping", default="linear", help="linear, logistic or power_law (%(default)s)")
+    group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.20 in steps of 0.01)")
+    group.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     common.add_model_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate, write the JSON and its plot."""
-    common.check_at_least_one(args, "steps", "batch")
-    sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
-    encoder = common.load_encoder(args)
-    photos, clf, _ = common.load_photos(args, encoder)
-    assert clf is not None
-    provenance = {
+    """Calibrate and write the JSON."""
+    common.check_at_least_one(args, "steps", "batch", "limit")
+    return _run_react(args) if args.defense == "react" else _run_second_look(args)
+
+
+def _provenance(args: argparse.Namespace, encoder: Encoder) -> dict[str, Any]:
+    return {
         "command": common.command_line(),
         "model": encoder.name,
         "weights": encoder.fingerprint(),
         "dtype": args.dtype,
         "device": device_name(encoder.device),
-        "data": common.describe_photos(args, photos),
-        "classes": len(clf.names),
         "versions": versions(),
     }
+
+
+# ---------------------------------------------------------------------- SecondLook
+
+
+def _run_second_look(args: argparse.Namespace) -> int:
+    encoder = common.load_encoder(args)
+    pixels, failed = _clean_photos(args, encoder)
+    with Progress(quiet=args.quiet, unit="photo", total=len(pixels)) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
+        result = look_calibration.calibrate(
+            encoder,
+            pixels,
+            clean_pass=0.97 if args.clean_pass is None else args.clean_pass,
+            batch=args.batch,
+            seed=args.seed,
+            provenance={**_provenance(args, encoder), "photos": args.dataset},
+            progress=lambda done, total: progress.show(done=done),
+        )
+    result.save(args.out)
+    usage = f"written to {args.out}; use it with --config {args.out} or rc.SecondLook.load({str(args.out)!r})"
+    common.print_result(args, result.to_dict(), _describe_look(result), [usage])
+    return 2 if failed else 0
+
+
+def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, bool]:
+    """Pixels of a folder, of a file or of a data set, and whether some files could not be read."""
+    limit = args.limit or MOST_PHOTOS
+    path = Path(args.dataset.removeprefix("folder:"))
+    if path.exists():
+        args.photos_in = [path]
+        reader = common.PhotoReader(args)
+        return reader.sample(limit, encoder.image_size), bool(reader.failed)
+    photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
+    photos = photos.take(limit, args.seed)
+    return to_float(photos.pixels(encoder.image_size, progress=not args.quiet)), False
+
+
+def _describe_look(result: LookCalibration) -> Iterator[str]:
+    """Lines of the terminal: the threshold, its interval and the warnings."""
+    low, high = result.interval
+    yield f"threshold {result.config.threshold:g} (95 % interval {low:g} to {high:g})"
+    yield f"leaves {result.clean_pass:.0%} of {result.photos} clean photos alone; their median is {result.median:g}"
+    for note in result.notes:
+        yield f"note: {note}"
+
+
+# ---------------------------------------------------------------------- ReACT
+
+
+def _run_react(args: argparse.Namespace) -> int:
+    sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
+    encoder = common.load_encoder(args)
+    photos, clf, _ = common.load_photos(args, encoder)
+    assert clf is not None
+    about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
     pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))
     with Progress(quiet=args.quiet, unit="batch") as progress:
 
@@ -64,11 +131,11 @@ def run(args: argparse.Namespace) -> int:
             mapping=args.mapping,
             sigmas=sigmas,
             steps=args.steps,
-            clean_pass=args.clean_pass,
+            clean_pass=0.95 if args.clean_pass is None else args.clean_pass,
             batch=args.batch,
             seed=args.seed,
             progress=advance,
-            provenance=provenance,
+            provenance=_provenance(args, encoder) | about,
         )
     result.save(args.out)
     common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))

@@ -18,7 +18,7 @@ from react_clip.errors import ReactClipError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from react_clip import Defended, Encoder, ReACT, ZeroShotClassifier
+    from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
     from react_clip.data import ImageDataset
 
 DEFAULT_MODEL = "clip-vit-b-16"
@@ -58,11 +58,12 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
 
 
-def add_dataset_options(parser: argparse.ArgumentParser) -> None:
+def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
     """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
     from react_clip import data
 
-    parser.add_argument("dataset", help=f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}")
+    known = f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}{note}"
+    parser.add_argument("dataset", metavar=metavar, help=known)
     parser.add_argument("--data", type=Path, help="root folder of the data sets")
     parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
     parser.add_argument("--split", default="train", help="which photos (%(default)s)")
@@ -141,7 +142,7 @@ def diagnostics(out: Defended, row: int) -> dict[str, Any]:
     """The values that decided whether one image was corrected, for JSON; None where one was not measured."""
     values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
     measured = {name: None if math.isnan(value) else value for name, value in values.items()}
-    return {"gated": bool(out.gated[row]), **measured, "passes": int(out.passes[row])}
+    return {"gated": bool(out.gated[row]), **measured, "passes": round(out.passes[row].item(), 4)}
 
 
 # ---------------------------------------------------------------------- model, classes, defence
@@ -198,6 +199,19 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
     if args.config is None:
         return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return ReACT() if args.config == "paper" else ReACT.load(args.config)
+
+
+def build_any_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
+    """:func:`build_guard`, where --config may also be a file of SecondLook."""
+    from react_clip.defenses import BaseDefense, ReACT, SecondLook
+
+    if args.config in (None, "paper"):
+        return build_guard(args, encoder, features=features)
+    guard = BaseDefense.load(args.config)
+    if not isinstance(guard, ReACT | SecondLook):
+        raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
+    guard.check(encoder)
+    return guard
 
 
 # ---------------------------------------------------------------------- labelled photos

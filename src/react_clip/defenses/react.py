@@ -195,8 +195,8 @@ class ReACT(Defense):
         if name not in _CALIBRATIONS:
             raise ReactClipError(
                 f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
-                f"calibrate folder:PHOTOS --model {name}` and load its result, or take the paper's constants knowingly "
-                "(rc.ReACT(), --config paper)"
+                f"calibrate --defense react folder:PHOTOS --model {name}` and load its result, or take the paper's "
+                "constants knowingly (rc.ReACT(), --config paper)"
             )
         calibration = _CALIBRATIONS[name]
         if calibration is None:

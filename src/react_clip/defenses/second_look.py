@@ -1,28 +1,24 @@
 r"""SecondLook: our own defence, which looks a second time, at a smaller copy, and corrects the image where they differ.
 
-.. math::
-    s = \lVert l - f \rVert + w J(f, l), \qquad s' = \lVert m - f \rVert + w J(f, m)
+f is the feature of the image, l that of its smaller copy (the look), and m that of a look at the image moved a little.
+An attack is made for the image as it is, so its effect is smaller in both looks; a photo keeps its feature in them.
 
-Here f is the feature of the image, l that of its smaller copy (the look), m that of the image moved a little, and n
-that of another moved view with noise. Attacks leave a feature that such changes undo; photos keep theirs.
+1. Encode the image and the look. If :math:`\lVert l - f \rVert < t` and both have the same best class, answer f.
+2. Otherwise encode the moved look.
+3. If :math:`\lVert l - f \rVert \ge t`, the image counts as attacked: answer
+   :math:`f + \alpha\,(\tfrac12 (l + m) - f)`.
+4. Otherwise answer :math:`f + \beta\,(\tfrac12 (l + m) - f)`, which undoes attacks that stop right behind the boundary
+   between two classes.
 
-1. Encode the image and the look. If :math:`s < t_1` and both have the same best class, the answer is f.
-2. Otherwise encode the moved view.
-3. If :math:`s \ge t_1` and :math:`s' \ge t_2`, the image counts as attacked: encode the noisy view and answer
-   :math:`f + \alpha\,(\mathrm{mean}(l, m, n) - f)`.
-4. Otherwise, if image and look have different best classes, answer :math:`f + \beta\,(\mathrm{mean}(l, m) - f)`, which
-   undoes attacks that stop right behind the boundary between two classes.
-5. Otherwise the answer is f.
-
-Most clean photos end at step 1, after one pass and a look that costs half of one. Without classes there is no J and no
-best class: the distances decide alone.
+Most clean photos end at step 1, after one pass and a look that costs half of one. Without classes there is no best
+class: the distance decides alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import torch
 from pydantic import Field
@@ -30,7 +26,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
-from react_clip.config import Count, NonNegative, PixelLength
+from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense
 from react_clip.defenses.react import Divergence, Logits, divergence_of, logits_of
 from react_clip.encoders.base import Encoder
@@ -39,18 +35,21 @@ from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
-LOOK, MOVED, NOISY, GRAIN = range(4)
-"""Branches of an image's random stream: motion of the look (where it is a moved view), motion of the moved view, motion
-of the noisy view and its noise."""
+if TYPE_CHECKING:
+    from react_clip.defenses.look_calibration import LookCalibration, Photos
+
+LOOK, MOVED_LOOK = range(2)
+"""Branches of an image's random stream: the motion of the look (for encoders that take one size only, whose look is a
+moved view), and the motion of the moved look."""
 
 BRANCHES = ("keep", "blend", "correct")
-"""Names of the branches: steps 1 and 5, step 4, step 3."""
+"""Names of the branches: steps 1, 4 and 3."""
 KEEP, BLEND, CORRECT = range(3)
 
 LEAST_PATCHES = 4
 """Fewest patches on a side of the look."""
 
-# The thresholds of the default configuration were measured on these weights.
+# The default threshold was measured on these weights.
 _CALIBRATED = {
     *("clip-vit-b-16", "openai/clip-vit-base-patch16"),
     *("open_clip:ViT-B-16/openai", "open_clip:ViT-B-16-quickgelu/openai"),
@@ -59,34 +58,38 @@ _CALIBRATED = {
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Features and diagnostics of :meth:`SecondLook.correct`, one row per image; NaN for what was not measured."""
+    """Features and diagnostics of :meth:`SecondLook.correct`, one row per image."""
 
     plain: Tensor
     """Unit features before the correction, ``[B, D]``."""
     features: Tensor
     """Unit features of the answer."""
     closed: Tensor
-    """Unit features of the answer if step 3 is left out; measured for all images only without ``lazy``."""
+    """Unit features of the answer if no image counts as attacked."""
     opened: Tensor
-    """Unit features as step 3 corrects them; measured for all images only without ``lazy``."""
+    """Unit features of the answer if every image counts as attacked; with ``lazy`` only those of attacked images."""
     drift: Tensor
     """Distance between the features of image and look."""
     instability: Tensor
-    """J between the predictions of image and look; NaN without classes."""
-    score: Tensor
-    """s, from image and look."""
-    moved_score: Tensor
-    """s', from image and moved view; NaN where step 1 answered."""
+    """J between the predictions of image and look, which decides nothing; NaN without classes."""
     disagrees: Tensor
     """Mask ``[B]``: where image and look have different best classes."""
     branch: Tensor
     """Index into :data:`BRANCHES`."""
-    excess: Tensor
-    """The smaller one of s - t1 and s' - t2: an image counts as attacked where it is >= 0."""
     passes: Tensor
     """Encoder passes; a look counts as its share of the tokens of a whole image."""
     look_size: int
-    """Side of the look in pixels; that of the image where the look is a moved view."""
+    """Side of the looks in pixels; that of the image where they are moved views."""
+
+    @property
+    def score(self) -> Tensor:
+        """What the threshold is compared with: the drift."""
+        return self.drift
+
+    @property
+    def attacked(self) -> Tensor:
+        """Mask ``[B]``: which images count as attacked."""
+        return self.branch == CORRECT
 
     @property
     def gated(self) -> Tensor:
@@ -96,28 +99,26 @@ class Correction:
 
 @dataclass(frozen=True, eq=False)
 class SecondLooked(Defended):
-    """Answers of :class:`SecondLook`: ``drift``, ``instability`` and ``score`` are those of image and look."""
+    """Answers of :class:`SecondLook`; ``drift`` and ``score`` are the distance between image and look as features."""
 
-    moved_score: Tensor
-    """s', from image and moved view; NaN where the moved view was not needed."""
     disagrees: Tensor
     """Mask ``[B]``: where image and look have different best classes."""
     branch: Tensor
-    """Index into :data:`BRANCHES`: 0 keeps the feature, 1 blends it with its views, 2 corrects it."""
+    """Index into :data:`BRANCHES`: 0 keeps the feature, 1 blends it with its looks, 2 corrects it."""
     look_size: int
-    """Side of the look in pixels."""
+    """Side of the looks in pixels."""
     look_is_smaller: bool
-    """Whether the look was a smaller copy; an encoder that takes one size only looks at a moved view instead."""
+    """Whether the looks were smaller copies; an encoder that takes one size only looks at moved views instead."""
 
 
 class SecondLook(Defense):
     """Compare the image with a smaller copy of itself, and correct it where they differ.
 
-    The thresholds are those of OpenAI's ViT-B/16.
+    The threshold is that of OpenAI's ViT-B/16; :meth:`calibrate` finds that of another encoder, or of your photos.
 
-    >>> guard = SecondLook(look_threshold=0.5)
-    >>> guard.alpha, guard.sigma, guard.cost()
-    (2.0, 0.05, (4, 0))
+    >>> guard = SecondLook(threshold=0.45)
+    >>> guard.alpha, guard.blend, guard.cost()
+    (2.0, 1.0, (3, 0))
     >>> SecondLook.from_dict(guard.to_dict()) == guard
     True
     """
@@ -126,46 +127,31 @@ class SecondLook(Defense):
     colour = "#332288"
 
     look: Annotated[float, Field(gt=0, lt=1)] | None = 160 / 224
-    """Size of the look as a share of the image's, rounded to whole patches; ``None`` looks at a moved view of full
+    """Size of the looks as a share of the image's, rounded to whole patches. ``None`` looks at moved views of full
     size, as encoders that take one size only do in any case."""
-    look_threshold: NonNegative = 0.44
-    """t1, the score s from which an image is suspicious."""
-    moved_threshold: NonNegative = 0.42
-    """t2, the score s' from which a suspicious image counts as attacked."""
-    instability_weight: NonNegative = 0.2
-    """w, the weight of J in both scores."""
+    threshold: Annotated[float, Field(ge=0, le=2)] = 0.508
+    """t, the distance between the features of image and look from which an image counts as attacked."""
     motion: Motion = field(default_factory=Motion)
-    """How views are moved."""
-    sigma: PixelLength = 0.05
-    """Noise scale of the noisy view."""
+    """How the image of the moved look is moved."""
     alpha: NonNegative = 2.0
     """Strength of the correction of attacked images."""
-    blend: NonNegative = 0.7
-    """beta, the strength of the correction where only the best classes differ."""
+    blend: NonNegative = 1.0
+    """beta, the strength of the correction where only the best classes differ; 1 gives the mean of both looks."""
     lazy: bool = True
-    """Skip views that cannot change the answer. ``False`` runs every pass and measures every diagnostic."""
+    """Skip views that cannot change the answer. ``False`` runs every pass."""
     max_batch: Count = 64
     """Most views in one encoder call."""
 
-    def __post_init__(self) -> None:
-        largest = 2.0 + self.instability_weight * functional.MAX_INSTABILITY
-        for name in ("look_threshold", "moved_threshold"):
-            if getattr(self, name) > largest:
-                raise ReactClipError(
-                    f"{name} is {getattr(self, name):g}; unit features are at most 2 apart, so no score exceeds "
-                    f"{largest:.3g} (by default {getattr(type(self), name):g})"
-                )
-
     def cost(self) -> tuple[int, int]:
-        """Most forward and backward passes that one image can need; the look counts as a whole pass."""
-        return 4, 0
+        """Most forward and backward passes that one image can need; a look counts as a whole pass."""
+        return 3, 0
 
     def check(self, encoder: Encoder) -> None:
         """Raise if the look is not smaller than the image, or has too few patches."""
         self.look_size(encoder)
 
     def look_size(self, encoder: Encoder) -> int:
-        """Side of the look in pixels: that of the image where the look is a moved view of full size."""
+        """Side of the looks in pixels: that of the image where they are moved views of full size."""
         size = None if self.look is None else encoder.size_near(self.look)
         if size is None:
             return encoder.image_size
@@ -174,7 +160,7 @@ class SecondLook(Defense):
             sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"
             raise ReactClipError(
                 f"a look of {self.look:.3g} has {sides}; it needs at least {LEAST_PATCHES} and fewer than the image: "
-                "change it, or look at a moved view of full size with look=None"
+                "change it, or look at moved views of full size with look=None"
             )
         return size
 
@@ -188,17 +174,28 @@ class SecondLook(Defense):
         name = (encoder if isinstance(encoder, str) else encoder.original).partition("@")[0]
         if name not in _CALIBRATED:
             raise ReactClipError(
-                f"there are no thresholds of SecondLook for {name!r}: every encoder has its own; run `react-clip "
+                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; run `react-clip "
                 f"calibrate PHOTOS --model {name}` on some hundred clean photos and load its result"
             )
         return cls()
+
+    @classmethod
+    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Photos, clean_pass: float = 0.97) -> LookCalibration:
+        """The threshold from clean photos of your own, without labels and without an attack.
+
+        Its ``config`` is the defence; see :func:`react_clip.defenses.look_calibration.calibrate`.
+        """
+        from react_clip.defenses import look_calibration
+
+        encoder = clip.encoder if isinstance(clip, ZeroShotClassifier) else clip
+        return look_calibration.calibrate(encoder, photos, base=cls(), clean_pass=clean_pass)
 
     # ------------------------------------------------------------------ the algorithm
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> SecondLooked:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`SecondLooked`.
 
-        ``seed`` is a number, or a secret as ``bytes``. Motion and noise depend on it and on the image alone.
+        ``seed`` is a number, or a secret as ``bytes``. The motion depends on it and on the image alone.
         """
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
@@ -219,7 +216,6 @@ class SecondLook(Defense):
                 passes=out.passes,
                 backward_passes=torch.zeros_like(out.branch),
                 class_names=clf.names,
-                moved_score=out.moved_score,
                 disagrees=out.disagrees,
                 branch=out.branch,
                 look_size=out.look_size,
@@ -242,49 +238,37 @@ class SecondLook(Defense):
             encoder: the image encoder.
             pixels: ``[B, 3, S, S]`` in [0, 1], checked, on the encoder's device.
             keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`.
-            divergence: measures J of the rows it is given, each over its own classes; without it J counts as 0.
+            divergence: measures J of the rows it is given, each over its own classes; without it J is NaN.
             logits: the logits of rows over their own classes; without it no best classes are compared.
             wait: called before the first decision, while a GPU may still be at work.
         """
-        streams = noise.fork(keys, torch.arange(GRAIN + 1, device=keys.device)[:, None])  # one row per purpose: [4, B]
-        everyone, look_size = torch.arange(len(pixels), device=pixels.device), self.look_size(encoder)
+        everyone, size = torch.arange(len(pixels), device=pixels.device), self.look_size(encoder)
+        share = encoder.token_share(size)
 
         # Step 1: the image and the look.
         plain = self._encode(encoder, everyone, lambda rows: pixels[rows])
-        if look_size < encoder.image_size:
-            look = self._encode(encoder, everyone, lambda rows: smaller_copy(pixels[rows], look_size))
-        else:
-            look = self._encode(encoder, everyone, lambda rows: self._moved(encoder, pixels, streams[LOOK], rows))
+        look = self._encode(encoder, everyone, self._look(encoder, pixels, noise.fork(keys, LOOK), size))
         drift = functional.drift(plain, look)
-        instability, score = self._score(everyone, plain, look, divergence)
+        attacked = drift >= self.threshold
         disagrees = _different_answers(everyone, plain, look, logits)
-        suspicious = score >= self.look_threshold
-        passes = torch.full_like(score, 1.0 + encoder.token_share(look_size), dtype=torch.float32)
+        instability = torch.full_like(drift, torch.nan)
+        if divergence is not None:
+            instability = divergence(everyone, plain.detach(), look.detach())
         wait()
 
-        # Step 2: the moved view.
-        rows = (suspicious | disagrees).nonzero().flatten() if self.lazy else everyone
-        moved, moved_score = plain, torch.full_like(score, torch.nan)
+        # Step 2: the moved look.
+        rows = (attacked | disagrees).nonzero().flatten() if self.lazy else everyone
+        passes = torch.full_like(drift, 1.0 + share, dtype=torch.float32)
+        closed = opened = plain
         if len(rows):
-            views = self._encode(encoder, rows, lambda rows: self._moved(encoder, pixels, streams[MOVED], rows))
-            moved = moved.index_copy(0, rows, views)
-            moved_score = moved_score.index_copy(0, rows, self._score(rows, plain[rows], views, divergence)[1])
-            passes[rows] += 1.0
-
-        # Step 4 first, because step 3 replaces it.
-        blended = functional.extrapolate(plain, torch.stack([look, moved]).mean(0), self.blend)
-        closed = torch.where(disagrees[:, None], blended, plain)
-
-        # Step 3: the noisy view.
-        excess = torch.minimum(score - self.look_threshold, moved_score - self.moved_threshold)
-        attacked = excess >= 0
-        rows = attacked.nonzero().flatten() if self.lazy else everyone
-        opened = plain
-        if len(rows):
-            noisy = self._encode(encoder, rows, lambda rows: self._noisy(encoder, pixels, streams, rows))
-            anchors = torch.stack([look[rows], moved[rows], noisy]).mean(0)
+            views = self._moved_look(encoder, pixels, noise.fork(keys, MOVED_LOOK), size)
+            looks = torch.stack([look[rows], self._encode(encoder, rows, views)], 1)
+            passes[rows] += share
+            # Steps 3 and 4.
+            anchors = functional.anchor(looks)
             opened = opened.index_copy(0, rows, functional.extrapolate(plain[rows], anchors, self.alpha))
-            passes[rows] += 1.0
+            blended = closed.index_copy(0, rows, functional.extrapolate(plain[rows], anchors, self.blend))
+            closed = torch.where(disagrees[:, None], blended, plain)
         return Correction(
             plain=plain,
             features=torch.where(attacked[:, None], opened, closed),
@@ -292,39 +276,27 @@ class SecondLook(Defense):
             opened=opened,
             drift=drift,
             instability=instability,
-            score=score,
-            moved_score=moved_score,
             disagrees=disagrees,
             branch=torch.where(attacked, CORRECT, torch.where(disagrees, BLEND, KEEP)),
-            excess=excess,
             passes=passes,
-            look_size=look_size,
+            look_size=size,
         )
 
-    # ------------------------------------------------------------------ steps of the algorithm
+    # ------------------------------------------------------------------ views
 
     def _encode(self, encoder: Encoder, rows: Tensor, views: Callable[[Tensor], Tensor]) -> Tensor:
         """Unit features ``[n, D]`` of one view of each of the rows; ``views`` makes them for some of these rows."""
         return encoder.encode_in_batches(len(rows), self.max_batch, lambda start, stop: views(rows[start:stop]))
 
-    def _moved(self, encoder: Encoder, pixels: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-        """Moved views of these rows."""
-        return encoder.backend(self.motion, pixels[rows], keys[rows])
+    def _look(self, encoder: Encoder, pixels: Tensor, keys: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+        """Looks at some rows: smaller copies, or moved views where they cannot be smaller."""
+        if size == encoder.image_size:
+            return self._moved_look(encoder, pixels, keys, size)
+        return lambda rows: smaller_copy(pixels[rows], size)
 
-    def _noisy(self, encoder: Encoder, pixels: Tensor, streams: Tensor, rows: Tensor) -> Tensor:
-        """Moved views of these rows, with noise."""
-        views = self._moved(encoder, pixels, streams[NOISY], rows)
-        return encoder.backend.noisy_view(views, streams[GRAIN][rows], views.new_full((len(rows),), self.sigma))
-
-    def _score(
-        self, rows: Tensor, plain: Tensor, views: Tensor, divergence: Divergence | None
-    ) -> tuple[Tensor, Tensor]:
-        """J and the score of these rows ``[n]``, from their features and those of a view; without classes J is NaN."""
-        drift = functional.drift(plain, views)
-        if divergence is None:
-            return torch.full_like(drift, torch.nan), drift
-        instability = divergence(rows, plain, views)
-        return instability, drift + self.instability_weight * instability
+    def _moved_look(self, encoder: Encoder, pixels: Tensor, keys: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+        """Looks at some rows after they were moved."""
+        return lambda rows: smaller_copy(encoder.backend(self.motion, pixels[rows], keys[rows]), size)
 
 
 def _different_answers(rows: Tensor, plain: Tensor, views: Tensor, logits: Logits | None) -> Tensor:
