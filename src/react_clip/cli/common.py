@@ -203,11 +203,11 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
 
 def build_any_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
     """:func:`build_guard`, where --config may also be a file of SecondLook."""
-    from react_clip.defenses import BaseDefense, ReACT, SecondLook
+    from react_clip.defenses import Defense, ReACT, SecondLook
 
     if args.config in (None, "paper"):
         return build_guard(args, encoder, features=features)
-    guard = BaseDefense.load(args.config)
+    guard = Defense.load(args.config)
     if not isinstance(guard, ReACT | SecondLook):
         raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
     guard.check(encoder)
