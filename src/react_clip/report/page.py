@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -166,11 +166,6 @@ def _inlined(figure: FigureOf, folder: Path) -> dict[str, Any]:
     return {**vars(figure), "svg": svg, "wide": width > 1.3 * 72 * COLUMN_WIDTH}
 
 
-_SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
-_NOT_DRAWN = {f"{_SVG}{name}" for name in ("metadata", "style", "title")}
-_DIGITS = re.compile(r"(\.\d\d)\d+")
-
-
 def inline_svg(text: str, *, prefix: str, label: str, colours: Mapping[str, str]) -> str:
     """The ``<svg>`` element of a matplotlib file for a page: colours of the theme, and no style, which the CSP forbids.
 
@@ -182,33 +177,17 @@ def inline_svg(text: str, *, prefix: str, label: str, colours: Mapping[str, str]
         label: text for screen readers.
         colours: replacements such as ``currentColor``, by colour of the file.
     """
-    root = ElementTree.fromstring(text)
-    wanted = {colour.lower(): replacement for colour, replacement in colours.items()}
-    for parent in root.iter():
-        for child in [child for child in parent if child.tag in _NOT_DRAWN]:
-            parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(_SVG)
-        element.text = element.tail = ""
-        attributes = {name.removeprefix(_XLINK): value for name, value in element.attrib.items()}
-        for declaration in filter(None, attributes.pop("style", "").split("; ")):
-            name, _, value = declaration.strip().partition(": ")
-            attributes[name] = value.rstrip(";")
-        if "d" in attributes:  # hundredths of a point are finer than any screen
-            attributes["d"] = _DIGITS.sub(r"\1", " ".join(attributes["d"].split()))
-        element.attrib.clear()
-        element.attrib |= {name: _adapted(name, value, prefix, wanted) for name, value in attributes.items()}
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    # Defaults that matplotlib sets in the file's style sheet.
-    root.attrib |= {"fill": "currentColor", "stroke-linejoin": "round", "stroke-linecap": "butt"}
-    root.attrib |= {"role": "img", "aria-label": label}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _adapted(name: str, value: str, prefix: str, colours: Mapping[str, str]) -> str:
-    if name == "id":
-        return prefix + value
-    if name == "href" and value.startswith("#"):
-        return f"#{prefix}{value[1:]}"
-    return colours.get(value.lower(), value.replace("url(#", f"url(#{prefix}"))
+    svg = text[text.index("<svg") :].replace("xlink:href", "href")
+    svg = re.sub(r"<(metadata|style|title)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'style="([^"]*)"', lambda style: re.sub(r"([\w-]+): ([^;]+);?", r'\1="\2"', style[1]), svg)
+    svg = re.sub(r'\b(id="|href="#|url\(#)', lambda start: start[1] + prefix, svg)
+    # Hundredths of a point are finer than any screen.
+    svg = re.sub(r'\bd="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", " ".join(path[0].split())), svg)
+    for colour, replacement in colours.items():
+        svg = re.sub(f'"{colour}"', f'"{replacement}"', svg, flags=re.IGNORECASE)
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None, "matplotlib writes a viewBox"
+    # Fill and stroke are defaults that matplotlib sets in the file's style sheet.
+    opening = f'<svg {box[0]} fill="currentColor" stroke-linejoin="round" stroke-linecap="butt" role="img"'
+    opening += f' aria-label="{html.escape(label)}">'
+    return re.sub(r"<svg[^>]*>", lambda _: opening, re.sub(r">\s+<", "><", svg), count=1)

@@ -206,17 +206,8 @@ def name_axes(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """A legend above small multiples, where lines are too many to be labelled one by one."""
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper left",
-        ncols=columns,
-        frameon=False,
-        fontsize=SMALL,
-        labelcolor=INK,
-        handlelength=2.4,
-        columnspacing=1.4,
-    )
+    look: Line = {"frameon": False, "fontsize": SMALL, "labelcolor": INK, "handlelength": 2.4, "columnspacing": 1.4}
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, **look)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

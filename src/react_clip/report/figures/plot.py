@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox, BboxBase
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
@@ -27,10 +28,16 @@ BANDS = 6
 """Most lines whose intervals are drawn as bands; more bands would hide each other, so bars are drawn."""
 _GAP = 1.06
 """Distance between labels, in label heights."""
-_REACHES = (6.0, 11.0, 17.0, 24.0, 32.0, 42.0, 54.0, 68.0, 84.0)
-"""Distances in points from a point to its label, tried in this order."""
+_ANGLES = np.arange(16) * math.pi / 8
+_OFFSETS = [
+    (reach * np.array([math.cos(angle), math.sin(angle)]), 0.5 - 0.5 * float(np.sign(round(math.cos(angle), 6))))
+    for reach in (6.0, 11.0, 17.0, 24.0, 32.0, 42.0, 54.0, 68.0, 84.0)
+    for angle in _ANGLES
+]
+"""Places of a label around its point, nearest first: offset in points, and the share of its width to the left."""
 _LINE = 24
 """Characters after which a label is wrapped."""
+_LABEL: dict[str, Any] = {"color": INK, "va": "center", "ha": "left", "linespacing": 1.0, "annotation_clip": False}
 
 
 # ---------------------------------------------------------------------- panels
@@ -189,19 +196,9 @@ def label_ends(figure: Figure) -> None:
 
 def _end_label(axes: Axes, line: Line2D, end: Numbers) -> Annotation:
     leader = {"color": line.get_color(), "linewidth": 1.0, "linestyle": line.get_linestyle()}
-    return axes.annotate(
-        fill(str(line.get_label()), _LINE),
-        xy=(end[0], end[1]),
-        xytext=(1.06, 0.5),
-        textcoords="axes fraction",
-        va="center",
-        ha="left",
-        fontsize=TEXT,
-        color=INK,
-        linespacing=1.0,
-        annotation_clip=False,
-        arrowprops={"arrowstyle": "-", "shrinkA": 1, "shrinkB": 3, "relpos": (0.0, 0.5), **leader},
-    )
+    arrow = {"arrowstyle": "-", "shrinkA": 1, "shrinkB": 3, "relpos": (0.0, 0.5), **leader}
+    text = fill(str(line.get_label()), _LINE)
+    return axes.annotate(text, (end[0], end[1]), (1.06, 0.5), "data", "axes fraction", arrow, **_LABEL, fontsize=TEXT)
 
 
 def spread(heights: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
@@ -238,51 +235,31 @@ def label_points(
     points = [point for point in points if math.isfinite(point[0]) and math.isfinite(point[1])]
     if not points or figure is None:
         return
-    notes = [_point_label(axes, *point) for point in points]
+    leader = {"arrowstyle": "-", "color": INK, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "alpha": 0.6}
+    notes = [
+        axes.annotate(text, (x, y), (6, 0), "data", "offset points", dict(leader), **_LABEL, fontsize=SMALL)
+        for x, y, text in points
+    ]
     figure.draw_without_rendering()
     unit = figure.dpi / 72
-    centres = [axes.transData.transform(point[:2]) for point in points]
-    taken = [_around(x, y, 3.5 * unit) for x, y in centres]
-    taken += [_around(x, y, unit) for x, y in map(axes.transData.transform, avoid)]
-    inside = np.array([axes.bbox.extents])
-    # Candidate offsets, nearest first.
-    reach, turn = (grid.ravel() for grid in np.meshgrid(_REACHES, np.arange(16) * math.pi / 8, indexing="ij"))
-    across, up = reach * np.cos(turn), reach * np.sin(turn)
-    shift = np.where(across < -1, 1.0, np.where(across > 1, 0.0, 0.5))
-    for label, (x, y) in zip(notes, centres, strict=True):
-        size = Text.get_window_extent(label)
-        left, low = x + across * unit - shift * size.width, y + up * unit - size.height / 2
-        boxes = np.stack([left, low, left + size.width, low + size.height], axis=1)
-        outside = size.width * size.height - _shared(boxes, inside).sum(axis=1)
-        best = int(np.argmin(_shared(boxes, np.array(taken)).sum(axis=1) + 4 * outside + reach * unit))
+    centres = axes.transData.transform([point[:2] for point in points])
+    taken = [Bbox([centre, centre]).padded(3.5 * unit) for centre in centres]
+    taken += [Bbox([at, at]).padded(unit) for at in map(axes.transData.transform, avoid)]
+    for note, centre in zip(notes, centres, strict=True):
+        size = Text.get_window_extent(note)
+        # Text to the left of its point ends there, text to the right begins there.
+        boxes = [
+            Bbox.from_bounds(*(centre + unit * at - (shift * size.width, size.height / 2)), size.width, size.height)
+            for at, shift in _OFFSETS
+        ]
+        faults = [box.count_overlaps(taken) + 4 * (not _inside(box, axes.bbox)) for box in boxes]
+        best = int(np.argmin(faults))
         taken.append(boxes[best])
-        label.set_horizontalalignment("right" if shift[best] == 1 else "left" if shift[best] == 0 else "center")
-        label.set_position((float(across[best]), float(up[best])))
-        if label.arrow_patch is not None:
-            label.arrow_patch.set_visible(bool(reach[best] > 8))
+        at, shift = _OFFSETS[best]
+        note.set(position=tuple(at), horizontalalignment={0.0: "left", 0.5: "center", 1.0: "right"}[shift])
+        if note.arrow_patch is not None:
+            note.arrow_patch.set_visible(math.hypot(*at) > 8)
 
 
-def _around(x: float, y: float, reach: float) -> Numbers:
-    return np.array([x - reach, y - reach, x + reach, y + reach])
-
-
-def _shared(boxes: Numbers, others: Numbers) -> Numbers:
-    """Overlap areas ``[N, M]`` of boxes ``[N, 4]`` (left, low, right, high) and others ``[M, 4]``."""
-    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
-    area: Numbers = np.clip(high - low, 0.0, None).prod(axis=-1)
-    return area
-
-
-def _point_label(axes: Axes, x: float, y: float, text: str) -> Annotation:
-    return axes.annotate(
-        text,
-        xy=(x, y),
-        xytext=(6, 0),
-        textcoords="offset points",
-        fontsize=SMALL,
-        color=INK,
-        va="center",
-        annotation_clip=False,
-        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "alpha": 0.6},
-    )
+def _inside(box: BboxBase, outer: BboxBase) -> bool:
+    return bool(box.x0 >= outer.x0 and box.x1 <= outer.x1 and box.y0 >= outer.y0 and box.y1 <= outer.y1)
