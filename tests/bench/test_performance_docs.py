@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from performance_docs import performance
+from performance_figures import growth, performance_figures, read_reports
 
 from react_clip import cli
 from react_clip.bench import SHAPES
@@ -18,26 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tools() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "tools")
-        yield
-
-
-@pytest.fixture(scope="module")
-def documents(tools: None) -> ModuleType:
-    return importlib.import_module("performance_docs")
-
-
-@pytest.fixture(scope="module")
-def figures(tools: None) -> ModuleType:
-    return importlib.import_module("performance_figures")
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes about a small model, under the names of the real measurements."""
+    """A table that the command writes about a small model, under the name of a real one, and the real sweeps."""
     folder = tmp_path_factory.mktemp("bench")
     common = ["--shapes", "small", "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "2", "--quiet"]
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -45,24 +28,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small", small)
         assert cli.main(["bench", *common, "--out", str(folder / "cpu-vit-b-32-table-clean.json")]) == 0
-        assert cli.main(["bench", *common, "--sweep", "all", "--out", str(folder / "all.json")]) == 0
-    whole = json.loads((folder / "all.json").read_text())
-    for axis, points in whole["sweeps"].items():
-        part = {**whole, "sweeps": {axis: points}}
-        (folder / f"cpu-vit-b-32-sweep-{axis}.json").write_text(json.dumps(part))
+    for path in (ROOT / "benchmarks" / "results" / "bench").glob("cpu-vit-b-32-sweep-*.json"):
+        shutil.copy(path, folder)
     idea: dict[str, Any] = {"idea": "a faster way", "what": "half of it", "kept": True, "why": "it is faster"}
     (folder / "tried.json").write_text(json.dumps([{**idea, "ratio": 0.5, "device": "cpu", "dtype": "bf16"}]))
     return folder
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_without_measurements_there_is_no_section(documents: ModuleType, tmp_path: Path, section: str) -> None:
-    assert documents.performance(section, tmp_path) == ""
+def test_without_measurements_there_is_no_section(tmp_path: Path, section: str) -> None:
+    assert performance(section, tmp_path) == ""
 
 
-def test_every_number_of_a_section_is_one_of_its_file(documents: ModuleType, measured: Path) -> None:
+def test_every_number_of_a_section_is_one_of_its_file(measured: Path) -> None:
     report = json.loads((measured / "cpu-vit-b-32-table-clean.json").read_text())
-    text = documents.performance("cost", measured)
+    text = performance("cost", measured)
     for row in report["contenders"]:
         line = next(line for line in text.splitlines() if line.startswith(f"| {row['label']} |"))
         assert f"| {row['passes']:.2f} | {row['overhead']:.2f} (" in line
@@ -70,22 +50,22 @@ def test_every_number_of_a_section_is_one_of_its_file(documents: ModuleType, mea
     assert report["command"] in text
     assert "Weights are random" in text
 
-    text = documents.performance("sweeps", measured)
+    text = performance("sweeps", measured)
     points = json.loads((measured / "cpu-vit-b-32-sweep-classes.json").read_text())["sweeps"]["classes"]
     for point in points:
         assert f"| classes {point['value']:,.0f} | {point['contenders'][1]['milliseconds']:,.3f} |" in text
     assert "% attacked" in text
 
-    aims = documents.performance("aims", measured)
+    aims = performance("aims", measured)
     overhead = next(row["overhead"] for row in report["contenders"] if row["label"] == "ReACT")
     assert f"| {overhead:.2f}{'' if overhead <= 1.15 else ', missed'} |" in aims
-    assert documents.performance("roofline", measured).startswith("## Roofline")
-    tried = documents.performance("tried", measured)
+    assert performance("roofline", measured).startswith("## Roofline")
+    tried = performance("tried", measured)
     assert "| idea | cpu, bf16 | kept | why |" in tried
     assert "| a faster way: half of it | 0.50 | yes | it is faster |" in tried
 
 
-def test_points_are_compared_within_rounds_and_beside_the_bare_encoder(figures: ModuleType) -> None:
+def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None:
     def point(value: int, ours: list[float], bare: list[float], passes: float) -> dict[str, Any]:
         rows = [("bare encoder", bare, 1.0), ("ReACT", ours, passes)]
         contenders = [{"label": label, "round_milliseconds": times, "passes": work} for label, times, work in rows]
@@ -95,19 +75,19 @@ def test_points_are_compared_within_rounds_and_beside_the_bare_encoder(figures: 
     first = point(1, [4.0, 8.0, 4.0], [1.0, 2.0, 1.0], 4.0)
     second = point(8, [6.6, 13.2, 19.8], [1.5, 3.0, 4.5], 4.0)
     report = {"sweeps": {"images": [first, second]}}
-    assert figures.growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
+    assert growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
 
 
-def test_newer_measurements_take_the_place_of_older_ones(figures: ModuleType, tmp_path: Path, measured: Path) -> None:
+def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:
     table = (measured / "cpu-vit-b-32-table-clean.json").read_text()
     (tmp_path / "rivals-clean.json").write_text(table)
-    assert figures.read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "rivals-clean.json"
+    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "rivals-clean.json"
     (tmp_path / "gpu-vit-b-16-table-clean.json").write_text(table)
-    assert figures.read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "gpu-vit-b-16-table-clean.json"
+    assert read_reports(tmp_path)["gpu-vit-b-16-table-clean"]["file"] == "gpu-vit-b-16-table-clean.json"
 
 
-def test_figures_show_what_is_there_and_say_whose_it_is(figures: ModuleType, measured: Path) -> None:
-    drawn = figures.performance_figures(figures.read_reports(measured))
+def test_figures_show_what_is_there_and_say_whose_it_is(measured: Path) -> None:
+    drawn = performance_figures(read_reports(measured))
     assert list(drawn) == ["cost-cpu", "sweeps-cpu", "roofline-cpu"]
     bars = drawn["cost-cpu"]().axes
     assert [label.get_text() for label in bars[0].get_yticklabels()][:2] == ["bare encoder", "ReACT"]
@@ -117,4 +97,4 @@ def test_figures_show_what_is_there_and_say_whose_it_is(figures: ModuleType, mea
     [roof] = drawn["roofline-cpu"]().axes
     words = {" ".join(text.get_text().split()) for text in roof.texts}
     assert {"ViT-B/32, bare encoder", "ViT-B/32, ReACT"} <= words
-    assert figures.performance_figures({}) == {}
+    assert performance_figures({}) == {}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,13 +20,13 @@ from matplotlib.text import Text
 
 from react_clip.calibration import Calibration
 from react_clip.evaluation.recipe import MEAN
-from react_clip.evaluation.result import EvaluationResult
+from react_clip.evaluation.result import EvaluationResult, Row
 from react_clip.report import style
 from react_clip.report.figures import FigureOf, calibration_figure, figures_of
 from react_clip.report.figures.base import View
 from react_clip.report.figures.leakage import best_scale, corrected, leakage_grids
 from react_clip.report.figures.plot import spread
-from react_clip.report.figures.sweeps import default_of, sweeps_of
+from react_clip.report.figures.sweeps import Sweep, default_of, sweeps_of
 from react_clip.report.run import Run, read_run
 from react_clip.report.style import COLOURS, INK, MAPPINGS, PAPER, SMALL, budget_colour, save_figure
 from synthetic_runs import METHODS, leakage_grid, many_methods, mapping_run
@@ -115,44 +117,42 @@ def test_reasons_name_what_is_missing_and_the_recipe_that_has_it() -> None:
     assert all((RESULTS.parents[1] / name).exists() for name in recipes)
 
 
+def many_with(rows: Iterable[Row] | None = None, **changes: Any) -> tuple[dict[str, FigureOf], dict[str, str]]:
+    """Figures and reasons of the run with many methods, parts of it replaced."""
+    run = dataclasses.replace(run_of("many"), **changes)
+    if rows is not None:
+        run = dataclasses.replace(run, result=dataclasses.replace(result_of("many"), rows=tuple(rows)))
+    found, reasons = figures_of(run)
+    return {figure.name: figure for figure in found}, reasons
+
+
 def test_runs_with_parts_missing_give_reasons() -> None:
-    many, result = run_of("many"), result_of("many")
-    assert many.images is not None
-    nothing = Run((Path("x"),), None, {}, None, ("result.json does not exist",))
-    found, reasons = figures_of(nothing)
-    assert found == []
-    assert len(reasons) == 22
+    rows, images = result_of("many").rows, run_of("many").images
+    assert images is not None
+    found, reasons = many_with(result=None, missing=("result.json does not exist",))
+    assert (found, len(reasons)) == ({}, 22)
     assert "result.json does not exist" in reasons["accuracy"]
-
-    found, reasons = figures_of(dataclasses.replace(many, images=None))
-    assert {figure.name for figure in found} == {"accuracy", "cost", "accuracy-per-set"}
+    found, reasons = many_with(images=None)
+    assert set(found) == {"accuracy", "cost", "accuracy-per-set"}
     assert "per_image.parquet" in reasons["drift"]
-
-    clean = tuple(row for row in result.rows if not row.eps)
-    found, reasons = figures_of(dataclasses.replace(many, result=dataclasses.replace(result, rows=clean)))
-    assert found == []
+    found, reasons = many_with(row for row in rows if not row.eps)
+    assert not found
     assert "attacked no image" in reasons["accuracy"]
-
-    lost = dataclasses.replace(many, recipe={})
-    next(figure for figure in figures_of(lost)[0] if figure.name == "accuracy").make()
-    assert "drift" in figures_of(dataclasses.replace(many, images=many.images.iloc[:0]))[1]
-    assert figures_of(dataclasses.replace(many, result=dataclasses.replace(result, rows=())))[0] == []
-
-    unknown = {"accuracy": math.nan, "low": math.nan, "high": math.nan, "passes": math.nan}
-    rows = tuple(dataclasses.replace(row, **unknown) for row in result.rows)
-    found, reasons = figures_of(dataclasses.replace(many, result=dataclasses.replace(result, rows=rows), images=None))
+    assert many_with(rows=()) == ({}, reasons)
+    many_with(recipe={})[0]["accuracy"].make()
+    assert "drift" in many_with(images=images.iloc[:0])[1]
+    unknown = dict.fromkeys(("accuracy", "low", "high", "passes"), math.nan)
+    found, reasons = many_with((dataclasses.replace(row, **unknown) for row in rows), images=None)
     assert "encoder passes" in reasons["cost"]
-    for figure in found:
+    for figure in found.values():
         figure.make()
 
 
 def test_several_attacks_have_figures_of_their_own() -> None:
-    result = result_of("many")
-    again = tuple(dataclasses.replace(row, attack="cw-10") for row in result.rows if row.eps)
-    both = dataclasses.replace(run_of("many"), result=dataclasses.replace(result, rows=(*result.rows, *again)))
-    names = {figure.name for figure in figures_of(both)[0]}
-    assert {"accuracy-pgd-10", "accuracy-cw-10"} <= names
-    assert "accuracy" not in names
+    rows = result_of("many").rows
+    found, _ = many_with((*rows, *(dataclasses.replace(row, attack="cw-10") for row in rows if row.eps)))
+    assert {"accuracy-pgd-10", "accuracy-cw-10"} <= set(found)
+    assert "accuracy" not in found
 
 
 # ---------------------------------------------------------------------- the numbers of the result
@@ -168,14 +168,11 @@ def test_accuracy_shows_the_results_numbers(run: str) -> None:
         assert has_line(axes, [255 * row.eps for row in rows], [100 * row.accuracy for row in rows]), label
     clean = result.select(dataset=MEAN, defense="CLIP", attack="clean")[0].accuracy
     assert any(f"{100 * clean:.1f} %" in text.get_text() for text in axes.texts)
-
-
-def test_bands_are_the_intervals() -> None:
-    axes = drawn("table1", "accuracy").axes[0]
-    bands = [collection.get_paths()[0].vertices for collection in axes.collections if collection.get_paths()]
-    row = result_of("table1").select(dataset=MEAN, defense="AOM", eps=16 / 255)[0]
+    # Bands, or bars where there are many methods, are the intervals.
+    paths = [path.vertices for collection in axes.collections for path in collection.get_paths()]
+    row = result.select(dataset=MEAN, defense="AOM", eps=16 / 255)[0]
     for bound in (row.low, row.high):
-        assert any(np.isclose(band, [16.0, 100 * bound]).all(axis=1).any() for band in bands)
+        assert any(np.isclose(points, [16.0, 100 * bound]).all(axis=1).any() for points in paths)
 
 
 def test_cost_counts_a_backward_pass_twice() -> None:
@@ -309,22 +306,17 @@ def test_the_published_configuration_is_found_by_its_numbers() -> None:
 
 
 def test_sweeps_are_read_from_their_coordinates() -> None:
-    settings: dict[str, dict[str, object]] = {
-        f"no. {place}": {"kind": "react", "alpha": 2.0, "family": "ReACT", "params": {"tau": tau}}
-        for place, tau in enumerate((0.9, 0.5, 0.7))
-    }
-    settings["other"] = {"kind": "react", "alpha": 1.2}
-    (sweep,) = sweeps_of(settings)
+    def swept(*values: object, family: str = "ReACT") -> list[Sweep]:
+        entry = {"kind": "react", "alpha": 2.0, "family": family}
+        swept = {f"no. {place}": {**entry, "params": {"tau": value}} for place, value in enumerate(values)}
+        return sweeps_of({**swept, "other": {"kind": "react", "alpha": 1.2}})
+
+    (sweep,) = swept(0.9, 0.5, 0.7)
     assert (sweep.kind, sweep.fields, sweep.alpha) == ("react", ("tau",), 2.0)
     assert sweep.along("tau") == [(0.5, "no. 1"), (0.7, "no. 2"), (0.9, "no. 0")]
-    del settings["no. 0"]
-    assert not sweeps_of(settings), "two values are no sweep"
+    assert not swept(0.5, 0.7), "two values are no sweep"
+    assert not swept(True, False, "text", 3), "flags and words are no numbers"
     assert not sweeps_of({name: {"family": name, "params": {"tau": place}} for place, name in enumerate("abcd")})
-    mixed = {str(value): {"family": "f", "params": {"field": value}} for value in (True, False, "text", 3)}
-    assert not sweeps_of(mixed), "flags and words are no numbers"
-
-
-def test_a_grid_has_its_cells() -> None:
     settings = View(run_of("leaky"), "pgd-10").settings
     first, second = sweeps_of(settings)
     assert (first.kind, second.kind) == ("aom", "defend-clip")
@@ -399,9 +391,8 @@ def test_files_are_reproducible_and_neutral_parts_are_ink_and_paper(tmp_path: Pa
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_spread_keeps_order_gap_and_bounds(seed: int) -> None:
-    heights = np.random.default_rng(seed).random(12).tolist()
+def test_spread_keeps_order_gap_and_bounds() -> None:
+    heights = np.random.default_rng(0).random(12).tolist()
     placed = spread(heights, 0.06, low=0.0, high=1.0)
     ordered = [placed[index] for index in np.argsort(heights)]
     assert min(np.diff(ordered)) >= 0.06 - 1e-5
