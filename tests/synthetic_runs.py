@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import MEAN
-from react_clip.evaluation.result import EvaluationResult, Row, SetInfo
+from react_clip.evaluation.result import EvaluationResult, SetInfo
+from react_clip.evaluation.summary import mean_rows, summarise
 from react_clip.report.run import Run
 from react_clip.report.style import COLOURS
 
@@ -50,69 +51,41 @@ def synthetic_run(
     draws: int = 1,
 ) -> Run:
     """A run with random images: ``outcome(generator, config, eps, right)`` says which answers are correct."""
-    real = EvaluationResult.load(REAL)
     frames: list[pd.DataFrame] = []
-    rows: list[Row] = []
-    for config in defenses:
-        for eps in (0.0, *(budget / 255 for budget in budgets)):
-            group = []
-            for number, (name, size) in enumerate(sizes.items()):
-                right = np.random.default_rng(number).random(size) < 0.7
-                attacked = (right | (scoring == "attack_all")) & (eps > 0)
-                stream = np.random.default_rng([number, round(eps * 255), len(frames)])
-                correct = np.stack([outcome(stream, config, eps * 255, right) for _ in range(draws)])
-                drift = stream.normal(0.15 + 0.13 * eps * 255, 0.1 + 0.02 * eps * 255, size)
-                drift = drift if config["kind"] in ("react", "defend-clip") else np.full(size, np.nan)
-                row = _row(real.rows[0], config, name, eps, right, attacked, correct, scoring)
-                columns = {
-                    **{"dataset": name, "attack": row.attack, "defense": config["label"], "eps": eps},
-                    **{"index": np.arange(size), "label": 0, "clean_prediction": np.where(right, 0, 1)},
-                    **{"plain_prediction": np.where(right & ~attacked, 0, 1), "passes": 1, "backward_passes": 0},
-                    **{"attacked": attacked, "attack_success": attacked, "gated": True},
-                    **{"r": drift, "J": np.clip(drift / 3, 0, 0.69) if config["kind"] == "react" else np.nan},
-                    **{"score": drift, "sigma": np.nan, "d_low": 0.2 + 0.02 * drift, "d_high": 0.3 + 0.1 * drift},
-                }
-                for draw in range(draws):
-                    answers = {"draw": draw, "correct": correct[draw], "prediction": np.where(correct[draw], 0, 1)}
-                    frames.append(pd.DataFrame({**columns, **answers}))
-                group.append(row)
-            rows += [*group, _mean(group)]
+    for config, eps, (number, (name, size)) in product(defenses, (0, *budgets), enumerate(sizes.items())):
+        right = np.random.default_rng(number).random(size) < 0.7
+        attacked = (right | (scoring == "attack_all")) & (eps > 0)
+        stream = np.random.default_rng([number, round(eps), len(frames)])
+        drift = stream.normal(0.15 + 0.13 * eps, 0.1 + 0.02 * eps, size)
+        drift = drift if config["kind"] in ("react", "defend-clip") else np.full(size, np.nan)
+        work = 1.0 + 3 * list(COLOURS).index(config["kind"])
+        columns = {
+            **{"dataset": name, "attack": "pgd-10" if eps else "clean", "defense": config["label"], "eps": eps / 255},
+            **{"index": np.arange(size), "label": 0, "clean_prediction": np.where(right, 0, 1)},
+            **{"plain_prediction": np.where(right & ~attacked, 0, 1), "attacked": attacked, "attack_success": attacked},
+            **{
+                "gated": True,
+                "passes": work,
+                "backward_passes": work / 2 * (config["kind"] in ("ttc", "doc", "r-tpt")),
+            },
+            **{"r": drift, "J": np.clip(drift / 3, 0, 0.69) if config["kind"] == "react" else np.nan},
+            **{"score": drift, "sigma": np.nan, "d_low": 0.2 + 0.02 * drift, "d_high": 0.3 + 0.1 * drift},
+        }
+        for draw in range(draws):
+            correct = outcome(stream, config, eps, right)
+            answers = {"draw": draw, "correct": correct, "prediction": np.where(correct, 0, 1)}
+            frames.append(pd.DataFrame({**columns, **answers}))
+    images = pd.concat(frames, ignore_index=True)
+    protocol: Any = SimpleNamespace(threat="oblivious", scoring=scoring, draws=draws, attacks=(), defenses=())
+    rows, _ = summarise(protocol, images)
     result = dataclasses.replace(
-        real,
-        scoring=scoring,
-        draws=draws,
-        defense_seeds=tuple(range(draws)),
-        recipe={"defenses": defenses},
+        EvaluationResult.load(REAL),
+        **{"scoring": scoring, "draws": draws, "defense_seeds": tuple(range(draws)), "recipe": {"defenses": defenses}},
         sets=tuple(SetInfo(name, size, 10, "f", "text", "m", ()) for name, size in sizes.items()),
         attacks=(),
-        rows=tuple(rows),
+        rows=(*rows, *mean_rows(rows)),
     )
-    return Run((Path("toy"),), result, result.recipe, pd.concat(frames, ignore_index=True), ())
-
-
-def _row(
-    real: Row, config: dict[str, Any], name: str, eps: float, right: Any, attacked: Any, correct: Any, scoring: str
-) -> Row:
-    share = metrics.wilson(float(correct.mean()), len(right))
-    leaked = metrics.leakage(right, attacked, correct)
-    work = 1.0 + 3 * list(COLOURS).index(config["kind"])
-    return dataclasses.replace(
-        real,
-        **{"dataset": name, "attack": "pgd-10" if eps else "clean", "eps": eps, "defense": config["label"]},
-        **{"scoring": scoring, "n": len(right), "attacked": int(attacked.sum())},
-        **{"accuracy": share.value, "low": share.low, "high": share.high},
-        **{"leakage": leaked, "leakage_share": leaked / len(right), "passes": work},
-        backward_passes=work / 2 if config["kind"] in ("ttc", "doc", "r-tpt") else 0.0,
-    )
-
-
-def _mean(group: list[Row]) -> Row:
-    share = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
-    images, leaked = sum(row.n for row in group), sum(row.leakage for row in group)
-    interval = {"accuracy": share.value, "low": share.low, "high": share.high}
-    return dataclasses.replace(
-        group[0], dataset=MEAN, n=images, **interval, leakage=leaked, leakage_share=leaked / images
-    )
+    return Run((Path("toy"),), result, result.recipe, images, ())
 
 
 def many_methods() -> Run:
