@@ -20,6 +20,8 @@ from react_clip.report.style import COLOURS
 
 REAL = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "table1" / "result.json"
 BUDGETS = (1, 4, 8, 16)
+BACKWARD = ("ttc", "doc", "r-tpt")
+"""Kinds that are given backward passes."""
 METHODS = {
     "CLIP": "undefended",
     "ReACT (paper)": "react",
