@@ -196,7 +196,7 @@ def embedded_photos(folders: Sequence[Path], rows: Rows, count: int) -> dict[str
     the defence make other images for each defence; their key is ``attack:defence``.
     """
     albums = [Pictures(folder) for folder in folders]
-    found: dict[str, Any] = {}
+    pictures: dict[str, Any] = {}
     for number, index in rows.instructive() if count else []:
         dataset = rows.sets[number]
         album, clean = next(
@@ -210,10 +210,10 @@ def embedded_photos(folders: Sequence[Path], rows: Rows, count: int) -> dict[str
                 photo = album.attacked(dataset, name, eps, index, defense) if eps else None
                 if photo is not None and photo.shape == clean.shape:
                     attacked[key] = _attacked(to_float(photo), to_float(clean), eps)
-        found[f"{number}:{index}"] = {"clean": _data_uri(to_float(clean)), "attacked": attacked}
-        if len(found) == count:
+        pictures[f"{number}:{index}"] = {"clean": _data_uri(to_float(clean)), "attacked": attacked}
+        if len(pictures) == count:
             break
-    return found
+    return pictures
 
 
 def _attacked(photo: Tensor, clean: Tensor, eps: float) -> list[Any]:

@@ -58,8 +58,8 @@ class Run:
     def defenses(self) -> dict[str, dict[str, Any]]:
         """The recipe's entry of each defence, by label."""
         entries = [dict(entry) for entry in self.recipe.get("defenses", []) if isinstance(entry, dict)]
-        found = [{"kind": str(pop_kind(entry)), **entry} for entry in entries]
-        return {str(entry.get("label", entry["kind"])): entry for entry in found}
+        entries = [{"kind": str(pop_kind(entry)), **entry} for entry in entries]
+        return {str(entry.get("label", entry["kind"])): entry for entry in entries}
 
 
 def conditions(result: EvaluationResult) -> str:

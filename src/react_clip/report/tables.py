@@ -221,9 +221,9 @@ def _by_attack(
     rows: Sequence[tuple[tuple[str, ...], str, CellOf]],
 ) -> Table:
     """One column per attack; a row is its labels, a data set, and the number to show of each result."""
-    place = header.index("defence")
+    column = header.index("defence")
     filled = tuple(
-        (labels, tuple(map(cell, result.select(dataset=dataset, defense=labels[place]))))
+        (labels, tuple(map(cell, result.select(dataset=dataset, defense=labels[column]))))
         for labels, dataset, cell in rows
     )
     return _table(result, name, what, (*header, *_attacks(result)), filled)

@@ -134,13 +134,20 @@ def _costs(view: View) -> pd.DataFrame:
 
 
 def _cost_figure(view: View, costs: pd.DataFrame) -> Figure:
-    drawn: list[tuple[Axes, list[tuple[float, float, str]], list[tuple[float, float]]]] = []
+    parts = [costs.xs(clean, level="clean") for clean in (True, False)]
 
     def draw(axes: Axes, number: int) -> None:
-        drawn.append((axes, *_cost_points(view, axes, costs.xs(number == 0, level="clean"))))
+        for label, x, low, middle, high in parts[number].itertuples():
+            line = view.lines[label]
+            axes.vlines(x, low, high, color=line["color"], linewidth=1.0, alpha=0.7)
+            axes.plot([x], [middle], **{**line, "markersize": 6, "linestyle": "none"})
+        lowest, highest = parts[number]["low"].min(), parts[number]["high"].max()
+        if math.isfinite(lowest):
+            # The axis need not start at zero, but markers at zero must not be cut.
+            axes.set_ylim(max(lowest - 12, -4.0), min(highest + 8, 104.0))
 
-    tall = 2.0 if len(costs) <= 16 else 2.8
-    figure = plot.panels(["clean images", "under attack, mean over budgets"], draw, height=tall, sharey="none")
+    titles = ["clean images", "under attack, mean over budgets"]
+    figure = plot.panels(titles, draw, height=2.0 if len(costs) <= 16 else 2.8, sharey="none")
     lower = figure.axes[-1]
     lower.set_xscale("log")
     lower.set_xlim(costs["work"].min() / 1.4, costs["work"].max() * 1.6)
@@ -148,23 +155,8 @@ def _cost_figure(view: View, costs: pd.DataFrame) -> Figure:
     lower.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     lower.xaxis.set_minor_formatter(NullFormatter())
     plot.name_figure(figure, "encoder passes, forward + 2 × backward, per image, log scale", "accuracy in %")
-    for axes, points, bars in drawn:
-        plot.label_points(axes, points, bars)
+    for axes, part in zip(figure.axes, parts, strict=True):
+        known = part.dropna()
+        bars = [(x, y) for _, x, low, _, high in known.itertuples() for y in np.linspace(low, high, 12)]
+        plot.label_points(axes, list(zip(known["work"], known["accuracy"], known.index, strict=True)), bars)
     return figure
-
-
-def _cost_points(
-    view: View, axes: Axes, costs: pd.DataFrame
-) -> tuple[list[tuple[float, float, str]], list[tuple[float, float]]]:
-    """Draw one marker per method; returns the points to label, and points on the bars for labels to avoid."""
-    bars = []
-    for label, x, low, middle, high in costs.itertuples():
-        line = view.lines[label]
-        axes.vlines(x, low, high, color=line["color"], linewidth=1.0, alpha=0.7)
-        axes.plot([x], [middle], **{**line, "markersize": 6, "linestyle": "none"})
-        bars += [(x, float(height)) for height in np.linspace(low, high, 12) if math.isfinite(x * height)]
-    # The axis need not start at zero, but markers at zero must not be cut.
-    lowest, highest = costs["low"].min(), costs["high"].max()
-    if math.isfinite(lowest):
-        axes.set_ylim(max(lowest - 12, -4.0), min(highest + 8, 104.0))
-    return [(x, middle, label) for label, x, _, middle, _ in costs.itertuples()], bars

@@ -105,9 +105,9 @@ def _drift_figure(view: View, source: str, sets: list[str], signals: Mapping[str
         values = {eps: view.signal(source, signal, eps, dataset) for eps in (0.0, *view.budgets)}
         rows = pd.DataFrame(
             {
-                eps: [found.mean(), *np.percentile(found, [10, 25, 75, 90])]
-                for eps, found in values.items()
-                if len(found)
+                eps: [sample.mean(), *np.percentile(sample, [10, 25, 75, 90])]
+                for eps, sample in values.items()
+                if len(sample)
             },
             index=["mean", "low", "first", "third", "high"],
         ).T
@@ -140,21 +140,21 @@ def _scores_figure(view: View, source: str, sets: list[str]) -> Figure:
 
 def _scales(view: View) -> dict[str, Scale]:
     """The scales of every mapping of the run, and of the fits of a calibration that comes with it."""
-    found: list[tuple[str, str, mappings.Mapping]] = []
+    sources: list[tuple[str, str, mappings.Mapping]] = []
     for label, entry in view.settings.items():
         mapping = _mapping(entry)
         if mapping is not None and view.measured(label, "r") >= MEASURED:
-            found.append((label, label, mapping))
+            sources.append((label, label, mapping))
     if view.calibration is not None:
         source = source_of(view, "r")
         fits = view.calibration.fits.items()
-        found += [(f"calibrated {MAPPING_NAMES.get(name, name)}", source, fit) for name, fit in fits]
-    found = [item for place, item in enumerate(found) if item[2] not in [other[2] for other in found[:place]]]
-    if not found:
+        sources += [(f"calibrated {MAPPING_NAMES.get(name, name)}", source, fit) for name, fit in fits]
+    sources = [item for number, item in enumerate(sources) if item[2] not in [other[2] for other in sources[:number]]]
+    if not sources:
         raise MissingDataError("no defence of it maps a drift to a scale; recipes/table1.yaml runs react, which does")
-    kinds = [mapping.kind for _, _, mapping in found]
+    kinds = [mapping.kind for _, _, mapping in sources]
     titles: dict[str, Scale] = {}
-    for name, label, mapping in found:
+    for name, label, mapping in sources:
         title = MAPPING_NAMES.get(mapping.kind, mapping.kind)
         title = title if kinds.count(mapping.kind) == 1 else f"{title}, {name}"
         titles[title] = partial(_scale_values, view, label, mapping)

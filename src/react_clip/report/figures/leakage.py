@@ -115,11 +115,17 @@ def control(view: View) -> list[Draft]:
     return [Draft(partial(_control_figure, view, grids, without))]
 
 
-def best_scale(kept: pd.DataFrame, grid: Sweep, eps: float) -> float:
-    """The anchor scale with the highest accuracy without leaked answers, ``kept``; of equals, at the smallest alpha."""
+def best_scale(accuracy: pd.DataFrame, grid: Sweep, eps: float) -> float:
+    """The anchor scale of the highest accuracy; of equals, that with the smallest alpha.
+
+    Args:
+        accuracy: table of :func:`corrected`.
+        grid: defences that differ in scale and alpha.
+        eps: budget.
+    """
     scale, alpha = (grid.fields.index(field) for field in (SCALE, "alpha"))
     cells = sorted(grid.cells, key=lambda cell: (cell[alpha], cell[scale]))
-    values = kept.loc[eps, "value"].reindex([grid.cells[cell] for cell in cells]).fillna(-1.0)
+    values = accuracy.loc[eps, "value"].reindex([grid.cells[cell] for cell in cells]).fillna(-1.0)
     return float(cells[int(values.argmax())][scale])
 
 
@@ -129,13 +135,13 @@ def _is_published(entry: dict[str, Any]) -> bool:
 
 
 def _grid_figure(view: View, grids: Sequence[Sweep], field: str, measure: Measure) -> Figure:
-    values, kept = measure(view), corrected(view)
+    values, accuracy = measure(view), corrected(view)
     ceiling = view.ceiling()
     lines: list[dict[str, tuple[float, pd.DataFrame]]] = []
     for grid in grids:
         lines.append({})
         for eps in view.budgets:
-            scale = best_scale(kept, grid, eps)
+            scale = best_scale(accuracy, grid, eps)
             points = grid.along("alpha", scale) if field == "alpha" else grid.along(SCALE, grid.values("alpha")[-1])
             label = plot.budget_name(eps) + (f", σ = {scale:g}" if field == "alpha" else "")
             lines[-1][label] = (eps, along(values, points, eps))
@@ -199,16 +205,16 @@ def _published_figure(view: View, labels: Sequence[str]) -> Figure:
     titles = [style.label_of(view.kinds[label]) for label in labels]
     figure = plot.panels(titles, draw, height=1.8, above=0.1, sharey="none")
     plot.name_figure(figure, "attack budget ε", "accuracy in %")
-    keys = [Patch(facecolor=style.COLOURS["undefended"], linewidth=0, **look) for look in _BARS.values()]
+    keys = [Patch(facecolor=style.COLOURS["undefended"], linewidth=0, **bar) for bar in _BARS.values()]
     style.legend(figure, keys, list(_BARS), columns=2)
     return figure
 
 
 def _bar_pair(axes: Axes, at: int, first: pd.Series, second: pd.Series, colour: str) -> None:
     """Two bars side by side, as reported and without leaked answers, and their difference in points."""
-    for step, (item, look) in enumerate(zip((first, second), _BARS.values(), strict=True)):
+    for step, (item, bar) in enumerate(zip((first, second), _BARS.values(), strict=True)):
         x = at + (step - 0.5) * 0.36
-        axes.bar([x], [item["value"]], width=0.34, linewidth=0, facecolor=colour, **look)
+        axes.bar([x], [item["value"]], width=0.34, linewidth=0, facecolor=colour, **bar)
         axes.vlines(x, item["low"], item["high"], color=style.INK, linewidth=0.9)
     gap = f"−{first['value'] - second['value']:.1f}"
     plot.note(axes, gap, (at + 0.18, second["high"]), "data", (0, 2), ha="center")

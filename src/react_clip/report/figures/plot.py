@@ -75,12 +75,12 @@ def panels(
     grid = figure.subplots(lines, columns, squeeze=False, sharex=sharex, sharey=sharey).ravel()
     for unused in grid[len(titles) :]:
         unused.remove()
-    for place, (axes, title) in enumerate(zip(grid, titles, strict=False)):
+    for number, (axes, title) in enumerate(zip(grid, titles, strict=False)):
         style_axes(axes)
-        draw(axes, place)
+        draw(axes, number)
         axes.set_title(title, fontsize=TEXT if lines == 1 else SMALL, color=INK, loc="left", pad=3)
         # Where the last row is not full, the panels above its gap have no other labels below them.
-        axes.tick_params(labelbottom=place + columns >= len(titles))
+        axes.tick_params(labelbottom=number + columns >= len(titles))
     return figure
 
 
@@ -168,7 +168,7 @@ def ceiling_line(axes: Axes, percent: float, text: str = "CLIP, clean") -> None:
 def note(
     axes: Axes, text: str, xy: tuple[float, float], coords: Any, offset: tuple[float, float], **align: str
 ) -> None:
-    """Small text, ``offset`` points away from a place."""
+    """Small text, ``offset`` points away from a point."""
     options: dict[str, Any] = {"va": "bottom", **align, "fontsize": SMALL, "color": INK}
     axes.annotate(text, xy=xy, xycoords=coords, xytext=offset, textcoords="offset points", **options)
 
