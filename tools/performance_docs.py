@@ -6,7 +6,8 @@ A section whose files are not there is empty, heading and all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from performance_figures import (
     contender,
     growth,
     read_reports,
+    select,
     series,
     where,
 )
 
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, Ratio
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS, Ratio
 
 Row = dict[str, Any]
 FULL_BATCH = {"gpu": 256, "cpu": 1}
@@ -71,11 +73,10 @@ def compilation(folder: Path) -> str:
             ("the same sizes again", "twenty_sizes_again"),
         )
     ]
-    compiled = read_reports(folder)
+    compiled = select(read_reports(folder), "gpu", "table-clean")
     for text, key in (("overhead, batch 256, clean", "overhead"), ("one image alone, p50 ms", "latency_p50")):
-        for model, report in zip(MODELS, plain, strict=True):
-            both = (contender(item, OURS)[key] for item in (report, compiled[f"gpu-{model}-table-clean"]))
-            rows.append([f"{MODELS[model]}: {text}", *(f"{value:.2f}" for value in both)])
+        for *both, model in zip(plain, compiled, MODELS.values(), strict=True):
+            rows.append([f"{model}: {text}", *(f"{contender(report, OURS)[key]:.2f}" for report in both)])
     note = f"*{first['device']}, {first['dtype']}; `benchmarks/results/bench/gpu-first-call.json`, made by"
     note += f" `{first['command']}`, and `gpu-*-table-clean*.json`.*"
     return "\n".join([*table(["", "without", "with `compile=True`"], rows), "", note])
@@ -99,18 +100,16 @@ def figure(name: str, words: str) -> list[str]:
 # ---------------------------------------------------------------------- tables
 
 
-def cost(reports: Mapping[str, Report]) -> str:
+def cost(reports: Sequence[Report]) -> str:
     """Every contender on every machine and model."""
     lines: list[str] = []
     for device in DEVICES:
-        mine = {name: report for name, report in reports.items() if name.startswith(device) and _is_table(name)}
-        if not mine:
-            continue
-        first = next(iter(mine.values()))
-        lines += ["", f"### On {_machine(first)}"]
-        lines += figure(f"cost-{device}", "Time per image of each contender, in passes of the bare encoder")
-        for name, report in mine.items():
-            lines += ["", *_cost_table(report), "", f"*{_setting(name, report)}.{source(report)}*"]
+        tables = select(reports, device, *TABLES)
+        if tables:
+            lines += ["", f"### On {_machine(tables[0])}"]
+            lines += figure(f"cost-{device}", "Time per image of each contender, in passes of the bare encoder")
+        for report in tables:
+            lines += ["", *_cost_table(report), "", f"*{_setting(report)}.{source(report)}*"]
     return "\n".join(lines[1:]) + "\n" if lines else ""
 
 
@@ -151,26 +150,24 @@ def speedup(report: Report, other: str) -> Ratio:
     return Ratio.of([b / a for a, b in pairs])
 
 
-def _setting(name: str, report: Report) -> str:
-    model, part = _model_and_part(name)
+def _setting(report: Report) -> str:
     single = f", latency over {report['singles']} single images" if "singles" in report else ""
-    kind = TABLES[part]
     return (
-        f"{MODELS[model]}, {report['images']} {kind} in batches of {report['batch']}, {report['dtype']}, "
-        f"{report['classes']:,} classes, {report['rounds']} rounds{single}"
+        f"{MODELS[report['tower']]}, {report['images']} {TABLES[report['part']]} in batches of {report['batch']}, "
+        f"{report['dtype']}, {report['classes']:,} classes, {report['rounds']} rounds{single}"
     )
 
 
 # ---------------------------------------------------------------------- aims
 
 
-def aims(reports: Mapping[str, Report]) -> str:
+def aims(reports: Sequence[Report]) -> str:
     """What we aim at, what came out, and whether that is enough."""
     places: list[str] = []
     cells: dict[str, dict[str, str]] = {}
-    for name, report in reports.items():
-        place = f"{MODELS[_model_and_part(name)[0]]}, {where(report)}"
-        for words, value, reached in _aims_of(name, report):
+    for report in reports:
+        place = f"{MODELS[report['tower']]}, {where(report)}"
+        for words, value, reached in _aims_of(report):
             places += [] if place in places else [place]
             cells.setdefault(words, {})[place] = f"{value:.2f}" if reached else f"{value:.2f}, missed"
     if not cells:
@@ -179,8 +176,8 @@ def aims(reports: Mapping[str, Report]) -> str:
     return "\n".join(["## What we aim at, and where we are", "", *table(["", *places], rows)]) + "\n"
 
 
-def _aims_of(name: str, report: Report) -> Iterator[tuple[str, float, bool]]:
-    device, part = name.split("-")[0], _model_and_part(name)[1]
+def _aims_of(report: Report) -> Iterator[tuple[str, float, bool]]:
+    device, part = report["machine"], report["part"]
     if part in TABLES:
         overhead = contender(report, OURS)["overhead"]
         if report["batch"] >= FULL_BATCH[device]:
@@ -206,18 +203,17 @@ def _aims_of(name: str, report: Report) -> Iterator[tuple[str, float, bool]]:
 # ---------------------------------------------------------------------- sweeps
 
 
-def sweeps(reports: Mapping[str, Report]) -> str:
+def sweeps(reports: Sequence[Report]) -> str:
     """How ReACT's cost changes with batch, images, classes and attacked share."""
     lines: list[str] = []
     for device in DEVICES:
-        mine = {name: report for name, report in reports.items() if name.startswith(device) and not _is_table(name)}
-        if not mine:
-            continue
-        lines += ["", f"### On {_machine(next(iter(mine.values())))}"]
-        lines += figure(f"sweeps-{device}", "Cost of ReACT along batch, images, classes and share of attacked images")
-        for model in MODELS:
-            chosen = {name: report for name, report in mine.items() if _model_and_part(name)[0] == model}
-            lines += _sweep_table(model, chosen) if chosen else []
+        swept = select(reports, device, *(f"sweep-{axis}" for axis in SWEEPS))
+        if swept:
+            lines += ["", f"### On {_machine(swept[0])}"]
+            words = "Cost of ReACT along batch, images, classes and share of attacked images"
+            lines += figure(f"sweeps-{device}", words)
+        for _, same in groupby(swept, key=lambda report: report["tower"]):
+            lines += _sweep_table(list(same))
     if not lines:
         return ""
     words = (
@@ -227,31 +223,32 @@ def sweeps(reports: Mapping[str, Report]) -> str:
     return "\n".join(["## Along one axis", "", words, *lines]) + "\n"
 
 
-def _sweep_table(model: str, reports: Mapping[str, Report]) -> list[str]:
+def _sweep_table(reports: list[Report]) -> list[str]:
+    """All sweeps of one model on one machine."""
     rows = []
-    for name, report in reports.items():
-        axis = _model_and_part(name)[1].removeprefix("sweep-")
+    for report in reports:
+        axis = report["part"].removeprefix("sweep-")
         for value, item in series(report, axis, OURS):
             shown = f"{100 * value:g} % attacked" if axis == "attacked" else f"{axis} {value:,.0f}"
             cells = [f"{item['milliseconds']:,.3f}", f"{item['passes']:.2f}", _overhead(item), _memory(item)]
             rows.append([shown, *cells])
     head = ["", "ms per image", "passes", "overhead", "memory MiB"]
-    first = next(iter(reports.values()))
-    files = ", ".join(f"`{report['file']}`" for report in reports.values())
-    return ["", *table(head, rows), "", f"*{MODELS[model]}, {first['dtype']}.{notes(first)} {files}.*"]
+    files = ", ".join(f"`{report['file']}`" for report in reports)
+    setting = f"{MODELS[reports[0]['tower']]}, {reports[0]['dtype']}.{notes(reports[0])}"
+    return ["", *table(head, rows), "", f"*{setting} {files}.*"]
 
 
 # ---------------------------------------------------------------------- roofline, tried
 
 
-def roofline(reports: Mapping[str, Report]) -> str:
+def roofline(reports: Sequence[Report]) -> str:
     """How close encoder passes come to what the machine can do at best."""
     lines, rows = [], []
     for device in DEVICES:
-        batches = {model: reports[key] for model in MODELS if (key := f"{device}-{model}-sweep-batch") in reports}
+        batches = select(reports, device, "sweep-batch")
         if batches:
             lines += figure(f"roofline-{device}", "Operations a second of encoder passes by batch, below their roof")
-        for model, report in batches.items():
+        for report in batches:
             limits = report["roofline"]
             shares = []
             for label in (BARE, OURS):
@@ -259,7 +256,7 @@ def roofline(reports: Mapping[str, Report]) -> str:
                 shares.append(f"{best / 1e12:.3g} ({best / limits['matmul_flops']:.0%})")
             numbers = [f"{limits['pass_flops'] / 1e9:.2f}", f"{limits['weight_bytes'] / 2**20:.0f}"]
             numbers += [f"{limits['matmul_flops'] / 1e12:.3g}", f"{limits['memory_bytes'] / 1e9:,.0f}", *shares]
-            rows.append([f"{MODELS[model]}, {where(report)}, {report['dtype']}", *numbers])
+            rows.append([f"{MODELS[report['tower']]}, {where(report)}, {report['dtype']}", *numbers])
     if not rows:
         return ""
     head = ["", "GFLOP a pass", "weights MiB", "matrix products TFLOP/s", "memory GB/s", "bare encoder TFLOP/s"]
@@ -335,19 +332,6 @@ def _gates(agreement: Row) -> Iterator[str]:
             yield f"{100 * part['same_gate']:.2f} % of {part['photos']:,} {name}"
         elif isinstance(part, dict):
             yield from (f"{name} {line}" for line in _gates(part))
-
-
-# ---------------------------------------------------------------------- names
-
-
-def _model_and_part(name: str) -> tuple[str, str]:
-    rest = name.split("-", 1)[1]
-    model = next(model for model in MODELS if rest.startswith(model))
-    return model, rest.removeprefix(f"{model}-")
-
-
-def _is_table(name: str) -> bool:
-    return _model_and_part(name)[1] in TABLES
 
 
 def _machine(report: Report) -> str:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from react_clip.report.figures.plot import label_ends
 from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, line_of, name_axes, new_figure, style_axes
 
 Report = dict[str, Any]
-"""One JSON file of the benchmark."""
+"""One JSON file of the benchmark, and what it is about: ``file``, ``machine``, ``tower`` and ``part``."""
 
 DEVICES = ("gpu", "cpu")
 MODELS = {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}
@@ -30,32 +31,34 @@ _LINES = {"vit-b-16": line_of(COLOURS["react"], "o"), "vit-b-32": line_of(COLOUR
 _OLDER = {"gpu-vit-b-16-table-clean": "rivals-clean", "gpu-vit-b-16-table-attacked": "rivals-attacked"}
 
 
-def read_reports(folder: Path) -> dict[str, Report]:
-    """The benchmark's files in a folder by what they measured, ``DEVICE-MODEL-PART``; whatever is not there is not."""
-    parts = [*TABLES, *(f"sweep-{axis}" for axis in SWEEPS)]
-    names = [f"{device}-{model}-{part}" for device in DEVICES for model in MODELS for part in parts]
-    found = {}
-    for name in names:
-        path = next((p for stem in (name, _OLDER.get(name, name)) if (p := folder / f"{stem}.json").is_file()), None)
-        if path is not None:
-            found[name] = {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
-    return found
+def read_reports(folder: Path) -> list[Report]:
+    """The benchmark's files ``MACHINE-TOWER-PART.json`` of a folder."""
+    reports = []
+    for machine, tower, part in product(DEVICES, MODELS, (*TABLES, *(f"sweep-{axis}" for axis in SWEEPS))):
+        name = f"{machine}-{tower}-{part}"
+        paths = [folder / f"{stem}.json" for stem in (name, _OLDER.get(name, name))]
+        if path := next((path for path in paths if path.is_file()), None):
+            about = {"file": path.name, "machine": machine, "tower": tower, "part": part}
+            reports.append({**json.loads(path.read_text(encoding="utf-8")), **about})
+    return reports
 
 
-def performance_figures(reports: Mapping[str, Report]) -> dict[str, Callable[[], Figure]]:
-    """The figures that these reports have data for, by name; nothing is drawn before one is called."""
-    found: dict[str, Callable[[], Figure]] = {}
-    for device in DEVICES:
-        mine = {name.removeprefix(f"{device}-"): report for name, report in reports.items() if name.startswith(device)}
-        tables = {name: report for name, report in mine.items() if name.endswith(tuple(TABLES))}
-        sweeps = {name: report for name, report in mine.items() if name not in tables}
-        if tables:
-            found[f"cost-{device}"] = partial(_cost, tables)
-        if sweeps:
-            found[f"sweeps-{device}"] = partial(_sweeps, sweeps)
-        if batches := {model: sweeps[f"{model}-sweep-batch"] for model in MODELS if f"{model}-sweep-batch" in sweeps}:
-            found[f"roofline-{device}"] = partial(_roofline, batches)
-    return found
+def select(reports: Sequence[Report], machine: str, *parts: str) -> list[Report]:
+    """The reports of one machine about some parts."""
+    return [report for report in reports if report["machine"] == machine and report["part"] in parts]
+
+
+def performance_figures(reports: Sequence[Report]) -> dict[str, Callable[[], Figure]]:
+    """Functions that draw the figures which these reports have data for, by name."""
+    figures: dict[str, Callable[[], Figure]] = {}
+    for machine in DEVICES:
+        if tables := select(reports, machine, *TABLES):
+            figures[f"cost-{machine}"] = partial(_cost, tables)
+        if sweeps := select(reports, machine, *(f"sweep-{axis}" for axis in SWEEPS)):
+            figures[f"sweeps-{machine}"] = partial(_sweeps, sweeps)
+        if batches := select(reports, machine, "sweep-batch"):
+            figures[f"roofline-{machine}"] = partial(_roofline, batches)
+    return figures
 
 
 def contender(report: Report, label: str) -> dict[str, Any]:
@@ -94,14 +97,14 @@ def _round_overheads(point: Report) -> list[float]:
 # ---------------------------------------------------------------------- bars
 
 
-def _cost(tables: Mapping[str, Report]) -> Figure:
+def _cost(tables: Sequence[Report]) -> Figure:
     figure = new_figure(height=0.3 + 1.35 * len(tables), width=6.4)
-    longest = max(relative_time(report, label) for report in tables.values() for label in _ORDER)
-    for number, (name, report) in enumerate(tables.items()):
+    longest = max(relative_time(report, label) for report in tables for label in _ORDER)
+    for number, report in enumerate(tables):
         axes = style_axes(figure.add_subplot(len(tables), 1, number + 1))
         _bars(axes, report)
         axes.set_xlim(0, 1.42 * longest)
-        name_axes(axes, title=_title(name, report))
+        name_axes(axes, title=_title(report))
         if number + 1 == len(tables):
             name_axes(axes, "time per image, in passes of the bare encoder; filled: the passes themselves")
     return figure
@@ -126,9 +129,9 @@ def _bars(axes: Axes, report: Report) -> None:
         axes.text(max(whole, item["passes"]), place, words, va="center", fontsize=SMALL, color=INK)
 
 
-def _title(name: str, report: Report) -> str:
-    model, part = next((model, part) for model in MODELS for part in TABLES if name == f"{model}-{part}")
-    return f"{MODELS[model]}, {TABLES[part]}, {report['dtype']}, batch {report['batch']}, {where(report)}"
+def _title(report: Report) -> str:
+    photos = f"{MODELS[report['tower']]}, {TABLES[report['part']]}"
+    return f"{photos}, {report['dtype']}, batch {report['batch']}, {where(report)}"
 
 
 def where(report: Report) -> str:
@@ -139,37 +142,39 @@ def where(report: Report) -> str:
 # ---------------------------------------------------------------------- sweeps
 
 
-def _sweeps(reports: Mapping[str, Report]) -> Figure:
-    axes_of = [axis for axis in SWEEPS if any(name.endswith(f"sweep-{axis}") for name in reports)]
+def _sweeps(reports: Sequence[Report]) -> Figure:
+    axes_of = [axis for axis in SWEEPS if any(report["part"] == f"sweep-{axis}" for report in reports)]
     rows = (len(axes_of) + 1) // 2
     figure = new_figure(height=0.3 + 2.1 * rows, width=7.6)
     for number, axis in enumerate(axes_of):
         panel = style_axes(figure.add_subplot(rows, 2, number + 1))
-        lines = {model: reports[f"{model}-sweep-{axis}"] for model in MODELS if f"{model}-sweep-{axis}" in reports}
-        _DRAW[axis](panel, lines)
+        _DRAW[axis](panel, [report for report in reports if report["part"] == f"sweep-{axis}"])
     label_ends(figure)
     return figure
 
 
-def _line(axes: Axes, model: str, points: Sequence[tuple[float, float]], label: str = "") -> None:
-    axes.plot(*zip(*points, strict=True), label=label or MODELS[model], **_LINES[model])
+def _line(axes: Axes, report: Report, points: Sequence[tuple[float, float]], label: str = "") -> None:
+    tower = report["tower"]
+    axes.plot(*zip(*points, strict=True), label=f"{MODELS[tower]}{label}", **_LINES[tower])
 
 
-def _batch(axes: Axes, lines: Mapping[str, Report]) -> None:
-    for model, report in lines.items():
+def _batch(axes: Axes, lines: Sequence[Report]) -> None:
+    for report in lines:
         points = series(report, "batch", OURS)
         for value, item in points:
-            axes.vlines(value, *item["overhead_range"], color=_LINES[model]["color"], linewidth=1.0, alpha=0.6)
-        _line(axes, model, [(value, item["overhead"]) for value, item in points])
+            axes.vlines(
+                value, *item["overhead_range"], color=_LINES[report["tower"]]["color"], linewidth=1.0, alpha=0.6
+            )
+        _line(axes, report, [(value, item["overhead"]) for value, item in points])
     _log_ticks(axes, lines, "batch")
     axes.set_ylim(bottom=min(0.9, axes.get_ylim()[0]))
     axes.axhline(1.0, color=INK, linewidth=0.7, alpha=0.6)
     name_axes(axes, "images in a batch", title="overhead: time / (passes × encoder time)")
 
 
-def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> None:
-    for model, report in lines.items():
-        _line(axes, model, growth(report, axis))
+def _against_first(axis: str, axes: Axes, lines: Sequence[Report]) -> None:
+    for report in lines:
+        _line(axes, report, growth(report, axis))
     _log_ticks(axes, lines, axis)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.8), max(high, 1.2))
@@ -177,28 +182,28 @@ def _against_first(axis: str, axes: Axes, lines: Mapping[str, Report]) -> None:
     name_axes(axes, axis, title=f"overhead, relative to the fewest {axis}")
 
 
-def _attacked(axes: Axes, lines: Mapping[str, Report]) -> None:
-    for model, report in lines.items():
+def _attacked(axes: Axes, lines: Sequence[Report]) -> None:
+    for report in lines:
         points = series(report, "attacked", OURS)
         places = range(len(points))
         axes.set_xticks(places, [f"{100 * value:g} %" for value, _ in points])
         times = [item["overhead"] * item["passes"] for _, item in points]
-        _line(axes, model, list(zip(places, times, strict=True)))
+        _line(axes, report, list(zip(places, times, strict=True)))
         floor = [item["passes"] for _, item in points]
-        axes.plot(places, floor, color=_LINES[model]["color"], linewidth=0.8, linestyle=DOTTED)
+        axes.plot(places, floor, color=_LINES[report["tower"]]["color"], linewidth=0.8, linestyle=DOTTED)
     axes.set_ylim(bottom=0)
     name_axes(axes, "attacked images", title="time in encoder passes; dotted: the passes")
 
 
-def _log_ticks(axes: Axes, lines: Mapping[str, Report], axis: str) -> None:
+def _log_ticks(axes: Axes, lines: Sequence[Report], axis: str) -> None:
     """A logarithmic axis whose ticks are the values that were measured."""
-    values = sorted({value for report in lines.values() for value, _ in series(report, axis, OURS)})
+    values = sorted({value for report in lines for value, _ in series(report, axis, OURS)})
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:,.0f}" for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-_DRAW: dict[str, Callable[[Axes, Mapping[str, Report]], None]] = {
+_DRAW: dict[str, Callable[[Axes, Sequence[Report]], None]] = {
     "batch": _batch,
     "images": partial(_against_first, "images"),
     "classes": partial(_against_first, "classes"),
@@ -214,7 +219,7 @@ def attained(report: Report, item: Mapping[str, Any]) -> float:
     return float(report["roofline"]["pass_flops"] * item["passes"] * item["images_per_second"])
 
 
-def _roofline(batches: Mapping[str, Report]) -> Figure:
+def _roofline(batches: Sequence[Report]) -> Figure:
     figure = new_figure(height=3.2, width=6.4)
     axes = style_axes(figure.add_subplot())
     axes.set_yscale("log")
@@ -222,15 +227,15 @@ def _roofline(batches: Mapping[str, Report]) -> Figure:
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _log_ticks(axes, batches, "batch")
-    for model, report in batches.items():
+    for report in batches:
         for label in (BARE, OURS):
             points = [(value, attained(report, item) / 1e12) for value, item in series(report, "batch", label)]
-            _line(axes, model, points, f"{MODELS[model]}, {label}")
+            _line(axes, report, points, f", {label}")
             if label == BARE:
                 axes.lines[-1].set_markerfacecolor("none")
         roof = _roof(report, points[0][0], points[-1][0])
-        axes.plot(*zip(*roof, strict=True), color=_LINES[model]["color"], linewidth=0.9, linestyle=DOTTED)
-    first = next(iter(batches.values()))
+        axes.plot(*zip(*roof, strict=True), color=_LINES[report["tower"]]["color"], linewidth=0.9, linestyle=DOTTED)
+    first = batches[0]
     axes.plot(*roof[-1], color=INK, linestyle=DOTTED, label=f"roof: {roof[-1][1]:.3g}")
     name_axes(
         axes, "images in a batch", "TFLOP/s of encoder passes", f"{where(first)}, {first['dtype']}; dotted: the roof"
