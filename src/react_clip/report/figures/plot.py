@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation, Text
-from matplotlib.transforms import Bbox, BboxBase
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
@@ -248,18 +248,12 @@ def label_points(
     for note, centre in zip(notes, centres, strict=True):
         size = Text.get_window_extent(note)
         # Text to the left of its point ends there, text to the right begins there.
-        boxes = [
-            Bbox.from_bounds(*(centre + unit * at - (shift * size.width, size.height / 2)), size.width, size.height)
-            for at, shift in _OFFSETS
-        ]
-        faults = [box.count_overlaps(taken) + 4 * (not _inside(box, axes.bbox)) for box in boxes]
+        corners = [centre + unit * at - (shift * size.width, size.height / 2) for at, shift in _OFFSETS]
+        boxes = [Bbox.from_bounds(left, low, size.width, size.height) for left, low in corners]
+        faults = [box.count_overlaps(taken) + 4 * (axes.bbox.count_contains(box.corners()) < 4) for box in boxes]
         best = int(np.argmin(faults))
         taken.append(boxes[best])
         at, shift = _OFFSETS[best]
         note.set(position=tuple(at), horizontalalignment={0.0: "left", 0.5: "center", 1.0: "right"}[shift])
         if note.arrow_patch is not None:
             note.arrow_patch.set_visible(math.hypot(*at) > 8)
-
-
-def _inside(box: BboxBase, outer: BboxBase) -> bool:
-    return bool(box.x0 >= outer.x0 and box.x1 <= outer.x1 and box.y0 >= outer.y0 and box.y1 <= outer.y1)
