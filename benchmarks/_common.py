@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
-class Served:
+class Server:
     """A process of ``react-clip serve``."""
 
     process: subprocess.Popen[str]
@@ -31,7 +31,7 @@ class Served:
     command: str
 
     @classmethod
-    def start(cls, flags: Sequence[str]) -> Served:
+    def start(cls, flags: Sequence[str]) -> Server:
         """Start a server on a free port and wait until it answers."""
         command = [sys.executable, "-m", "react_clip", "serve", "--port", "0", "--json", "--quiet", *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from _common import Served, where, write
+from _common import Server, where, write
 from PIL import Image
 
 ROUTES = ("/v1/classify", "/v1/embed")
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--out", default="serve-fuzz.json")
     parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
     args = parser.parse_args()
-    served = Served.start(args.flags)
+    served = Server.start(args.flags)
     good = Case(
         "good", headers=JSON, body=json.dumps({"images": [base64.b64encode(photo(random.Random(0))).decode()]}).encode()
     )

@@ -17,7 +17,7 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from _common import Served, where, write
+from _common import Server, where, write
 from serve_fuzz import cases, photo, send
 
 PHOTOS = 64
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--out", default="serve-soak.json")
     parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
     args = parser.parse_args()
-    served = Served.start([*args.flags, "--open-metrics"])
+    served = Server.start([*args.flags, "--open-metrics"])
     load = Load(served.url)
     rng = random.Random(args.seed)
     photos = [photo(rng, rng.choice(["PNG", "JPEG", "WEBP"])) for _ in range(PHOTOS)]

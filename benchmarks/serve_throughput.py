@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 import torch
-from _common import Served, where, write
+from _common import Server, where, write
 from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier
@@ -125,7 +125,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     library = Library(args.flags, photos, batch=args.batch)
     os.environ[variable("secret")] = SECRET
     # A batch may take longer than the deadline that callers usually want.
-    served = Served.start(["--open-metrics", "--log-level", "warning", "--deadline", "900", *args.flags])
+    served = Server.start(["--open-metrics", "--log-level", "warning", "--deadline", "900", *args.flags])
     rounds, latencies = [], []
     try:
         asyncio.run(answer_all(served.url, photos[: args.concurrency], concurrency=args.concurrency))

@@ -348,13 +348,6 @@ def test_a_result_file_does_not_decide_what_is_imported(tmp_path: Path, monkeypa
     assert (style.label_of(kind), style.colour_of(kind), default_of(kind, "alpha")) == (kind, None, None)
 
 
-def test_a_method_has_one_colour_everywhere() -> None:
-    wanted = {COLOURS[kind].lower() for kind in ("undefended", "aom", "defend-clip", "react")}
-    for run, name in (("table1", "accuracy"), ("table1", "cost"), ("table1-extended", "beyond")):
-        colours = {to_hex(line.get_color()) for axes in drawn(run, name).axes for line in axes.get_lines()}
-        assert wanted <= colours <= wanted | {INK}
-
-
 @pytest.mark.parametrize(("run", "name"), READABLE)
 def test_words_are_large_enough_inside_and_apart(run: str, name: str) -> None:
     figure = drawn(run, name)

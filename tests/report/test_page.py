@@ -134,13 +134,6 @@ def test_an_unfinished_run_says_so_and_counts_what_is_kept(toy_copy: Path, tmp_p
     assert "Toys & <b>bold</b> claims" in words, "the recipe still tells the title"
 
 
-def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    words = words_of(tmp_path / "empty", tmp_path / "out")
-    assert "the run is not finished (nothing has been computed yet)" in words
-    assert "No figure could be drawn" in words
-
-
 def test_a_result_of_another_version_is_named(toy_copy: Path, tmp_path: Path) -> None:
     result = json.loads((toy_copy / "result.json").read_text())
     (toy_copy / "result.json").write_text(json.dumps({**result, "schema": 99}))
@@ -261,11 +254,3 @@ def test_bad_input_is_one_line_and_code_2(
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert says in captured.err
-
-
-def test_nothing_is_left_behind_when_writing_fails(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "index.html").mkdir()
-    with pytest.raises(rc.ReactClipError, match="cannot write"):
-        write_report([toy_copy], tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["index.html"]

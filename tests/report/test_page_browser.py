@@ -275,7 +275,8 @@ def test_phones_have_no_sideways_scrolling(page_file: Path, visit: Visit) -> Non
 def test_unfinished_runs_open_without_complaint(tmp_path: Path, visit: Visit) -> None:
     (tmp_path / "empty").mkdir()
     page = visit(write_report([tmp_path / "empty"], tmp_path / "out").page)
-    assert "not finished" in page.locator("#missing").inner_text()
+    assert "not finished (nothing has been computed yet)" in page.locator("#missing").inner_text()
+    assert "No figure could be drawn" in page.locator("#figures").inner_text()
 
 
 def test_the_policy_blocks_what_it_should(page_file: Path, browser: Any, tmp_path: Path) -> None:
