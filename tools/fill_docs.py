@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from performance_docs import performance, table
+from doc_tables import table
+from performance_docs import performance
 from scale_docs import overhead
 from threat_docs import threats
 
@@ -130,8 +131,7 @@ def leakage_table(run: str) -> str:
     clean = images[(images["attack"] == "clean") & (images["defense"] == "CLIP")]
     wrong_clean = clean[clean["clean_prediction"] != clean["label"]]
     budgets = sorted({row.eps for row in result.rows if row.eps})
-    lines = ["| largest reported accuracy | " + " | ".join(format_eps(eps) for eps in budgets) + " |"]
-    lines.append("|---|" + "---:|" * len(budgets))
+    rows = []
     for method in ("AOM", "Defend-CLIP"):
         names = [item["label"] for item in result.recipe["defenses"] if item["family"] == method]
         cells, honest, configs = [], [], []
@@ -145,9 +145,12 @@ def leakage_table(run: str) -> str:
             cells.append(f"{100 * best.accuracy:.1f}")
             honest.append(f"{100 * kept:.1f}")
             configs.append(best.defense.removeprefix(f"{method} ") + f" ({best.leakage:.0f} leaked)")
-        lines.append(f"| {method}, as reported | " + " | ".join(cells) + " |")
-        lines.append(f"| {method}, leaked answers not counted | " + " | ".join(honest) + " |")
-        lines.append(f"| at | {' | '.join(configs)} |")
+        rows += [
+            [f"{method}, as reported", *cells],
+            [f"{method}, leaked answers not counted", *honest],
+            ["at", *configs],
+        ]
+    lines = table(["largest reported accuracy", *map(format_eps, budgets)], rows)
     ceiling = 100 * result.select(dataset=MEAN, attack="clean", defense="CLIP")[0].accuracy
     total = sum(info.images for info in result.sets)
     lines += ["", f"Clean accuracy of undefended CLIP: {ceiling:.1f} %. It gets {len(wrong_clean)} of {total:,} wrong."]

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from doc_tables import table
 from performance_figures import (
     DEVICES,
     MODELS,
@@ -48,14 +49,6 @@ def performance(name: str, folder: Path) -> str:
         "tried": tried,
     }
     return sections[name](folder)
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Markdown; the first column is words, the others are numbers. A column without any is left out."""
-    used = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
-    head, rows = [head[place] for place in used], [[row[place] for place in used] for row in rows]
-    line = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return [*line, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def compilation(folder: Path) -> str:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from doc_tables import table
+
 RUNS = {"scale-overhead.json": "a small CLIP", "scale-overhead-tower.json": "the real ViT-B/16"}
 """Result files and what was measured; the smaller the model, the larger the share of the engine."""
 
@@ -15,21 +17,20 @@ def overhead(folder: Path) -> str:
     runs = {what: json.loads((folder / file).read_text()) for file, what in RUNS.items() if (folder / file).exists()}
     if not runs:
         return ""
-    lines = ["|  | " + " | ".join(runs) + " |", "|---|" + "---:|" * len(runs)]
-
-    def row(label: str, cells: list[str]) -> None:
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-
     each = list(runs.values())
-    row("images", [f"{run['images']:,}" for run in each])
-    for side in each[0]["images_per_second"]:
-        row(f"images/s, {side}", [f"{run['images_per_second'][side]:.2f}" for run in each])
-    row("one Ray worker against the local engine, time", [f"{run['overhead']:.2f} x" for run in each])
-    row("efficiency of the second worker", [f"{100 * run['efficiency_two_workers']:.0f} %" for run in each])
-    row("decoding, ms an image", [f"{1000 * run['decode_seconds_per_image']:.2f}" for run in each])
-    row("read and written, KB an image", [_traffic(run) for run in each])
-    row("peak memory of a worker, all images / a quarter", [_memory(run) for run in each])
-    lines += [""]
+    rows = [
+        ["images", *(f"{run['images']:,}" for run in each)],
+        *(
+            [f"images/s, {side}", *(f"{run['images_per_second'][side]:.2f}" for run in each)]
+            for side in each[0]["images_per_second"]
+        ),
+        ["one Ray worker against the local engine, time", *(f"{run['overhead']:.2f} x" for run in each)],
+        ["efficiency of the second worker", *(f"{100 * run['efficiency_two_workers']:.0f} %" for run in each)],
+        ["decoding, ms an image", *(f"{1000 * run['decode_seconds_per_image']:.2f}" for run in each)],
+        ["read and written, KB an image", *map(_traffic, each)],
+        ["peak memory of a worker, all images / a quarter", *map(_memory, each)],
+    ]
+    lines = [*table(["", *runs], rows), ""]
     for file, what in RUNS.items():
         if what in runs:
             run = runs[what]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from doc_tables import table
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
@@ -32,21 +33,21 @@ def who(folder: Path) -> str:
     """Accuracy by defence and attacker; of the informed one also the worst draw and the majority of draws."""
     suites, budgets = _suites(folder)
     head = ["defence", "the attacker", "clean", *map(format_eps, budgets)]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    rows = []
     most = max(len(result.sets) for result in suites)
     for run, result in zip(SUITES, suites, strict=True):
         label, sets = result.rows[0].defense, {info.name for info in result.sets}
         note = "" if len(sets) == most else f", {len(sets)} of the {most} sets"
         clean = f"{100 * _row(result, 0.0).accuracy:.1f}"
         for attacker, values in _left(folder, run, result, budgets).items():
-            cells = " | ".join(f"{100 * value:.1f}" for value in values)
-            lines.append(f"| {label}{note} | {attacker} | {clean} | {cells} |")
+            rows.append([f"{label}{note}", attacker, clean, *(f"{100 * value:.1f}" for value in values)])
     first = suites[0]
     photos = sum(info.images for info in first.sets)
     sets_text = ", ".join(info.name for info in first.sets)
     runs = ", ".join(f"`benchmarks/results/{run}`" for run in (*SUITES, TRANSFER))
     made = "; ".join(f"`{result.command}`" for result in (*suites, _load(folder, TRANSFER)))
-    lines += [
+    lines = [
+        *table(head, rows, words=2),
         "",
         f"*Accuracy in %, mean over {len(first.sets)} data sets ({sets_text}; {photos} images); {first.model}, "
         f"{first.dtype}, {first.device}; leakage-free scoring. {runs}, made by {made}.*",
@@ -75,7 +76,7 @@ def members(folder: Path) -> str:
     suites, budgets = _suites(folder)
     names = [_name(member) for member in _members(suites[0])]
     head = ["defence", "budget", *names]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(names)]
+    rows = []
     for result in suites:
         for eps in budgets:
             cells = []
@@ -85,8 +86,12 @@ def members(folder: Path) -> str:
                 met = sum(row.attacked for row in parts)
                 broken = sum(row.attacked * row.success_rate for row in parts)
                 cells.append(f"{100 * broken / met:.0f} % of {met}" if met else "")
-            lines.append(f"| {result.rows[0].defense} | {format_eps(eps)} | " + " | ".join(cells) + " |")
-    lines += ["", "*Share of judging draws that are wrong on the images left to each attack; the same files.*"]
+            rows.append([result.rows[0].defense, format_eps(eps), *cells])
+    lines = [
+        *table(head, rows, words=2),
+        "",
+        "*Share of judging draws that are wrong on the images left to each attack; the same files.*",
+    ]
     return "\n".join(lines) + "\n"
 
 
