@@ -153,8 +153,8 @@ def _draw(
 
 
 def _inlined(figure: FigureOf, folder: Path) -> dict[str, Any]:
-    """A figure for the template: its texts, its SVG element, and whether it needs the width of the page."""
-    from react_clip.report.style import COLUMN_WIDTH, INK, PAPER
+    """A figure for the template: its texts and its SVG element."""
+    from react_clip.report.style import INK, PAPER
 
     svg = inline_svg(
         (folder / f"{figure.name}.svg").read_text(encoding="utf-8"),
@@ -162,8 +162,7 @@ def _inlined(figure: FigureOf, folder: Path) -> dict[str, Any]:
         label=f"{figure.title}. {figure.caption}",
         colours={INK: "currentColor", PAPER: "var(--card)"},
     )
-    width = float(svg.partition('viewBox="')[2].split()[2])
-    return {**vars(figure), "svg": svg, "wide": width > 1.3 * 72 * COLUMN_WIDTH}
+    return {**vars(figure), "svg": svg}
 
 
 def inline_svg(text: str, *, prefix: str, label: str, colours: Mapping[str, str]) -> str:
