@@ -1,13 +1,23 @@
-"""Programs that tests call, where they are installed."""
+"""Programs that tests call, and ``react-clip`` in processes of its own."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import sys
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+PRELOAD = (
+    *("react_clip.cli.serve", "react_clip.serve.app", "react_clip.encoders.hf", "uvicorn"),
+    *("transformers.models.clip.modeling_clip", "transformers.models.auto.tokenization_auto"),
+)
+"""Modules that commands import, which takes longer than everything else they do in a test."""
 
 
 def find_tool(name: str) -> str:
@@ -16,3 +26,53 @@ def find_tool(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
+
+
+@dataclass
+class Command:
+    """A running ``react-clip`` command."""
+
+    process: BaseProcess
+    stdout: Any
+    log: Path
+    """Its stderr."""
+
+    def read_line(self) -> str:
+        """The next line that it prints."""
+        with open(self.stdout.fileno(), closefd=False) as stream:
+            line = stream.readline()
+        assert line, f"the command ended: {self.log.read_text()}"
+        return line
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Kill it if it is still running."""
+        self.process.kill()
+        self.process.join()
+
+
+def start_command(*words: object, log: Path, env: dict[str, str] | None = None) -> Command:
+    """Start ``react-clip WORDS...``, forked from a process that has imported the libraries."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD])
+    reader, writer = context.Pipe(duplex=False)
+    arguments = ([*map(str, words)], env or {}, str(Path.cwd()), writer, str(log))
+    process = context.Process(target=_run, args=arguments)
+    process.start()
+    writer.close()
+    return Command(process, reader, log)
+
+
+def _run(words: list[str], env: dict[str, str], folder: str, stdout: Any, log: str) -> None:
+    from react_clip.cli import main
+
+    os.environ.update(env)
+    os.chdir(folder)
+    os.dup2(stdout.fileno(), 1)
+    stdout.close()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(main(words))

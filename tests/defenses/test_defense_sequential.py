@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from statistics import NormalDist, fmean, variance
 
 import pytest
@@ -16,7 +17,7 @@ from react_clip import functional, noise
 from react_clip.defenses import AOM, DefendCLIP
 from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, divergence_of, logits_of
 from react_clip.functional import settled
-from react_clip.serve.engine import ClassList, Engine, Photo
+from react_clip.serve.engine import Engine, Photo
 from react_clip.serve.settings import Settings
 from toys import ToyEncoder, toy_classifier, toy_images
 
@@ -201,16 +202,17 @@ def test_gradients_are_those_of_the_views_that_were_drawn() -> None:
 def test_lists_of_different_lengths_share_a_batch() -> None:
     encoder, images = ToyEncoder(), toy_images(12)
     features = functional.normalize(torch.randn(7, 12, generator=torch.Generator().manual_seed(2)))
-    lists = [ClassList(tuple("abcdefg"[:size]), features[:size]) for size in (7, 3, 1)]
+    lists = [rc.ZeroShotClassifier.from_features(encoder, [*"abcdefg"[:size]], features[:size]) for size in (7, 3, 1)]
     keys = noise.stream_keys(images, b"secret")
     engine = Engine(encoder, GUARD, lists[0], secret=b"secret", settings=Settings(deadline=1e6))
+    release = threading.Event()
+    engine.run(release.wait)  # until it ends, images wait, so that they share a batch
     futures = [engine.submit([Photo(images[i], keys[i])], lists[i % 3])[0] for i in range(12)]
-    engine.start()
+    release.set()
     answers = [future.result() for future in futures]
     engine.stop()
     for i, answer in enumerate(answers):
-        clf = rc.ZeroShotClassifier.from_features(encoder, lists[i % 3].names, lists[i % 3].features)
-        alone = GUARD(clf, images[i : i + 1], seed=b"secret")
+        alone = GUARD(lists[i % 3], images[i : i + 1], seed=b"secret")
         assert answer.diagnostics["passes"] == int(alone.passes[0])
         assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
     assert len({answer.diagnostics["passes"] for answer in answers}) >= 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +196,3 @@ def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Pat
         with pytest.raises(rc.ReactClipError, match=says) as caught:
             call()
         assert "\n" not in str(caught.value)
-
-
-def test_both_classes_work_without_their_libraries(
-    encoder: rc.Encoder, photos: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("chromadb.api.types", "langchain_core.embeddings"):
-        monkeypatch.setitem(sys.modules, module, None)
-    chroma = runpy.run_module("react_clip.integrations.chroma")["ChromaEmbeddings"]
-    langchain = runpy.run_module("react_clip.integrations.langchain")["LangChainEmbeddings"]
-    assert chroma.__bases__[1] is langchain.__bases__[1] is object
-    vectors = chroma(encoder, ALWAYS)(arrays(photos))
-    assert np.allclose(vectors, langchain(encoder, ALWAYS).embed_image([str(path) for path in photos]), atol=1e-5)

@@ -148,7 +148,7 @@ def test_errors_are_one_line(encoder: rc.Encoder, open_clip_name: str, photos: l
         rc.integrations.zero_shot_pipeline(encoder, CLOSED, device="cpu")
 
 
-def test_what_is_no_clip_is_refused(stock: Any) -> None:
+def test_models_other_than_clip_are_refused(stock: Any) -> None:
     from transformers import SiglipConfig, SiglipModel
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

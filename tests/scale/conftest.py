@@ -1,16 +1,19 @@
-"""One Ray cluster for all tests of this folder, a classifier, and photos."""
+"""One Ray cluster for all tests of this folder, a stand-in for it, a classifier, and photos."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import react_clip as rc
+from react_clip.scale import embedding, evaluation
 from scale_toys import picture
 
 pytest.importorskip("ray", reason="needs the scale extra")
@@ -29,6 +32,32 @@ def cluster() -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+
+
+class InProcessPool:
+    """The interface of ``WorkerPool`` with one worker in this process, for what no process is needed for."""
+
+    def __init__(self, ray: Any, build: Callable[[], Any], *_: Any, **options: Any) -> None:
+        self._worker = build()
+
+    def __enter__(self) -> InProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        for task in tasks:
+            yield task, self._worker(task)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs "on a cluster" run in this process instead."""
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 1}}])
+    for module in (embedding, evaluation):
+        monkeypatch.setattr(module, "WorkerPool", InProcessPool)
+        monkeypatch.setattr(module, "connected", lambda address: nullcontext(ray))
 
 
 @pytest.fixture

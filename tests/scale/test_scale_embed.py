@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pyarrow import parquet
 import react_clip as rc
 from react_clip.cli import main
 from react_clip.scale import Summary, collection, defend_dataset
+from react_clip.scale.cluster import connected
 from scale_toys import picture, read_parts, write_tar
 
 GUARD = rc.ReACT(tau=0.8, views=3, max_batch=16)
@@ -92,7 +95,7 @@ def test_output_can_be_an_object_store(clf: rc.ZeroShotClassifier, photos: Path,
     url = f"memory://{tmp_path.name}/out"
     first = defend(photos, url, clf)
     local = defend(photos, tmp_path / "out", clf)
-    assert local == Summary(**{**first.to_dict(), "out": str(tmp_path / "out"), "missing": ()})
+    assert local == replace(first, out=str(tmp_path / "out"))
     memory = fsspec.filesystem("memory")
     for path in (tmp_path / "out").glob("part-*"):
         assert memory.cat_file(f"/{tmp_path.name}/out/{path.name}") == path.read_bytes()
@@ -133,7 +136,7 @@ def test_a_folder_of_another_job_is_refused(
     assert {path: path.read_bytes() for path in out.iterdir() if path.suffix} == before
 
 
-def test_a_plan_without_parts_gives_way(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
+def test_a_plan_without_parts_is_replaced(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     defend(photos, out, clf, seed=1)
     for path in out.glob("part-*"):
@@ -274,3 +277,13 @@ def test_the_command_writes_parts(
     (tmp_path / "photos" / "s.tar").write_bytes(b"this is no archive, though it is long enough" * 20)
     assert main([*command, "--out", "third"]) == 2
     assert "photos/s.tar cannot be read" in capsys.readouterr().err
+
+
+def test_an_address_without_a_cluster_is_one_line() -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(rc.ReactClipError, match=f"no Ray cluster answers at {address} .*; start one with"):
+            connected(address).__enter__()
+    with pytest.raises(rc.ReactClipError, match="--address is 'somewhere'; write host:port"):
+        connected("somewhere").__enter__()

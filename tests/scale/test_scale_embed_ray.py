@@ -14,6 +14,7 @@ import pytest
 import ray
 
 import react_clip as rc
+from programs import start_command
 from react_clip.scale import Summary, defend_dataset
 from react_clip.scale.cluster import connected
 from scale_toys import picture, wait_for, write_tar
@@ -83,7 +84,6 @@ def test_a_killed_driver_is_resumed(
     clf: rc.ZeroShotClassifier,
     expected: dict[str, bytes],
     tiny_folder: Path,
-    command: list[str],
     tmp_path: Path,
 ) -> None:
     out, config = tmp_path / "out", tmp_path / "guard.json"
@@ -91,10 +91,10 @@ def test_a_killed_driver_is_resumed(
     words = ["embed", str(collection), "--out", str(out), "--chunk", str(CHUNK), "--quiet"]
     words += ["--model", str(tiny_folder), "--labels", "cat, dog, teapot", "--config", str(config)]
     words += ["--engine", "ray", "--address", cluster.address, "--workers", "1"]
-    driver = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: driver.poll() is not None or len(parts_of(out)) >= 2)
-    driver.kill()
-    assert driver.wait() == -signal.SIGKILL, driver.communicate()[1]
+    driver = start_command(*words, log=tmp_path / "driver.log")
+    wait_for(lambda: driver.process.exitcode is not None or len(parts_of(out)) >= 2)
+    driver.end()
+    assert driver.process.exitcode == -signal.SIGKILL, driver.log.read_text()
     finished = {path: path.stat().st_mtime_ns for path in out.glob("part-*.parquet")}
     assert 2 <= len(finished) < len(expected)
     with pytest.raises(rc.ReactClipError, match="continue it with --resume"):
@@ -128,9 +128,10 @@ def test_a_full_folder_keeps_the_parts_that_fitted(
         subprocess.run(["umount", "--lazy", out], check=True)
 
 
-def test_a_failure_in_a_worker_is_one_line(cluster: Any, collection: Path, tiny_copy: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_model_that_a_worker_cannot_load_is_one_line(collection: Path, tiny_copy: Path, tmp_path: Path) -> None:
     lost = rc.ZeroShotClassifier(rc.load(tiny_copy, device="cpu"), ["cat", "dog", "teapot"])
     (tiny_copy / "config.json").unlink()
     with pytest.raises(rc.ReactClipError, match=r"has no config.json; .*--resume continues$") as caught:
-        defend_dataset(collection, tmp_path / "out", lost, GUARD, workers=1, address=cluster.address)
+        defend_dataset(collection, tmp_path / "out", lost, GUARD)
     assert "\n" not in str(caught.value)

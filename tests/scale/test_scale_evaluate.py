@@ -6,17 +6,18 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from evaluation_toys import write_photos
 
 import react_clip as rc
+from programs import start_command
 from react_clip.cli import main
 from react_clip.evaluation import EvaluationResult, Recipe, run_recipe
 from react_clip.scale import evaluation as on_cluster
@@ -26,7 +27,7 @@ RECIPE = """
 title: Tiny
 model: {model}
 datasets: [toys, others]
-attacks: [{{kind: pgd, steps: 10, eps: 1/255}}, {{kind: pgd, steps: 80, eps: 8/255}}]
+attacks: [{{kind: pgd, steps: 10, eps: 1/255}}, {{kind: pgd, steps: 60, eps: 8/255}}]
 defenses: [undefended, {{defense: react, tau: 1.48, label: ReACT}}]
 batch: 4
 """
@@ -45,7 +46,7 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over two sets, their photos and class features."""
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "tiny.yaml").write_text(RECIPE.format(model=tiny_folder))
-    for seed, (name, count) in enumerate({"toys": 12, "others": 8}.items()):
+    for seed, (name, count) in enumerate({"toys": 8, "others": 8}.items()):
         write_photos(folder / "data", name, count=count, seed=seed)
         write_head(folder / "heads" / f"{name}.npz", folder / "data" / name / "test", tiny_folder)
     return folder
@@ -80,13 +81,6 @@ def assert_continued(before: dict[Path, int], after: dict[Path, int]) -> None:
     assert {path: after[path] for path in before} == before, "finished shards must not be computed again"
 
 
-def alive(process: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-
-
 def test_a_killed_worker_changes_nothing(
     cluster: Any, folder: Path, local_run: Path, worker_processes: Callable[[], list[int]]
 ) -> None:
@@ -103,26 +97,28 @@ def test_a_killed_worker_changes_nothing(
     assert_continued(before, shards(run))
 
 
-def test_a_killed_driver_is_continued(cluster: Any, folder: Path, local_run: Path, command: list[str]) -> None:
+def test_a_killed_driver_is_continued(
+    cluster: Any, folder: Path, local_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     run = folder / "driver"
     words = ["evaluate", "tiny.yaml", "--data", "data", "--heads", "heads", "--out", "driver", "--quiet"]
     words += ["--device", "cpu"]
     on_ray = ["--engine", "ray", "--workers", "1", "--address", cluster.address]
-    driver = subprocess.Popen([*command, *words, *on_ray], cwd=folder, stdout=subprocess.DEVNULL)
-    wait_for(lambda: driver.poll() is not None or len(shards(run)) > 10)
-    driver.kill()
-    assert driver.wait() == -signal.SIGKILL, "the driver was to be killed, not to finish"
-    processes = re.findall(r"worker: process (\d+)", (run / "run.log").read_text())
-    wait_for(lambda: not any(alive(int(process)) for process in processes))
+    driver = start_command(*words, *on_ray, log=folder / "driver.log")
+    wait_for(lambda: driver.process.exitcode is not None or len(shards(run)) > 10)
+    driver.end()
+    assert driver.process.exitcode == -signal.SIGKILL, driver.log.read_text()
+    for process in re.findall(r"worker: process (\d+)", (run / "run.log").read_text()):
+        wait_for(lambda: not psutil.pid_exists(int(process)))  # noqa: B023
     before = shards(run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(words) == 0
+    assert main(words) == 0
     assert_same(run, local_run)
     assert_continued(before, shards(run))
 
 
-def test_adaptive_attacks_pass_the_same_sanity_checks(cluster: Any, folder: Path) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_adaptive_attacks_pass_the_same_sanity_checks(folder: Path) -> None:
     values = {
         **Recipe.load(folder / "tiny.yaml").replace(datasets=("others",), attacks=(), limit=2).to_dict(),
         "threat": "adaptive",
@@ -130,22 +126,19 @@ def test_adaptive_attacks_pass_the_same_sanity_checks(cluster: Any, folder: Path
         "defenses": [{"defense": "react", "tau": 1.48}],
     }
     recipe = Recipe.from_dict(values)
-    options = {"address": cluster.address, "workers": 1, **inputs(folder)}
-    ours = on_cluster.run_recipe(recipe, folder / "adaptive", **options)
+    ours = on_cluster.run_recipe(recipe, folder / "adaptive", **inputs(folder))
     theirs = run_recipe(recipe, folder / "adaptive-local", **inputs(folder))
     assert ours.checks
     assert repr(ours.checks) == repr(theirs.checks)
     assert_same(folder / "adaptive", folder / "adaptive-local")
 
 
-def test_a_broken_model_is_found_before_anything_is_computed(
-    cluster: Any, folder: Path, tiny_folder: Path, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_broken_model_is_found_before_anything_is_computed(folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
     write_head(tmp_path / "heads" / "toys.npz", folder / "data" / "toys" / "test", tiny_folder, sign=-1.0)
     recipe = Recipe.load(folder / "tiny.yaml").replace(datasets=("toys",))
-    options = {**inputs(folder), "heads": tmp_path / "heads", "address": cluster.address, "workers": 1}
     with pytest.raises(rc.ReactClipError, match="gets no clean image of toys right"):
-        on_cluster.run_recipe(recipe, tmp_path / "run", **options)
+        on_cluster.run_recipe(recipe, tmp_path / "run", **{**inputs(folder), "heads": tmp_path / "heads"})
     assert not shards(tmp_path / "run")
 
 
@@ -160,7 +153,7 @@ def test_a_worker_must_see_the_folder_of_the_run(folder: Path, tmp_path: Path) -
     [
         (("--workers", "2"), "--workers is 2, but the engine is local; add --engine ray"),
         (("--address", "a:1"), "--address is 'a:1', but the engine is local; add --engine ray"),
-        (("--engine", "ray", "--workers", "0"), "--workers is 0; it must be >= 1"),
+        (("--engine", "ray", "--workers", "0"), "--workers is 0; it must be at least 1"),
     ],
 )
 def test_bad_flags_are_one_line(flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:

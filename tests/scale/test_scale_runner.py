@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import react_clip as rc
 from react_clip.environment import versions
 from react_clip.scale import runner
-from react_clip.scale.cluster import connected
+from react_clip.scale.cluster import connected, require_versions
 from react_clip.scale.runner import Allocation, WorkerPool
 
 log = logging.getLogger("react_clip.scale")
@@ -50,11 +50,17 @@ def pool(ray: Any, build: Any, workers: int = 1, **options: Any) -> WorkerPool:
     return WorkerPool(ray, build, Allocation("cpu", workers, {"num_cpus": 1 / workers}), log=log, **options)
 
 
-def test_tasks_of_dead_workers_run_again(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def joined(cluster: Any) -> Iterator[Any]:
+    with connected(cluster.address) as ray:
+        yield ray
+
+
+def test_tasks_of_dead_workers_run_again(joined: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tasks = [f"{'die' if i == 3 else 'echo'} {i}" for i in range(40)]
     results: dict[str, str] = {}
     caplog.set_level(logging.INFO)
-    with connected(cluster.address) as joined, pool(joined, echo_worker(tmp_path), workers=2, threads=2) as workers:
+    with pool(joined, echo_worker(tmp_path), workers=2, threads=2) as workers:
         for task, result in workers.run(tasks):
             assert task not in results
             results[task] = result
@@ -64,57 +70,44 @@ def test_tasks_of_dead_workers_run_again(cluster: Any, tmp_path: Path, caplog: p
     assert {record.getMessage() for record in caplog.records} >= {f"warning of {task}" for task in tasks}
 
 
-def test_a_task_that_kills_every_worker_ends_the_job(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "MAX_ATTEMPTS", 2)
-    with (
-        connected(cluster.address) as joined,
-        pool(joined, echo_worker(tmp_path)) as workers,
-        pytest.raises(
-            rc.ReactClipError, match=r"2 workers died during poison 0, perhaps for lack of memory; use fewer"
-        ),
-    ):
-        list(workers.run(["echo 1", "poison 0"]))
-
-
-def test_failures_are_one_line(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(cluster.address) as joined:
-        with pool(joined, echo_worker(tmp_path)) as workers:
-            with pytest.raises(rc.ReactClipError, match=r"^7 is refused$"):
-                list(workers.run(["refuse 7"]))
-            with pytest.raises(rc.ReactClipError, match=r"^a worker failed during fail 7 \(ValueError: a bug\)$"):
-                list(workers.run(["fail 7"]))
-        with (
-            pool(joined, echo_worker(tmp_path, "broken")) as workers,
-            pytest.raises(rc.ReactClipError, match=r"a worker failed during its start .KeyError"),
-        ):
-            list(workers.run(["echo 1"]))
-        with (
-            pool(joined, echo_worker(tmp_path, "different"), workers=2, one_device=True) as workers,
-            pytest.raises(rc.ReactClipError, match=r"computes on process \d+ and another one on process \d+, where"),
-        ):
-            list(workers.run([f"echo {i}" for i in range(10_000)]))
-        monkeypatch.setattr(runner, "versions", lambda: {**versions(), "torch": "0.1"})
-        with (
-            pool(joined, echo_worker(tmp_path)) as workers,
-            pytest.raises(rc.ReactClipError, match=r"has torch .*, the driver 0.1; install the same versions"),
-        ):
-            list(workers.run(["echo 1"]))
-
-
 def run_until_it_fails(workers: WorkerPool) -> None:
     """On a busy machine a killed worker may answer for a while."""
     while True:
         list(workers.run(["echo 2"]))
 
 
-def test_a_pool_without_workers_says_so(cluster: Any, tmp_path: Path) -> None:
-    with connected(cluster.address) as joined, pool(joined, echo_worker(tmp_path)) as workers:
-        assert len(list(workers.run(["echo 1"]))) == 1
+def test_failures_of_tasks_are_one_line(joined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pool: a task that refuses, one with a bug, one that kills every worker, and no worker at all."""
+    monkeypatch.setattr(runner, "MAX_ATTEMPTS", 2)
+    with pool(joined, echo_worker(tmp_path)) as workers:
+        for task, line in {
+            "refuse 7": r"^7 is refused$",
+            "fail 7": r"^a worker failed during fail 7 \(ValueError: a bug\)$",
+            "poison 0": r"2 workers died during poison 0, perhaps for lack of memory; use fewer",
+        }.items():
+            with pytest.raises(rc.ReactClipError, match=line):
+                list(workers.run(["echo 1", task]))
         joined.kill(workers._workers[0])
         with pytest.raises(rc.ReactClipError, match=r"no worker is left \(.*; start again to go on"):
             run_until_it_fails(workers)
+
+
+def test_failures_of_workers_are_one_line(joined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pool(joined, echo_worker(tmp_path, "different"), workers=2, one_device=True) as workers,
+        pytest.raises(rc.ReactClipError, match=r"computes on process \d+ and another one on process \d+, where"),
+    ):
+        list(workers.run([f"echo {i}" for i in range(10_000)]))
+    with (
+        pool(joined, echo_worker(tmp_path, "broken")) as workers,
+        pytest.raises(rc.ReactClipError, match=r"a worker failed during its start .KeyError"),
+    ):
+        list(workers.run(["echo 1"]))
+
+
+def test_nodes_must_have_the_versions_of_the_driver() -> None:
+    with pytest.raises(rc.ReactClipError, match=r"has torch .*, the driver 0.1; install the same versions"):
+        require_versions({**versions(), "torch": "0.1"})
 
 
 @pytest.mark.parametrize(
@@ -138,13 +131,3 @@ def test_a_missing_gpu_is_one_line() -> None:
     fake = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
     with pytest.raises(rc.ReactClipError, match="--device is cuda, but the cluster has no GPU"):
         Allocation.choose(fake, None, "cuda")
-
-
-def test_an_address_without_a_cluster_is_one_line() -> None:
-    with socket.socket() as taken:  # bound, but nobody listens
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(rc.ReactClipError, match=f"no Ray cluster answers at {address} .*; start one with"):
-            connected(address).__enter__()
-    with pytest.raises(rc.ReactClipError, match="--address is 'somewhere'; write host:port"):
-        connected("somewhere").__enter__()

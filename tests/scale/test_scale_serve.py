@@ -3,76 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 import torch
+from serve_client import GUARD, KEYS, LABELS, SECRET, Server
 
 import react_clip as rc
-from react_clip.cli import main
+from programs import start_command
 from react_clip.scale import serving
+from react_clip.serve.settings import Settings
 from scale_toys import picture, wait_for
 
-SECRET = "a secret of the tests, long enough"
-KEY = {"authorization": "Bearer a-key-of-some-length"}
-LABELS = ("cat", "dog", "teapot")
-GUARD = rc.ReACT(tau=1.48)
-"""The threshold is in the middle of the tiny CLIP's drifts, so that some gates open."""
+KEY = {"authorization": f"Bearer {KEYS[0]}"}
 
 
-class Server:
-    """A running ``react-clip serve`` and a client of it."""
+def processes(server: Server) -> list[psutil.Process]:
+    """All processes that a server has started."""
+    return psutil.Process(server.command.process.pid).children(recursive=True)
 
-    def __init__(self, words: list[str], variables: dict[str, str]) -> None:
-        self.process = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the server ended with {self.process.wait()}"
-        self.client = httpx.Client(base_url=json.loads(line)["url"], timeout=60, headers=KEY)
 
-    def replicas(self) -> set[int]:
-        """Processes of the replicas."""
-        found = set()
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if "ServeReplica" in " ".join(process.cmdline()):
-                    found.add(process.pid)
-        return found
+def replicas(server: Server) -> set[int]:
+    """Processes of the replicas."""
+    pids = set()
+    for process in processes(server):
+        with contextlib.suppress(psutil.Error):
+            if "ServeReplica" in " ".join(process.cmdline()):
+                pids.add(process.pid)
+    return pids
 
-    def classify(self, photo: bytes) -> httpx.Response:
-        """One request on a new connection."""
-        url, headers = f"{self.client.base_url}/v1/classify", {**KEY, "connection": "close"}
-        return httpx.post(url, files={"images": photo}, headers=headers, timeout=60)
+
+def classify(server: Server, photo: bytes) -> httpx.Response:
+    """One request on a new connection."""
+    headers = {**KEY, "connection": "close"}
+    return httpx.post(f"{server.url}/v1/classify", files={"images": photo}, headers=headers, timeout=60)
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path, command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = tmp_path_factory.mktemp("guard") / "guard.json"
-    GUARD.save(config)
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("serve")
+    GUARD.save(folder / "guard.json")
     variables = {
         "REACT_CLIP_SERVE_SECRET": SECRET,
-        "REACT_CLIP_SERVE_API_KEYS": KEY["authorization"].removeprefix("Bearer "),
+        "REACT_CLIP_SERVE_API_KEYS": KEYS[0],
         "REACT_CLIP_SERVE_ENGINE": "ray",
         "REACT_CLIP_SERVE_REPLICAS": "2",
-        "OMP_NUM_THREADS": "1",
+        "RAY_worker_niceness": "0",  # by default workers give way to everything else on the machine
     }
-    words = ["--model", tiny_folder, "--labels", ", ".join(LABELS), "--config", config]
-    words += ["--port", "0", "--json", "--max-body", "100000", "--grace", "20"]
-    started = Server([*command, "serve", *map(str, words)], variables)
+    flags = ["--model", tiny_folder, "--labels", ", ".join(LABELS), "--config", folder / "guard.json"]
+    flags += ["--port", 0, "--json", "--max-body", 100_000, "--grace", 20]
+    started = Server(start_command("serve", *flags, log=folder / "log", env=variables))
+    started.client.headers.update(KEY)
     yield started
-    started.client.close()
-    if started.process.poll() is None:
-        started.process.kill()
-    started.process.wait()
+    started.end()
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +85,9 @@ def assert_right(answer: httpx.Response, probs: torch.Tensor) -> None:
 
 
 def test_both_replicas_give_the_librarys_answers(server: Server, pictures: list[bytes], expected: torch.Tensor) -> None:
-    assert len(server.replicas()) == 2
+    assert len(replicas(server)) == 2
     for photo, probs in [*zip(pictures, expected, strict=True)] * 4:
-        assert_right(server.classify(photo), probs)
+        assert_right(classify(server, photo), probs)
     assert server.client.get("/readyz").status_code == 200
 
 
@@ -122,20 +111,20 @@ def test_keys_and_limits_hold_behind_the_proxy(server: Server, pictures: list[by
 def test_a_killed_replica_costs_its_own_requests_only(
     server: Server, pictures: list[bytes], expected: torch.Tensor
 ) -> None:
-    before = server.replicas()
+    before = replicas(server)
     answers: list[tuple[int, httpx.Response]] = []
     stop = threading.Event()
 
     def call(number: int) -> None:
         while not stop.is_set():
-            answers.append((number, server.classify(pictures[number])))
+            answers.append((number, classify(server, pictures[number])))
 
     callers = [threading.Thread(target=call, args=(number,)) for number in range(len(pictures))]
     for thread in callers:
         thread.start()
     wait_for(lambda: len(answers) > 20)
     os.kill(min(before), signal.SIGKILL)
-    wait_for(lambda: len(server.replicas() - before) == 1)
+    wait_for(lambda: len(replicas(server) - before) == 1)
     count = len(answers)
     wait_for(lambda: len(answers) > count + 20)
     stop.set()
@@ -158,7 +147,7 @@ def test_sigterm_answers_accepted_requests(server: Server, pictures: list[bytes]
     def call() -> None:
         while not answers or answers[-1].status_code == 200:
             try:
-                answers.append(server.classify(pictures[0]))
+                answers.append(classify(server, pictures[0]))
             except httpx.ConnectError:
                 return  # the proxy no longer listens
             except httpx.HTTPError as error:
@@ -169,9 +158,10 @@ def test_sigterm_answers_accepted_requests(server: Server, pictures: list[bytes]
     for thread in callers:
         thread.start()
     wait_for(lambda: len(answers) > 8)
-    processes = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+    started = processes(server)
+    server.command.signal(signal.SIGTERM)
+    server.command.process.join(60)
+    assert server.command.process.exitcode == 0
     for thread in callers:
         thread.join()
     assert not dropped
@@ -179,32 +169,13 @@ def test_sigterm_answers_accepted_requests(server: Server, pictures: list[bytes]
     for answer in answers:
         if answer.status_code == 200:
             assert_right(answer, expected[0])
-    assert not psutil.wait_procs(processes, timeout=60)[1], "no process is left"
+    assert not psutil.wait_procs(started, timeout=60)[1], "no process is left"
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (("--replicas", "2"), "--replicas is 2, but the engine is local; add --engine ray"),
-        (("--engine", "far"), "--engine is 'far'; it should be 'local' or 'ray'"),
-        (("--engine", "ray", "--address", "127.0.0.1"), "--address is '127.0.0.1'; write host:port"),
-        (("--engine", "ray", "--port", "70000"), "--port is '70000'; it should be less than or equal to 65535"),
-    ],
-)
-def test_bad_flags_are_one_line(flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--quiet", *flags]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"react-clip: {line}")
-    assert err.count("\n") == 1
-
-
-def test_fleets_are_checked() -> None:
-    for replicas, most, line in ((0, 1, "--replicas is 0"), (4, 2, "--max-replicas is 2 but --replicas 4")):
-        with pytest.raises(rc.ReactClipError, match=line):
-            serving.Fleet(replicas, most)
-    small = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
-    serving._check_room(small, serving.Fleet(2, 2))
+def test_replicas_must_fit_this_machine() -> None:
+    small = {"CPU": 2.0}
+    serving._check_room(Settings(engine="ray", replicas=2), small)
     with pytest.raises(rc.ReactClipError, match=r"--replicas is 3, which takes 3 CPUs, and this machine has 2; use"):
-        serving._check_room(small, serving.Fleet(3, 3))
+        serving._check_room(Settings(engine="ray", replicas=3), small)
     with pytest.raises(rc.ReactClipError, match=r"takes 1 GPUs, .* has 0; use fewer, or --device cpu"):
-        serving._check_room(small, serving.Fleet(1, 1, gpus=1))
+        serving._check_room(Settings(engine="ray", device="cuda"), small)

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from serve_client import GUARD, KEYS, LABELS, PRELOAD, SECRET, png, run_server
+from serve_client import GUARD, KEYS, LABELS, SECRET, Server, png
 
 import react_clip as rc
-
-
-@dataclass
-class Server:
-    """A running process and a client for it."""
-
-    process: BaseProcess
-    url: str
-    client: httpx.Client
-    log: Path
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
+from programs import start_command
 
 Launch = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
 def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start a server with some flags and environment variables; all servers end with the session.
-
-    The processes are forked from one that has imported the libraries, which takes longer than everything else.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD])
+    """Start a server with some flags and environment variables; all servers end with the session."""
     started: list[Server] = []
     folder = tmp_path_factory.mktemp("serve")
     GUARD.save(folder / "guard.json")
@@ -62,24 +32,13 @@ def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "REACT_CLIP_SERVE_JSON": "1",
             "REACT_CLIP_SERVE_THREADS": "1",  # other tests share the cores
         }
-        log = folder / f"{len(started)}.log"
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=run_server, args=([*map(str, flags)], base | (env or {}), writer, str(log)))
-        process.start()
-        writer.close()
-        with open(reader.fileno(), closefd=False) as stdout:
-            line = stdout.readline()
-        assert line, f"the server ended: {log.read_text()}"
-        url = json.loads(line)["url"]
-        server = Server(process, url, httpx.Client(base_url=url, timeout=60), log)
-        started.append(server)
-        return server
+        command = start_command("serve", *flags, env=base | (env or {}), log=folder / f"{len(started)}.log")
+        started.append(Server(command))
+        return started[-1]
 
     yield start
     for server in started:
-        server.client.close()
-        server.process.kill()
-        server.process.join()
+        server.end()
 
 
 @pytest.fixture(scope="session")

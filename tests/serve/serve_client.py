@@ -1,11 +1,10 @@
-"""The process and constants of the test servers, photos, request bodies and a check of error answers."""
+"""Test servers and their constants, photos, request bodies and a check of error answers."""
 
 from __future__ import annotations
 
 import base64
 import io
-import os
-import sys
+import json
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 import react_clip as rc
+from programs import Command
 
 SECRET = "a secret of the tests, long enough"
 KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
@@ -21,22 +21,23 @@ GUARD = rc.ReACT(tau=1.48)
 """A threshold in the middle of the small CLIP's drifts, so that some gates open and some stay closed."""
 
 
-PRELOAD = (
-    *("react_clip.cli.serve", "react_clip.serve.app", "react_clip.encoders.hf", "uvicorn"),
-    *("transformers.models.clip.modeling_clip", "transformers.models.auto.tokenization_auto"),
-)
-"""Modules that servers import before they are forked."""
+class Server:
+    """A running ``react-clip serve --json`` and a client for it."""
 
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.url = json.loads(command.read_line())["url"]
+        self.client = httpx.Client(base_url=self.url, timeout=60)
 
-def run_server(flags: list[str], env: dict[str, str], stdout: Any, log: str) -> None:
-    """``react-clip serve`` in this process, with its output in a pipe and a file."""
-    from react_clip.cli import main
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
-    os.environ.update(env)
-    os.dup2(stdout.fileno(), 1)
-    stdout.close()
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(main(["serve", *flags]))
+    def end(self) -> None:
+        """Kill the server if it is still running."""
+        self.client.close()
+        self.command.end()
 
 
 def png(seed: int, size: tuple[int, int] = (50, 40)) -> bytes:

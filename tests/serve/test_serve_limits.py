@@ -16,7 +16,7 @@ from serve_client import KEYS, as_form, check_error
 from react_clip.serve.errors import RequestError
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.middleware import RequestGuard
-from react_clip.serve.settings import ApiKeys, Settings
+from react_clip.serve.settings import Settings
 
 
 def dial(server: Any) -> socket.socket:
@@ -82,7 +82,7 @@ def test_a_slow_body_ends_and_delays_nobody(guarded: Any) -> None:
 
 def test_all_bodies_together_are_bounded() -> None:
     settings = Settings(max_body=50, max_buffered=100)
-    guard = RequestGuard(lambda *_: None, settings=settings, keys=ApiKeys([]), metrics=Metrics(lambda: 0))  # type: ignore[arg-type, return-value]
+    guard = RequestGuard(lambda *_: None, settings=settings, keys=frozenset(), metrics=Metrics(lambda: 0))  # type: ignore[arg-type, return-value]
     guard.reserve(60)
     with pytest.raises(RequestError, match="60 of 100 bytes") as refused:
         guard.reserve(50)
@@ -124,7 +124,7 @@ def test_a_caller_that_expects_100_continue_is_refused_before_it_sends(guarded: 
 def test_the_log_contains_no_queries_and_no_keys(guarded: Any) -> None:
     guarded.client.get("/healthz?name=a-private-word")
     guarded.client.get("/a-private-path")
-    text = guarded.log.read_text()
+    text = guarded.command.log.read_text()
     assert "GET /healthz 200" in text
     for word in ("private", *KEYS):
         assert word not in text

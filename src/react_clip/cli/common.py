@@ -194,10 +194,10 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
 
     With ``features`` the anchors are made of all views, because features are stored and not only classified.
     """
-    from react_clip.defenses import ReACT
+    from react_clip.defenses import ReACT, default_for
 
     if args.config is None:
-        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
+        return default_for(encoder, features=features)
     return ReACT() if args.config == "paper" else ReACT.load(args.config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -101,7 +102,7 @@ def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotC
     notices = [f"{summary.images} images in {summary.parts} parts in {summary.out}{failed}"]
     if summary.missing:
         notices.append(f"{len(summary.missing)} pieces are missing; --resume tries them again")
-    common.print_result(args, summary.to_dict(), notices=notices)
+    common.print_result(args, asdict(summary), notices=notices)
     return 2 if summary.missing else 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from react_clip import Encoder, ZeroShotClassifier
+from react_clip import ZeroShotClassifier
 from react_clip.attacks import PGD
 from react_clip.cli.common import build_classifier, build_guard, load_encoder, notice
 from react_clip.optional import require
@@ -23,10 +23,7 @@ from react_clip.optional import require
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from react_clip.scale.serving import Fleet
-    from react_clip.serve.app import DemoAttack
-    from react_clip.serve.engine import ClassList
-    from react_clip.serve.settings import ApiKeys, Settings
+    from react_clip.serve.settings import Settings
 
 EXAMPLE = "react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000"
 _PACKAGES = ("fastapi", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn")
@@ -70,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.engine == "ray":
         from react_clip.scale.serving import serve_on_cluster
 
-        serve_on_cluster(build, settings, partial(fleet_of, settings), settings.address, announce)
+        serve_on_cluster(build, settings, announce)
         return 0
     listener = open_socket(settings)
     serve(build(), settings, listener, lambda: announce(address(listener)))
@@ -89,7 +86,7 @@ def application(flags: dict[str, Any]) -> Any:
 
     settings = read_settings({"engine": "ray", **flags})
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return deployed(prepare(settings), settings, fleet_of(settings, has_gpus))
+    return deployed(prepare(settings), settings, has_gpus=has_gpus)
 
 
 def prepare(settings: Settings) -> Callable[[], FastAPI]:
@@ -103,39 +100,25 @@ def prepare(settings: Settings) -> Callable[[], FastAPI]:
     return partial(build_app, settings, secret or secrets.token_bytes(32), keys)
 
 
-def build_app(settings: Settings, secret: bytes, keys: ApiKeys) -> FastAPI:
+def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> FastAPI:
     """Load the model, start the engine and return the application."""
     from react_clip.serve.app import create_app
-    from react_clip.serve.engine import ClassList, Engine
+    from react_clip.serve.engine import Engine
 
     args = argparse.Namespace(**settings.model_dump())
     _log_to_stderr("warning" if settings.quiet else settings.log_level)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     encoder = load_encoder(args).accelerate()
-    preset = ClassList.of(build_classifier(args, encoder))
+    preset = build_classifier(args, encoder)
     engine = Engine(encoder, build_guard(args, encoder), preset, secret=secret, settings=settings)
     engine.start()
-    return create_app(engine, demo_attack(encoder) if settings.demo else None, keys=keys)
+    return create_app(engine, demo_attack if settings.demo else None, keys=keys)
 
 
-def fleet_of(settings: Settings, has_gpus: bool) -> Fleet:
-    """Replicas and their resources; each has one GPU where the cluster has GPUs and --device does not say cpu."""
-    from react_clip.scale.serving import Fleet
-
-    on_gpu = has_gpus if settings.device is None else not settings.device.startswith("cpu")
-    most = settings.max_replicas or settings.replicas
-    return Fleet(settings.replicas, most, cpus=max(1, settings.threads), gpus=int(on_gpu))
-
-
-def demo_attack(encoder: Encoder) -> DemoAttack:
+def demo_attack(clf: ZeroShotClassifier, pixels: Tensor, label: int, eps: float) -> Tensor:
     """The demo's attack: PGD with 10 steps on plain CLIP, which does not know the defence."""
-
-    def attack(pixels: Tensor, classes: ClassList, label: int, eps: float) -> Tensor:
-        clf = ZeroShotClassifier.from_features(encoder, classes.names, classes.features)
-        return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label])).images
-
-    return attack
+    return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label])).images
 
 
 def _log_to_stderr(level: str) -> None:

@@ -11,6 +11,7 @@ from react_clip.defenses.prompt_tuning import RTPT, SSTPT
 from react_clip.defenses.react import AOM, DefendCLIP, ReACT
 from react_clip.defenses.second_look import SecondLook
 from react_clip.defenses.tte import TTE
+from react_clip.encoders.base import Encoder
 
 __all__ = [
     "AOM",
@@ -30,6 +31,7 @@ __all__ = [
     "SecondLook",
     "Undefended",
     "as_module",
+    "default_for",
     "from_dict",
     "names",
 ]
@@ -51,3 +53,12 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     0.4
     """
     return Defense.registry.read(data)
+
+
+def default_for(encoder: Encoder, *, features: bool = False) -> ReACT:
+    """The defence of an encoder where a user gives none; raises for encoders without known constants.
+
+    With ``features`` its anchors have all M views, for callers who store or compare features; without, it may stop
+    drawing views once the label is settled.
+    """
+    return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)

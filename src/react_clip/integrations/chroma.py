@@ -12,12 +12,14 @@ from PIL import Image
 
 from react_clip import defenses
 from react_clip.errors import ReactClipError
-from react_clip.integrations.common import DefendedFeatures, optional_base
+from react_clip.integrations.common import DefendedFeatures
+from react_clip.optional import require
 
-_BASE = optional_base("chromadb.api.types", "EmbeddingFunction")
+_chroma = require("chromadb.utils.embedding_functions", "ChromaEmbeddings", extra="integrations")
 
 
-class ChromaEmbeddings(DefendedFeatures, _BASE):  # type: ignore[misc, valid-type]
+@_chroma.register_embedding_function  # so that Chroma can open stored collections
+class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ignore[misc, name-defined]
     """Chroma's ``EmbeddingFunction`` over texts and images (numpy arrays, as its ``ImageLoader`` makes them).
 
     Takes the arguments of :class:`~react_clip.integrations.common.DefendedFeatures`. Chroma stores the configuration
@@ -116,10 +118,3 @@ def array_to_image(array: NDArray[Any]) -> Image.Image:
         raise ReactClipError(f"an image of dtype {array.dtype} spans [{low}, {high}]; it must lie in [0, {limit}]")
     scaled = array if limit == 255 else np.rint(array * 255.0)
     return Image.fromarray(scaled.astype(np.uint8))
-
-
-if _BASE is not object:
-    # Registered, so that Chroma can open a stored collection by itself.
-    from importlib import import_module
-
-    import_module("chromadb.utils.embedding_functions").register_embedding_function(ChromaEmbeddings)

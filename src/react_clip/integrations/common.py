@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from react_clip.bank import LabelBank
-from react_clip.defenses import Defense, ReACT, Undefended
+from react_clip.defenses import Defense, ReACT, Undefended, default_for
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -68,14 +67,6 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def optional_base(module: str, name: str) -> Any:
-    """A library's base class, or ``object`` where the library is not installed: our classes work without it."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError:
-        return object
-
-
 class DefendedFeatures:
     """Defended image features, and plain text features, for search and vector stores.
 
@@ -84,7 +75,7 @@ class DefendedFeatures:
 
     Args:
         model: any name that :func:`react_clip.load` takes, or a loaded encoder.
-        guard: a defence; ReACT with the encoder's constants by default.
+        guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
         labels: classes over which the gate compares predictions.
         class_features: the same as ready features ``[K, dim]``.
         seed: a number, or a secret as ``bytes``.
@@ -107,7 +98,7 @@ class DefendedFeatures:
         self.has_class_features = class_features is not None
         classes = _classes(encoder, labels, class_features)
         if guard is None:
-            guard = ReACT.constants_for(encoder)
+            guard = default_for(encoder, features=True)
             guard = guard if classes else drift_only(guard)
         if classes is None:
             if _compares_predictions(guard):

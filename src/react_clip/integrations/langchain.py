@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from react_clip.errors import ReactClipError
-from react_clip.integrations.common import DefendedFeatures, optional_base
+from react_clip.integrations.common import DefendedFeatures
+from react_clip.optional import require
 
-_BASE = optional_base("langchain_core.embeddings", "Embeddings")
+_langchain = require("langchain_core.embeddings", "LangChainEmbeddings", extra="integrations")
 
 
-class LangChainEmbeddings(DefendedFeatures, _BASE):  # type: ignore[misc, valid-type]
+class LangChainEmbeddings(DefendedFeatures, _langchain.Embeddings):  # type: ignore[misc, name-defined]
     """LangChain's ``Embeddings`` for texts, with ``embed_image`` for files, as its ``OpenCLIPEmbeddings`` has.
 
     Takes the arguments of :class:`~react_clip.integrations.common.DefendedFeatures`.

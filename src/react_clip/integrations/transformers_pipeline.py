@@ -20,7 +20,7 @@ from transformers import (
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from react_clip import functional
-from react_clip.defenses import Defense, ReACT
+from react_clip.defenses import Defense, default_for
 from react_clip.encoders import Encoder, offline
 from react_clip.encoders.base import quiet_libraries
 from react_clip.encoders.hf import HFEncoder, load_hf
@@ -47,7 +47,7 @@ def zero_shot_pipeline(
 
     Args:
         model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
-        guard: any defence; ``ReACT.for_encoder`` by default.
+        guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`).
         seed: a number, or a secret as ``bytes``.
         device: where to run; CUDA if there is one by default.
         kwargs: what every pipeline takes, such as ``batch_size``.
@@ -97,7 +97,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
     ) -> None:
         super().__init__(*args, **kwargs)
         self.encoder = encoder or _wrap(self.model, kwargs.get("tokenizer"), self.image_processor)
-        self.guard = ReACT.for_encoder(self.encoder) if guard is None else guard
+        self.guard = default_for(self.encoder) if guard is None else guard
         self.seed = seed
         self._classes: tuple[Any, ZeroShotClassifier] | None = None
 
@@ -142,7 +142,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         return answer
 
     def _classifier(self, labels: Any, template: str | None) -> ZeroShotClassifier:
-        """The classifier of these labels; that of the previous call is kept."""
+        """The classifier of these labels; the one of the previous call is cached."""
         names = check_names(labels, unique=False)
         key = (names, template)
         if self._classes is None or self._classes[0] != key:

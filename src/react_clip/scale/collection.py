@@ -67,13 +67,25 @@ class Chunk:
 # ---------------------------------------------------------------------- files
 
 
+@contextmanager
+def one_line(problem: str, way_out: str) -> Iterator[None]:
+    """Raise any error of this block as ``problem (reason); way_out``.
+
+    Object stores and damaged files raise almost any exception.
+    """
+    try:
+        yield
+    except ReactClipError:
+        raise
+    except Exception as error:
+        raise ReactClipError(f"{problem} ({first_line(error)}); {way_out}") from None
+
+
 def file_system(url: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path there."""
     fsspec = require("fsspec", "reading collections", extra="scale")
-    try:
+    with one_line(f"{url} cannot be reached", "check the URL, or install the package that it needs"):
         fs, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ReactClipError(f"{url} cannot be reached: {first_line(error)}") from None
     return fs, path
 
 
@@ -85,18 +97,14 @@ def local_path(url: str) -> Path | None:
 
 def find_files(sources: Sequence[str]) -> list[File]:
     """Photos, tar shards and Parquet files that the sources name: files, folders of them, or patterns with ``*``."""
-    found: dict[str, File] = {}
+    all_files: dict[str, File] = {}
     for source in sources:
-        try:
+        with one_line(f"{source} cannot be listed", "check the path and your access to it"):
             files = sorted(_find_one(source), key=lambda file: file.url)
-        except ReactClipError:
-            raise
-        except Exception as error:  # object stores raise almost anything
-            raise ReactClipError(f"{source} cannot be listed: {first_line(error)}") from None
         if not files:
             raise ReactClipError(f"{source} holds none of {', '.join(_SUFFIXES)}; give another folder or files")
-        found |= {file.url: file for file in files}
-    return list(found.values())
+        all_files |= {file.url: file for file in files}
+    return list(all_files.values())
 
 
 def _find_one(source: str) -> Iterator[File]:
@@ -187,18 +195,18 @@ def read_chunk(chunk: Chunk, column: str) -> Iterator[Item]:
 def _read_photos(chunk: Chunk) -> Iterator[Item]:
     lost = 0
     for file in chunk.files:
-        fs, path = file_system(file.url)
         try:
-            with fs.open(path, "rb") as stream:
-                yield file.url, stream.read(DEFAULT_LIMITS.max_bytes + 1)
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            with _opened(file.url) as stream:
+                content: bytes | ReactClipError = stream.read(DEFAULT_LIMITS.max_bytes + 1)
+        except ReactClipError as error:
+            if not isinstance(error.__context__, FileNotFoundError | PermissionError | IsADirectoryError):
+                raise
             lost += 1
             if lost == len(chunk.files):
                 # One lost photo is a row with an error; if all are lost, this machine does not see the collection.
                 raise ReactClipError(f"none of the {lost} photos from {chunk.files[0].url} on can be opened") from None
-            yield file.url, ReactClipError(f"cannot be read: {first_line(error)}")
-        except Exception as error:  # object stores raise almost anything
-            raise ReactClipError(f"{file.url} cannot be read: {first_line(error)}") from None
+            content = error
+        yield file.url, content
 
 
 # ---------------------------------------------------------------------- shards
@@ -206,15 +214,10 @@ def _read_photos(chunk: Chunk) -> Iterator[Item]:
 
 @contextmanager
 def _opened(url: str) -> Iterator[Any]:
-    """An open file; whatever goes wrong while it is read becomes one line."""
+    """Open a file for reading; an error of this block is raised as one line."""
     fs, path = file_system(url)
-    try:
-        with fs.open(path, "rb") as stream:
-            yield stream
-    except ReactClipError:
-        raise
-    except Exception as error:  # damaged files and object stores raise almost anything
-        raise ReactClipError(f"{url} cannot be read ({first_line(error)}); get it again") from None
+    with one_line(f"{url} cannot be read", "get it again"), fs.open(path, "rb") as stream:
+        yield stream
 
 
 def _cut_tar(url: str, size: int) -> list[Piece]:
@@ -274,7 +277,7 @@ def _parquet_file(stream: Any, url: str, column: str) -> Any:
 
 
 def _holds_images(kind: Any) -> bool:
-    """Whether an Arrow type is bytes, or a struct with a field ``bytes``."""
+    """True for an Arrow type that is bytes, or a struct with a field ``bytes``."""
     pa = require("pyarrow", "reading Parquet", extra="scale")
     if pa.types.is_struct(kind):
         return any(field.name == "bytes" and _holds_images(field.type) for field in kind)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.defenses import ReACT
+from react_clip.defenses import default_for
 from react_clip.defenses.base import Defended, Defense
 from react_clip.encoders import load
 from react_clip.environment import __version__, device_name
@@ -43,7 +43,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 MAX_CHUNK = 4096
 _THREADS = {"cpu": 2, "cuda": 4}
-"""Chunks that a worker has in hand: one is computed while the others are read, decoded or written."""
+"""Chunks that a worker handles at the same time: one is computed, the others are read, decoded or written."""
 
 _WORKERS_PER_GPU = 2
 """One prepares and writes while the other computes."""
@@ -55,7 +55,7 @@ log = logging.getLogger("react_clip.scale")
 
 @dataclass(frozen=True)
 class Summary:
-    """What the output folder holds after a job."""
+    """Counts over all parts in the output folder after a job."""
 
     out: str
     images: int
@@ -68,10 +68,6 @@ class Summary:
     parts: int
     missing: tuple[str, ...]
     """One line for each chunk or shard that could not be read; a resumed job tries them again."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**asdict(self), "missing": list(self.missing)}
 
 
 def defend_dataset(
@@ -93,8 +89,8 @@ def defend_dataset(
 ) -> Summary:
     """Defend every image of a collection and write its feature, answers and diagnostics to Parquet.
 
-    The numbers are those of ``guard(clf, images, seed)``, image by image, on whatever machines. A finished part is
-    kept whatever happens later and never computed again.
+    A row holds the numbers of ``guard(clf, image, seed)``, whichever machine computed it. A finished part stays when
+    the job fails, and is not computed again when it is resumed.
 
     Args:
         source: photos, webdataset shards (``.tar``), Parquet files with encoded images, folders of these, or patterns
@@ -121,7 +117,7 @@ def defend_dataset(
             raise ReactClipError(f"--{name} is {value}; give at least 1")
     output = OutputFolder(os.fspath(out))
     _check_locations(sources, output, engine)
-    guard = ReACT.constants_for(clf.encoder) if guard is None else guard
+    guard = default_for(clf.encoder, features=True) if guard is None else guard
     with output.locked():
         files = collection.find_files(sources)
         chunks, missing = collection.cut(files, chunk, column)
@@ -155,7 +151,7 @@ def defend_dataset(
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """What a worker needs to know besides its model."""
+    """Inputs of a worker beside its model."""
 
     out: str
     guard: Defense
@@ -241,9 +237,9 @@ def _build_worker(job: _Job, device: str, dtype: torch.dtype, names: Sequence[st
     if OutputFolder(job.out).read_plan() != job.plan:
         raise ReactClipError(f"node {node} does not see {job.out}; give a folder or URL that all nodes share")
     encoder = load(model, device=device, dtype=dtype)
-    if (found := encoder.fingerprint()) != weights:
+    if (here := encoder.fingerprint()) != weights:
         raise ReactClipError(
-            f"node {node} has other weights of {model!r} ({found}, the driver {weights}); copy the model there"
+            f"node {node} has other weights of {model!r} ({here}, the driver {weights}); copy the model there"
         )
     clf = ZeroShotClassifier.from_features(encoder, names, features, unique=False)
     clf.class_features.copy_(features)  # bit by bit: normalising unit features again may change the last one
@@ -265,56 +261,50 @@ class _Worker:
             return stats
         job = self._job
         try:
-            decoded = decode(chunk, self._clf.encoder.image_size, job.plan["column"])
+            rows, pixels = decode(chunk, self._clf.encoder.image_size, job.plan["column"])
         except ReactClipError as error:
             return str(error)
-        defended = None
-        if len(decoded.pixels):
+        good = [row for row in rows if row["error"] is None]
+        if good:
             with self._lock:
-                pixels = _to_float(decoded.pixels, self._clf.device)
-                defended = job.guard(self._clf, pixels, seed=job.seed)
+                defended = job.guard(self._clf, _to_float(pixels, self._clf.device), seed=job.seed)
+            _add_answers(good, defended, self._clf, job.plan["top"])
         stats = PartStats(
             source=job.source(chunk),
-            images=len(decoded.keys),
-            errors=len(decoded.keys) - len(decoded.pixels),
-            gated=0 if defended is None else int(defended.gated.sum()),
-            passes=0 if defended is None else int(defended.passes.sum()),
+            images=len(rows),
+            errors=len(rows) - len(good),
+            gated=sum(row["gated"] for row in good),
+            passes=sum(row["passes"] for row in good),
         )
-        self._output.write(chunk.name, _table(decoded, defended, self._clf, job.plan["top"]), stats)
+        self._output.write(chunk.name, _table(rows, self._clf.encoder.dim), stats)
         return stats
 
 
 # ---------------------------------------------------------------------- one chunk
 
-
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """The images of a chunk in order: a key each, and pixels or an error."""
-
-    keys: list[str]
-    errors: list[str | None]
-    pixels: NDArray[np.uint8]
-    """``[images without error, S, S, 3]``."""
+Row = dict[str, Any]
+"""Columns of one image; a missing one becomes null."""
 
 
-def decode(chunk: Chunk, size: int, column: str) -> Decoded:
-    """Read and decode a chunk for an encoder of ``size`` pixels; raises if the chunk as a whole cannot be read."""
+def decode(chunk: Chunk, size: int, column: str) -> tuple[list[Row], NDArray[np.uint8]]:
+    """Rows with ``key`` and ``error`` of all images, and pixels ``[images without error, size, size, 3]``.
+
+    Raises if the chunk as a whole cannot be read.
+    """
     pixels = np.empty((chunk.count, size, size, 3), np.uint8)
-    keys: list[str] = []
-    errors: list[str | None] = []
+    rows: list[Row] = []
     good = 0
     for key, content in collection.read_chunk(chunk, column):
-        keys.append(key)
+        error = None
         try:
             if isinstance(content, ReactClipError):
                 raise content
             pixels[good] = np.asarray(crop_to_size(read_image(content), size))
-        except ReactClipError as error:
-            errors.append(str(error))
-        else:
-            errors.append(None)
             good += 1
-    return Decoded(keys, errors, pixels[:good])
+        except ReactClipError as failure:
+            error = str(failure)
+        rows.append({"key": key, "error": error})
+    return rows, pixels[:good]
 
 
 def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
@@ -324,26 +314,21 @@ def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
     return channels_first.float() / torch.tensor(255.0, device=device)
 
 
-def _table(decoded: Decoded, defended: Defended | None, clf: ZeroShotClassifier, top: int) -> Any:
-    """A pyarrow table with one row per image; null is what an image does not have or was not measured."""
-    pa = require("pyarrow", "writing Parquet", extra="scale")
-    columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), clf.encoder.dim)}
-    columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
-    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_(), "passes": pa.int32()}
-    answers = iter(() if defended is None else _answers(defended, clf, top))
-    rows = [
-        {"key": key, "error": error, **(next(answers) if error is None else {})}
-        for key, error in zip(decoded.keys, decoded.errors, strict=True)
-    ]
-    return pa.Table.from_pylist(rows, pa.schema(columns))
-
-
-def _answers(defended: Defended, clf: ZeroShotClassifier, top: int) -> Iterator[dict[str, Any]]:
-    """The columns of each image that could be decoded."""
+def _add_answers(rows: list[Row], defended: Defended, clf: ZeroShotClassifier, top: int) -> None:
+    """Add features, answers and measurements to the rows of decoded images; NaN is left out."""
     best = defended.probs.topk(min(top, len(clf.names)), dim=-1)
     features, probs = defended.features.float().cpu().numpy(), best.values.float().cpu().numpy()
     measurements = {name: getattr(defended, name).tolist() for name in _MEASUREMENTS}
-    for i, classes in enumerate(best.indices.tolist()):
+    for i, (row, classes) in enumerate(zip(rows, best.indices.tolist(), strict=True)):
         labels = [clf.names[k] for k in classes]
-        values = {name: column[i] for name, column in measurements.items() if column[i] == column[i]}  # without NaN
-        yield {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i], **values}
+        row |= {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i]}
+        row |= {name: column[i] for name, column in measurements.items() if column[i] == column[i]}
+
+
+def _table(rows: list[Row], dim: int) -> Any:
+    """A pyarrow table with one row per image."""
+    pa = require("pyarrow", "writing Parquet", extra="scale")
+    columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), dim)}
+    columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
+    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_(), "passes": pa.int32()}
+    return pa.Table.from_pylist(rows, pa.schema(columns))

@@ -1,7 +1,7 @@
 """``run_recipe`` on a Ray cluster: workers compute the shards of a run, and read whole sets back from its folder.
 
-A shard depends on its images only and is accepted by its content, whoever computed it. So a run on a cluster has the
-results of a run on one machine, image by image; what dies costs the shards that it was computing.
+A shard depends on its images only and is accepted by its content. So a run on a cluster has the results of a run on one
+machine, image by image; when a worker dies, the shards that it was computing are computed again.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def run_recipe(
             written = (folder / RECIPE).read_bytes()
             job = _Job(recipe, folder, written, root, heads and heads.absolute(), allocation.device)
             with WorkerPool(ray, partial(_Worker, job), allocation, log=log, one_device=True) as pool:
-                found = _run_sets(pool, recipe, progress)
+                results = _run_sets(pool, recipe, progress)
             store.remove_leftovers()  # temporary files of killed workers
-            return found
+            return results
 
         return conclude(recipe, folder, compute, typed_command())
 
@@ -70,25 +70,24 @@ class Task(NamedTuple):
 
 def _run_sets(pool: WorkerPool, recipe: Recipe, progress: bool) -> tuple[SelfCheck, list[SetOutcome]]:
     """The outcome of every set: check the model, list the spans of all sets, compute them, read the sets back."""
-    run = partial(pool.run, group=lambda task: task.dataset)
-    [(_, check)] = run([Task("check", recipe.datasets[0])])
+    [(_, check)] = pool.run([Task("check", recipe.datasets[0])])
     passes = {
         (task.dataset, span): passes
-        for task, spans in run([Task("spans", name) for name in recipe.datasets])
+        for task, spans in pool.run([Task("spans", name) for name in recipe.datasets])
         for span, passes in spans
     }
     fills = [Task("fill", name, span) for name, span in sorted(passes, key=lambda key: recipe.datasets.index(key[0]))]
     with pass_bar("cluster", sum(passes.values()), enabled=progress) as bar:
-        for left, (task, _) in zip(reversed(range(len(fills))), run(fills), strict=True):
+        for left, (task, _) in zip(reversed(range(len(fills))), pool.run(fills), strict=True):
             bar.set_description(f"cluster: {left} spans left", refresh=False)
             bar.update(passes[task.dataset, task.argument])
-    results = {task.dataset: outcome for task, outcome in run([Task("finish", name) for name in recipe.datasets])}
+    results = {task.dataset: outcome for task, outcome in pool.run([Task("finish", name) for name in recipe.datasets])}
     return check, [results[name] for name in recipe.datasets]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker needs to know; the paths are the same on every node."""
+    """Inputs of a worker; the paths are the same on every node."""
 
     recipe: Recipe
     folder: Path

@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from react_clip import storage
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import ReactClipError
 from react_clip.optional import require
-from react_clip.scale.collection import file_system, local_path
+from react_clip.scale.collection import file_system, local_path, one_line
 
 PLAN = "plan.json"
 _PART = re.compile(r"part-(\d+-\d+)\.parquet")
@@ -60,15 +60,10 @@ class OutputFolder:
         return nullcontext() if self.local is None else storage.held_folder(self.local)
 
     def read_plan(self) -> Any:
-        """What ``plan.json`` holds, ``None`` without one."""
-        try:
+        """The content of ``plan.json``, ``None`` without one."""
+        with one_line(f"{self.url}/{PLAN} cannot be read", "choose another --out"), suppress(FileNotFoundError):
             return json.loads(self._fs.cat_file(f"{self._root}/{PLAN}"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise ReactClipError(f"{self.url}/{PLAN} is no valid JSON ({error}); choose another --out") from None
-        except Exception as error:
-            raise ReactClipError(f"{self.url}/{PLAN} cannot be read: {first_line(error)}") from None
+        return None
 
     def claim(self, plan: Mapping[str, Any], *, resume: bool) -> dict[str, PartStats]:
         """Write ``plan.json`` and return the finished parts by chunk name; raises if they belong to another plan."""
@@ -104,23 +99,19 @@ class OutputFolder:
 
     def _read_stats(self, chunk: str) -> PartStats:
         parquet = require("pyarrow.parquet", "reading Parquet", extra="scale")
-        try:
-            with self._fs.open(f"{self._root}/{part_name(chunk)}", "rb") as stream:
-                return PartStats(**json.loads(parquet.read_schema(stream).metadata[_FOOTER]))
-        except Exception as error:  # object stores and damaged files raise almost anything
-            raise ReactClipError(
-                f"{self.url}/{part_name(chunk)} cannot be read ({first_line(error)}); remove it to have it made again"
-            ) from None
+        problem = f"{self.url}/{part_name(chunk)} cannot be read"
+        with (
+            one_line(problem, "remove it to have it made again"),
+            self._fs.open(f"{self._root}/{part_name(chunk)}", "rb") as stream,
+        ):
+            return PartStats(**json.loads(parquet.read_schema(stream).metadata[_FOOTER]))
 
     def _part_chunks(self) -> list[str]:
         """Names of the chunks whose parts are there."""
         self._fs.invalidate_cache()
-        try:
-            paths: list[str] = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise ReactClipError(f"{self.url} cannot be listed: {first_line(error)}; choose another --out") from None
+        paths: list[str] = []
+        with one_line(f"{self.url} cannot be listed", "choose another --out"), suppress(FileNotFoundError):
+            paths = self._fs.ls(self._root, detail=False)
         matches = (_PART.fullmatch(path.rstrip("/").rpartition("/")[2]) for path in paths)
         return sorted(match[1] for match in matches if match)
 
@@ -129,7 +120,5 @@ class OutputFolder:
             with storage.atomic_path(self.local / name) as temporary:
                 temporary.write_bytes(content)
             return
-        try:
+        with one_line(f"cannot write {self.url}/{name}", "choose another --out"):
             self._fs.pipe_file(f"{self._root}/{name}", content)
-        except Exception as error:
-            raise ReactClipError(f"cannot write {self.url}/{name}: {first_line(error)}; choose another --out") from None

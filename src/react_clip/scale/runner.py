@@ -2,7 +2,7 @@
 
 A worker is a Ray actor. It builds one object, which loads the model, and calls it with one task after another. When a
 worker or its node dies, its tasks go back to the queue for any other worker, and Ray restarts the worker as soon as
-the cluster has room for it. ``ray.util.ActorPool`` does neither, so the queue is kept here.
+the cluster has room for it. ``ray.util.ActorPool`` does neither, so this module has a queue of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging.handlers
 import os
 import sys
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Allocation:
-    """How many workers a job gets, on which device, and the Ray resources of each."""
+    """Number of workers of a job, their device, and the Ray resources of each."""
 
     device: str
     workers: int
@@ -88,8 +88,8 @@ class WorkerPool:
         self._allocation, self._threads = allocation, threads
         actor = ray.remote(_Actor).options(max_restarts=-1, max_concurrency=threads, **allocation.resources)
         self._workers = [actor.remote(build, Path.cwd(), versions()) for _ in range(allocation.workers)]
-        self._ready: dict[Any, str] = {}
-        """Workers that have started, and the group of the task that each got last."""
+        self._ready: list[Any] = []
+        """Workers that have started."""
         self._calls: dict[Any, tuple[Any, Any]] = {}
         """Ray references of running calls: worker and task, ``None`` for the call of ``start``."""
         for worker in self._workers:
@@ -105,15 +105,10 @@ class WorkerPool:
         for worker in self._workers:
             self._ray.kill(worker)
 
-    def run(self, tasks: Iterable[T], group: Callable[[T], str] = lambda _: "") -> Iterator[tuple[T, Any]]:
-        """Run all tasks; yields each with its result, in the order in which they end.
-
-        A worker prefers tasks of the group of its last task, because it may have loaded what they need.
-        """
-        waiting: defaultdict[str, deque[T]] = defaultdict(deque)
-        for task in tasks:
-            waiting[group(task)].append(task)
-        left = sum(map(len, waiting.values()))
+    def run(self, tasks: Iterable[T]) -> Iterator[tuple[T, Any]]:
+        """Run all tasks, started in this order; yields each with its result, in the order in which they end."""
+        waiting = deque(tasks)
+        left = len(waiting)
         deaths: Counter[T] = Counter()
         while left:
             self._submit(waiting)
@@ -127,7 +122,7 @@ class WorkerPool:
                 self._handle_death(worker, task, error)
                 if task is not None:
                     deaths[task] += 1
-                    waiting[group(task)].appendleft(task)
+                    waiting.appendleft(task)
                 if deaths[task] >= MAX_ATTEMPTS:
                     raise ReactClipError(
                         f"{deaths[task]} workers died during {task}, perhaps for lack of memory; use fewer --workers, "
@@ -150,26 +145,21 @@ class WorkerPool:
                 f"node {node} computes on {device} and another one on {self._device}, where results may differ in the "
                 "last bit; use nodes of one kind, or --device cpu"
             )
-        self._ready[worker] = ""
+        self._ready.append(worker)
 
     def _start(self, worker: Any) -> None:
-        """Ask for a worker's start; the call is answered once Ray has found room for it, after a death again."""
+        """Start a worker, or wait for its restart; the call ends once Ray has room for it and its model is loaded."""
         self._calls[worker.start.options(max_task_retries=-1).remote()] = (worker, None)
 
-    def _submit(self, waiting: dict[str, deque[Any]]) -> None:
+    def _submit(self, waiting: deque[Any]) -> None:
         """Give waiting tasks to ready workers until each has as many as it has threads."""
         busy = Counter(worker for worker, _ in self._calls.values())
         for level in range(self._threads):
-            for worker, last in self._ready.items():
-                if busy[worker] > level or not waiting:
-                    continue
-                group = _choose_group(waiting, last, set(self._ready.values()))
-                task = waiting[group].popleft()
-                if not waiting[group]:
-                    del waiting[group]
-                self._calls[worker.run.remote(task)] = (worker, task)
-                self._ready[worker] = group
-                busy[worker] += 1
+            for worker in self._ready:
+                if waiting and busy[worker] <= level:
+                    task = waiting.popleft()
+                    self._calls[worker.run.remote(task)] = (worker, task)
+                    busy[worker] += 1
 
     def _next_call(self) -> Any:
         """Wait until a call ends."""
@@ -184,20 +174,12 @@ class WorkerPool:
     def _handle_death(self, worker: Any, task: Any, error: BaseException) -> None:
         self._log.info("a worker died (%s) during %s", type(error).__name__, task or "its start")
         if task is not None:
-            if self._ready.pop(worker, None) is not None:
+            if worker in self._ready:
+                self._ready.remove(worker)
                 self._start(worker)
         elif not self._ready and not self._calls:
             cause = str(error).strip().splitlines()[-1].strip()  # the last line of a remote traceback
             raise ReactClipError(f"no worker is left ({cause}); start again to go on") from None
-
-
-def _choose_group(groups: Iterable[str], last: str, taken: Container[str]) -> str:
-    """A worker's own group if it is there, else one that no other worker has, else any.
-
-    >>> _choose_group(["cars", "pets"], "pets", {"pets"}), _choose_group(["cars", "pets"], "dtd", {"cars", "dtd"})
-    ('pets', 'pets')
-    """
-    return min(groups, key=lambda name: (name != last, name in taken))
 
 
 class _Actor:

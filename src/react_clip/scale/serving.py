@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,26 +31,7 @@ _HEALTH_CHECK_PERIOD = 2.0
 """Seconds until a dead replica is noticed and replaced; requests avoid it at once."""
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """Number of replicas and the resources of each."""
-
-    replicas: int = 1
-    max_replicas: int = 1
-    """Ray adds replicas under load up to this number; equal to ``replicas``: a fixed number."""
-    cpus: int = 1
-    gpus: int = 0
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ReactClipError(f"--replicas is {self.replicas}; it must be >= 1")
-        if self.max_replicas < self.replicas:
-            raise ReactClipError(
-                f"--max-replicas is {self.max_replicas} but --replicas {self.replicas}; it must be >= that"
-            )
-
-
-def application(build: Callable[[], FastAPI], settings: Settings, fleet: Fleet) -> Any:
+def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: bool) -> Any:
     """The Ray Serve application; ``build`` makes the app, with a running engine, in the process of each replica."""
     serve = require("ray.serve", "serving on a cluster", extra="scale")
     directory, driver_versions = Path.cwd(), versions()
@@ -62,16 +42,11 @@ def application(build: Callable[[], FastAPI], settings: Settings, fleet: Fleet) 
             require_versions(driver_versions)
             with suppress(OSError):
                 os.chdir(directory)  # flags may name files relative to it
-            self._app = build()
-            return self._app
-
-        def check_health(self) -> None:
-            if not self._app.state.service.engine.alive:
-                raise RuntimeError("the engine's thread has ended")
+            return build()
 
     options: dict[str, Any] = {
         "name": "replica",
-        "ray_actor_options": {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
+        "ray_actor_options": resources(settings, has_gpus),
         # The engine batches and refuses requests itself; Ray's default limit of a few requests would starve it.
         "max_ongoing_requests": settings.max_connections,
         "max_queued_requests": settings.max_connections,
@@ -80,35 +55,35 @@ def application(build: Callable[[], FastAPI], settings: Settings, fleet: Fleet) 
         "health_check_period_s": _HEALTH_CHECK_PERIOD,
         "max_constructor_retry_count": 2,  # a wrong flag fails every time, a node may fail once
     }
-    if fleet.max_replicas > fleet.replicas:
+    if settings.max_replicas and settings.max_replicas > settings.replicas:
         options["autoscaling_config"] = {
-            "min_replicas": fleet.replicas,
-            "max_replicas": fleet.max_replicas,
+            "min_replicas": settings.replicas,
+            "max_replicas": settings.max_replicas,
             "target_ongoing_requests": settings.batch,  # grow when more than one full batch waits
         }
     else:
-        options["num_replicas"] = fleet.replicas
+        options["num_replicas"] = settings.replicas
     return serve.deployment(**options)(serve.ingress()(Replica)).bind()
 
 
-def serve_on_cluster(
-    build: Callable[[], FastAPI],
-    settings: Settings,
-    fleet: Callable[[bool], Fleet],
-    address: str | None,
-    announce: Callable[[str], None],
-) -> None:
+def resources(settings: Settings, has_gpus: bool) -> dict[str, int]:
+    """Ray resources of a replica: one GPU where the cluster has GPUs, unless ``device`` says otherwise."""
+    on_gpu = has_gpus if settings.device is None else not settings.device.startswith("cpu")
+    return {"num_cpus": max(1, settings.threads), "num_gpus": int(on_gpu)}
+
+
+def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce: Callable[[str], None]) -> None:
     """Serve through Ray's proxy until SIGTERM or SIGINT; then finish accepted requests and return.
 
-    Args:
-        fleet: called with whether the cluster has GPUs.
-        announce: called with the URL once the replicas are ready.
+    ``announce`` is called with the URL once the replicas are ready.
     """
-    port, url = _free_port(settings, local=address is None)
-    with connected(address) as ray:
-        wanted = fleet(ray.cluster_resources().get("GPU", 0) > 0)
-        if address is None:
-            _check_room(ray, wanted)
+    local = settings.address is None
+    port, url = _free_port(settings, local=local)
+    with connected(settings.address) as ray:
+        available = ray.cluster_resources()
+        has_gpus = available.get("GPU", 0) > 0
+        if local:
+            _check_room(settings, available)
         serve = require("ray.serve", "serving on a cluster", extra="scale")
         if serve.status().proxies:
             raise ReactClipError(
@@ -119,7 +94,7 @@ def serve_on_cluster(
             try:
                 serve.start(
                     # One proxy on this machine; on a cluster one on every node that has a replica.
-                    proxy_location="HeadOnly" if address is None else "EveryNode",
+                    proxy_location="HeadOnly" if local else "EveryNode",
                     http_options={
                         "host": settings.host,
                         "port": port,
@@ -128,7 +103,7 @@ def serve_on_cluster(
                     # Ray's access log would contain paths; the service writes its own log.
                     logging_config={"enable_access_log": False, "log_level": "WARNING"},
                 )
-                _deploy(serve, application(build, settings, wanted))
+                _deploy(serve, application(build, settings, has_gpus=has_gpus))
                 announce(url)
                 threading.Event().wait()
             finally:
@@ -153,20 +128,20 @@ def _shut_down(serve: Any) -> None:
 
 
 def _free_port(settings: Settings, *, local: bool) -> tuple[int, str]:
-    """The port of Ray's proxies and the URL; a port in use is found before a model is loaded."""
+    """The port of Ray's proxies and the URL; a port in use is reported before a model is loaded."""
     if not local and settings.port:
         return settings.port, f"http://{settings.host}:{settings.port}"
     with open_socket(settings) as listener:
         return listener.getsockname()[1], url_of(listener)
 
 
-def _check_room(ray: Any, fleet: Fleet) -> None:
+def _check_room(settings: Settings, available: Mapping[str, float]) -> None:
     """Raise if this machine has too few processors; Ray would wait for more."""
-    available = ray.cluster_resources()
-    for kind, way_out, each in (("CPU", "fewer --threads", fleet.cpus), ("GPU", "--device cpu", fleet.gpus)):
-        if (needed := fleet.replicas * each) > available.get(kind, 0):
+    each = resources(settings, available.get("GPU", 0) > 0)
+    for kind, way_out in (("CPU", "fewer --threads"), ("GPU", "--device cpu")):
+        if (needed := settings.replicas * each[f"num_{kind.lower()}s"]) > available.get(kind, 0):
             raise ReactClipError(
-                f"--replicas is {fleet.replicas}, which takes {needed} {kind}s, and this machine has "
+                f"--replicas is {settings.replicas}, which takes {needed} {kind}s, and this machine has "
                 f"{available.get(kind, 0):.0f}; use fewer, or {way_out}, or give the --address of a cluster"
             )
 

@@ -22,15 +22,15 @@ from react_clip.errors import ReactClipError
 from react_clip.preprocess import data_uri, to_image
 from react_clip.serve import pages, schemas
 from react_clip.serve.decoding import Decoder
-from react_clip.serve.engine import Answer, ClassList, Engine, Photo
+from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.labels import LabelCache
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.middleware import RequestGuard
-from react_clip.serve.settings import ApiKeys
+from react_clip.zeroshot import ZeroShotClassifier
 
-DemoAttack = Callable[[Tensor, ClassList, int, float], Tensor]
-"""``(pixels [1, 3, S, S], classes, index of the class to leave, eps in [0, 1]) -> attacked pixels``."""
+DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float], Tensor]
+"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1]) -> attacked pixels``."""
 
 _DRAWN = 127.0 / 255.0
 """Largest change in the picture of a perturbation, around grey."""
@@ -40,7 +40,7 @@ _TYPICAL_DRIFTS = (0.0, 2.0)
 
 
 class Service:
-    """What the handlers share: engine, settings, decoder threads, metrics and, with ``--demo``, an attack."""
+    """Shared by the handlers: engine, settings, decoder threads, metrics and, with ``--demo``, an attack."""
 
     def __init__(self, engine: Engine, attack: DemoAttack | None) -> None:
         self.engine, self.settings, self.attack = engine, engine.settings, attack
@@ -48,24 +48,17 @@ class Service:
         self.decoder = Decoder(self.settings, size=engine.encoder.image_size, secret=engine.secret)
         self.metrics = Metrics(lambda: engine.waiting)
         self.labels = LabelCache(engine)
+        self.accepts_labels = self.labels.source != "preset" and not self.settings.fixed_labels
         self.started = int(time.time())
         engine.on_batch = self.metrics.count_batch
 
-    @property
-    def accepts_labels(self) -> bool:
-        """Whether requests may bring labels."""
-        return self.labels.source != "preset" and not self.settings.fixed_labels
-
-    async def read(self, request: Request, model: type[schemas.Request]) -> schemas.Request:
-        """The validated body of a request for this service's model."""
-        body = await self.decoder.read(request, model)
+    async def inputs(self, body: schemas.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
+        """The classes that a request asks for, and its photos."""
         if body.model not in (None, "", self.model):
-            line = f"model is {quote(body.model)}; this service has {self.model!r}"
-            raise RequestError(422, line, field="model")
-        return body
+            raise RequestError(422, f"model is {quote(body.model)}; this service has {self.model!r}", field="model")
+        return await self._classes(body), await self.decoder.photos(body.images)
 
-    async def classes(self, body: schemas.ImageRequest) -> ClassList:
-        """Names and class features that a request asks for."""
+    async def _classes(self, body: schemas.ImageRequest) -> ZeroShotClassifier:
         if body.labels is None:
             return self.engine.preset
         if not self.accepts_labels:
@@ -81,15 +74,10 @@ class Service:
             line = str(error).partition("; use one of its names")[0] + "; choose other labels"
             raise RequestError(422, line, field="labels") from None
 
-    async def ask(self, photos: list[Photo], classes: ClassList, *, all_views: bool = False) -> list[Answer]:
-        """The engine's answers, in the order of the photos."""
+    async def ask(self, photos: list[Photo], classes: ZeroShotClassifier, *, all_views: bool = False) -> list[Answer]:
+        """The engine's answers, in the order of the photos; cancelling this cancels the images that still wait."""
         futures = self.engine.submit(photos, classes, all_views=all_views)
-        try:
-            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
-        finally:
-            # Images of a request that was given up are not computed.
-            for future in futures:
-                future.cancel()
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
     def diagnostics(self, answer: Answer) -> schemas.Diagnostics | None:
         """Diagnostics of an answer, where callers may see them."""
@@ -108,13 +96,13 @@ def _body(model: type[schemas.Request]) -> Any:
     """A dependency that reads a body; FastAPI's own body parameters take JSON or a form, but not both."""
 
     async def read(request: Request, service: ServiceDep) -> schemas.Request:
-        return await service.read(request, model)
+        return await service.decoder.read(request, model)
 
     return Depends(read)
 
 
-api = APIRouter(prefix="/v1", responses=pages.error_responses())
-demo = APIRouter(prefix="/v1/demo", responses=pages.error_responses())
+api = APIRouter(prefix="/v1", responses=pages.error_responses(*pages.BODY_ERRORS))
+demo = APIRouter(prefix="/v1/demo", responses=pages.error_responses(*pages.BODY_ERRORS))
 state = APIRouter(responses=pages.error_responses(401, 503))
 site = APIRouter(include_in_schema=False)
 
@@ -124,7 +112,7 @@ async def classify(
     service: ServiceDep, body: Annotated[schemas.ClassifyRequest, _body(schemas.ClassifyRequest)]
 ) -> schemas.ClassifyResponse:
     """Classify photos, defended."""
-    classes, photos = await service.classes(body), await service.decoder.photos(body.images)
+    classes, photos = await service.inputs(body)
     results = []
     for index, answer in enumerate(await service.ask(photos, classes)):
         best = schemas.top(classes.names, answer.probs, body.top_k)
@@ -138,7 +126,7 @@ async def embed(
     service: ServiceDep, body: Annotated[schemas.EmbedRequest, _body(schemas.EmbedRequest)]
 ) -> schemas.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
-    classes, photos = await service.classes(body), await service.decoder.photos(body.images)
+    classes, photos = await service.inputs(body)
     data = [
         schemas.Embedding(
             index=index,
@@ -157,13 +145,13 @@ async def attack(
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
     run_attack, engine, eps = service.attack, service.engine, body.eps / 255
     assert run_attack is not None, "the route exists only with an attack"
-    classes, [photo] = await service.classes(body), await service.decoder.photos(body.images)
+    classes, [photo] = await service.inputs(body)
     [clean] = await service.ask([photo], classes)
     target, attacked, scale = int(clean.plain_probs.argmax()), photo.pixels, 1.0
     if eps > 0:
         scale = _DRAWN / eps
         # Cancelled with the request, so the many that the page's slider leaves behind are not computed.
-        job = engine.run(partial(run_attack, photo.pixels[None], classes, target, eps))
+        job = engine.run(partial(run_attack, classes, photo.pixels[None], target, eps))
         attacked = (await asyncio.wrap_future(job))[0].cpu()
     key = noise.stream_keys(attacked[None], engine.secret)[0]
     [after] = await service.ask([Photo(attacked, key)], classes)
@@ -231,13 +219,13 @@ async def models(service: ServiceDep) -> schemas.ModelList:
 
 @state.get("/healthz")
 async def healthz() -> schemas.Status:
-    """Whether the process is alive."""
+    """200 while the process is alive."""
     return schemas.Status(status="alive")
 
 
 @state.get("/readyz")
 async def readyz(service: ServiceDep) -> schemas.Status:
-    """Whether the service takes requests: 503 while the queue has no room for a full request, or while stopping."""
+    """200 while the service takes requests; 503 while stopping or while the queue has no room for a full request."""
     if not service.engine.alive:
         raise busy("the model is not running", kind="stopping")
     if service.engine.free_slots < service.settings.max_images:
@@ -263,15 +251,18 @@ async def page() -> FileResponse:
     return FileResponse(pages.STATIC / "page.html", headers={"content-security-policy": pages.POLICY})
 
 
-def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: ApiKeys | None = None) -> FastAPI:
-    """The application around a started engine and its settings; ``attack`` adds ``/v1/demo/attack``."""
+def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: frozenset[bytes] = frozenset()) -> FastAPI:
+    """The application around a started engine.
+
+    ``attack`` adds ``/v1/demo/attack``; ``keys`` are the digests of API keys, without which everybody may call.
+    """
     service, settings = Service(engine, attack), engine.settings
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.decoder.close()
-        engine.stop(timeout=settings.grace)
+        engine.stop()
 
     app = FastAPI(
         title="react-clip",
@@ -284,7 +275,7 @@ def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: ApiKey
         generate_unique_id_function=lambda route: route.path_format.strip("/").replace("/", "_"),
     )
     app.state.service, app.state.stopping = service, lambda: False
-    app.add_middleware(RequestGuard, settings=settings, keys=keys or ApiKeys([]), metrics=service.metrics)
+    app.add_middleware(RequestGuard, settings=settings, keys=keys, metrics=service.metrics)
     app.add_exception_handler(HTTPException, answer_http_error)
     for router in (api, state, site, *([demo] if attack else [])):
         app.include_router(router)

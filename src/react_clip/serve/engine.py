@@ -2,7 +2,7 @@
 
 Images of different requests and of different label lists share a batch: one ``guard.correct`` runs the probes of all of
 them, and the images whose gate opened share the batches of the anchor. Other work with the model (class features of a
-new label list, the demo's attack) is a background task: a function that runs between two batches.
+new label list, the demo's attack) runs on the same thread, between two batches.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,47 +23,21 @@ from torch import Tensor
 from react_clip import functional
 from react_clip.defenses.react import ReACT
 from react_clip.encoders.base import Encoder
+from react_clip.serve.errors import busy, late
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
 
-_MAX_BACKGROUND = 32
-"""Background tasks that may wait."""
+_MAX_TASKS = 32
+"""Functions given to :meth:`Engine.run` that may wait."""
 
 _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
 
 _DIAGNOSTICS = ("drift_low", "drift_high", "drift", "instability", "score", "sigma", "gated", "passes")
 
-
-class OverloadedError(Exception):
-    """The queue is full, or the engine is stopping."""
-
-
-class ExpiredError(Exception):
-    """The image waited so long that its answer would have missed the deadline."""
-
-
-class EngineError(Exception):
-    """The model failed on a batch (out of memory, features that are not finite)."""
-
-
-@dataclass(frozen=True, eq=False)
-class ClassList:
-    """Names of classes and their unit features ``[K, D]`` on the encoder's device."""
-
-    names: tuple[str, ...]
-    features: Tensor
-
-    @classmethod
-    def of(cls, clf: ZeroShotClassifier) -> ClassList:
-        """Names and features of a classifier."""
-        return cls(clf.names, clf.class_features)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Logits ``[..., K]`` of unit features ``[..., D]``."""
-        return functional.logits(features, self.features.to(features.dtype))
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,70 +50,49 @@ class Photo:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Result for one image, on the CPU: features ``[D]`` and probabilities ``[K]``, defended and plain."""
+    """Result for one image, on the CPU."""
 
     feature: Tensor
-    plain: Tensor
+    """Defended unit feature ``[D]``."""
     probs: Tensor
+    """Defended probabilities ``[K]``."""
     plain_probs: Tensor
+    """Probabilities ``[K]`` of plain CLIP."""
     diagnostics: dict[str, Any]
     """The fields of ``Defended`` that are in ``_DIAGNOSTICS``; NaN for what was not measured."""
-
-
-@dataclass(frozen=True)
-class BatchStats:
-    """Counts of a finished batch, for the metrics."""
-
-    images: int
-    label_lists: int
-    gates_opened: int
-    passes: int
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class _QueuedImage:
     photo: Photo
-    classes: ClassList
+    classes: ZeroShotClassifier
     all_views: bool
     future: Future[Answer] = field(default_factory=Future)
     queued_at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True, eq=False)
-class _BackgroundTask:
-    function: Callable[[], Tensor]
-    future: Future[Tensor] = field(default_factory=Future)
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.function())
-        except Exception as error:
-            self.future.set_exception(error)
-
-
 class Engine:
     """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
 
-    ``preset`` are the classes of requests without labels; ``secret`` keys the noise.
+    ``preset`` has the classes of requests without labels; ``secret`` keys the noise. ``on_batch`` is called after each
+    batch with its answers, the number of its label lists, and the seconds it took.
     """
 
-    def __init__(self, encoder: Encoder, guard: ReACT, preset: ClassList, *, secret: bytes, settings: Settings) -> None:
+    def __init__(
+        self, encoder: Encoder, guard: ReACT, preset: ZeroShotClassifier, *, secret: bytes, settings: Settings
+    ) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         self.guard = guard.replace(lazy=False) if settings.constant_work else guard
-        self.on_batch: Callable[[BatchStats], None] = lambda stats: None
+        self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
+        self.alive = True
         self._deadline, self._seconds_per_image = math.inf, 0.0
         self._queue: deque[_QueuedImage] = deque()
-        self._background: deque[_BackgroundTask] = deque()
         self._changed = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="react-clip-engine", daemon=True)
+        self._task_slots = threading.Semaphore(_MAX_TASKS)
+        self._thread = ThreadPoolExecutor(1, "react-clip-engine")
 
     def start(self) -> None:
-        """Start the thread and answer two grey images: the first warms up, the second measures the speed."""
-        self._thread.start()
+        """Answer two grey images: the first warms up, the second measures the speed."""
         size = self.encoder.image_size
         grey = Photo(torch.full((3, size, size), 0.5), torch.zeros((), dtype=torch.long))
         for _ in range(2):
@@ -147,22 +100,10 @@ class Engine:
             self.submit([grey], self.preset)[0].result()
         self._deadline = self.settings.deadline
 
-    def stop(self, timeout: float | None = None) -> None:
-        """Answer the waiting images, fail the background tasks, and end the thread."""
-        with self._changed:
-            self._stopping = True
-            dropped, self._background = self._background, deque()
-            self._changed.notify()
-        for task in dropped:
-            if task.future.set_running_or_notify_cancel():
-                task.future.set_exception(OverloadedError())
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread accepts work."""
-        return self._thread.is_alive() and not self._stopping
+    def stop(self) -> None:
+        """Take no more work, finish what is waiting, and end the thread."""
+        self.alive = False
+        self._thread.shutdown()
 
     @property
     def waiting(self) -> int:
@@ -176,56 +117,65 @@ class Engine:
 
     # ------------------------------------------------------------------ requests, from any thread
 
-    def submit(self, photos: Sequence[Photo], classes: ClassList, *, all_views: bool = False) -> list[Future[Answer]]:
-        """Queue all of these images, or none and raise ``OverloadedError``; cancel a future to skip its image.
+    def submit(
+        self, photos: Sequence[Photo], classes: ZeroShotClassifier, *, all_views: bool = False
+    ) -> list[Future[Answer]]:
+        """Queue all of these images, or none and raise 503; cancel a future to skip its image.
 
         ``all_views`` draws every view of an opened gate's anchor, for callers who use the feature. Without it the
         defence may stop early when further views cannot change the label.
         """
         queued = [_QueuedImage(photo, classes, all_views) for photo in photos]
         with self._changed:
-            if self._stopping or len(queued) > self.free_slots:
-                raise OverloadedError
+            if not self.alive or len(queued) > self.free_slots:
+                raise busy("the queue is full; try again soon")
             self._queue.extend(queued)
             self._changed.notify()
+        for _ in queued:  # as many batches as there can be; those that find the queue empty do nothing
+            self._thread.submit(self._answer_batch)
         return [image.future for image in queued]
 
-    def run(self, function: Callable[[], Tensor]) -> Future[Tensor]:
-        """Run a function on the engine's thread, between two batches."""
-        task = _BackgroundTask(function)
-        with self._changed:
-            if self._stopping or len(self._background) >= _MAX_BACKGROUND:
-                raise OverloadedError
-            self._background.append(task)
-            self._changed.notify()
-        return task.future
+    def run(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the engine's thread, between two batches; raises 503 if too many are waiting."""
+        if not self.alive or not self._task_slots.acquire(blocking=False):
+            raise busy("the model has too much to do; try again soon")
+        future = self._thread.submit(function)
+        future.add_done_callback(lambda _: self._task_slots.release())
+        return future
 
     # ------------------------------------------------------------------ the engine's thread
 
-    def _loop(self) -> None:
-        while True:
-            images, task = self._next_work()
-            if not images and task is None:
-                return
-            wanted = [image for image in images if image.future.set_running_or_notify_cancel()]
-            if batch := self._drop_expired(wanted):
-                self._answer(batch)
-            if task is not None:
-                task.run()
+    def _answer_batch(self) -> None:
+        """Answer the next images of the queue."""
+        batch = self._drop_expired(self._next_images())
+        if not batch:
+            return
+        began = time.monotonic()
+        try:
+            answers = self._compute(batch)
+        except Exception as error:
+            show_trace = logger.isEnabledFor(logging.DEBUG)
+            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
+            for image in batch:
+                line = "the model could not answer this batch; try again"
+                image.future.set_exception(busy(line, kind="unavailable"))
+            return
+        seconds = time.monotonic() - began
+        measured = seconds / len(batch)
+        self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
+        # Before the futures: a caller that has its answer must find it counted in the metrics.
+        self.on_batch(answers, len({image.classes for image in batch}), seconds)
+        for image, answer in zip(batch, answers, strict=True):
+            image.future.set_result(answer)
 
-    def _next_work(self) -> tuple[list[_QueuedImage], _BackgroundTask | None]:
-        """Wait for a full batch, ``max_wait`` or a background task; empty only when the engine has stopped."""
+    def _next_images(self) -> list[_QueuedImage]:
+        """Take a batch from the queue, without cancelled images; waits up to ``max_wait`` until it is full."""
         with self._changed:
-            while not self._queue and not self._background and not self._stopping:
-                self._changed.wait()
-            until = time.monotonic() + self.settings.max_wait / 1000
-            while self._queue and len(self._queue) < self._batch_limit and not self._background and not self._stopping:
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
+            if self._queue:
+                full = self._batch_limit
+                self._changed.wait_for(lambda: len(self._queue) >= full, self.settings.max_wait / 1000)
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
-            return images, self._background.popleft() if self._background else None
+        return [image for image in images if image.future.set_running_or_notify_cancel()]
 
     @property
     def _batch_limit(self) -> int:
@@ -235,39 +185,11 @@ class Engine:
 
     def _drop_expired(self, images: list[_QueuedImage]) -> list[_QueuedImage]:
         """Fail images that have waited too long and return the rest; while stopping, return all of them."""
-        if self._stopping:
-            return images
-        oldest = time.monotonic() - _WAIT_SHARE * self._deadline
+        oldest = time.monotonic() - _WAIT_SHARE * self._deadline if self.alive else -math.inf
         for image in images:
             if image.queued_at < oldest:
-                image.future.set_exception(ExpiredError())
+                image.future.set_exception(late(self.settings.deadline))
         return [image for image in images if image.queued_at >= oldest]
-
-    def _answer(self, batch: list[_QueuedImage]) -> None:
-        began = time.monotonic()
-        try:
-            answers = self._compute(batch)
-        except Exception as error:
-            show_trace = logger.isEnabledFor(logging.DEBUG)
-            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
-            for image in batch:
-                image.future.set_exception(EngineError(type(error).__name__))
-            return
-        seconds = time.monotonic() - began
-        measured = seconds / len(batch)
-        self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
-        # Before the futures: a caller that has its answer must find it counted in the metrics.
-        self.on_batch(
-            BatchStats(
-                images=len(batch),
-                label_lists=len({id(image.classes) for image in batch}),
-                gates_opened=sum(answer.diagnostics["gated"] for answer in answers),
-                passes=sum(answer.diagnostics["passes"] for answer in answers),
-                seconds=seconds,
-            )
-        )
-        for image, answer in zip(batch, answers, strict=True):
-            image.future.set_result(answer)
 
     @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
@@ -277,24 +199,22 @@ class Engine:
         lists = _BatchClasses(batch, device)
         out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, lists.logits)
         if not bool(torch.isfinite(out.features).all()):
-            raise EngineError("features are not finite")
-        probs, plain_probs = lists.probs(out.features), lists.probs(out.plain)
-        features, plain = out.features.cpu(), out.plain.cpu()
+            raise ArithmeticError("features are not finite")
         measured = zip(*(getattr(out, name).tolist() for name in _DIAGNOSTICS), strict=True)
         diagnostics = [dict(zip(_DIAGNOSTICS, values, strict=True)) for values in measured]
-        return [Answer(*values) for values in zip(features, plain, probs, plain_probs, diagnostics, strict=True)]
+        columns = (out.features.cpu(), lists.probs(out.features), lists.probs(out.plain), diagnostics)
+        return [Answer(*values) for values in zip(*columns, strict=True)]
 
 
 class _BatchClasses:
     """The label lists of one batch: computes for each image with its own list."""
 
     def __init__(self, batch: list[_QueuedImage], device: torch.device) -> None:
-        self.lists = list({id(image.classes): image.classes for image in batch}.values())
-        index = {id(classes): i for i, classes in enumerate(self.lists)}
-        self._list_of = torch.tensor([index[id(image.classes)] for image in batch], device=device)
+        self.lists = list(dict.fromkeys(image.classes for image in batch))
+        self._list_of = torch.tensor([self.lists.index(image.classes) for image in batch], device=device)
         self._all_views = torch.tensor([image.all_views for image in batch], device=device)
 
-    def _groups(self, rows: Tensor) -> list[tuple[ClassList, Tensor]]:
+    def _groups(self, rows: Tensor) -> list[tuple[ZeroShotClassifier, Tensor]]:
         """Each label list with the positions in ``rows`` of its images."""
         groups = [(classes, (self._list_of[rows] == i).nonzero().flatten()) for i, classes in enumerate(self.lists)]
         return [(classes, positions) for classes, positions in groups if len(positions)]

@@ -7,17 +7,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 KINDS = {
-    400: "malformed_body",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    413: "too_large",
-    415: "unsupported_media_type",
-    422: "invalid_request",
-    503: "overloaded",
+    400: ("malformed_body", "The body cannot be parsed."),
+    401: ("unauthorized", "The API key is missing or unknown."),
+    403: ("forbidden", "Metrics need an API key or --open-metrics."),
+    404: ("not_found", "There is nothing at this path."),
+    405: ("method_not_allowed", "The path has another method."),
+    408: ("timeout", "The body came too slowly."),
+    413: ("too_large", "The body is too large."),
+    415: ("unsupported_media_type", "The media type of the body, or the format of an image, is not supported."),
+    422: ("invalid_request", "A field or an image is not acceptable."),
+    503: ("overloaded", "Too busy, or stopping; Retry-After says when to try again."),
 }
+"""Type and description of the errors of each status."""
+
+
+def kind_of(status: int) -> str:
+    """Type of the errors of a status."""
+    return KINDS[status][0] if status in KINDS else "error"
 
 
 class RequestError(Exception):
@@ -33,9 +39,9 @@ class RequestError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.field, self.headers = status, field, headers
+        self.status, self.field, self.headers = status, field, headers or {}
         self.message = " ".join(message.split())
-        self.kind = kind or KINDS.get(status, "error")
+        self.kind = kind or kind_of(status)
 
     def response(self) -> JSONResponse:
         """``{"error": {"message", "type", "field"}}`` with this status."""
@@ -46,6 +52,12 @@ class RequestError(Exception):
 def busy(message: str, *, kind: str = "overloaded") -> RequestError:
     """503 with ``Retry-After``."""
     return RequestError(503, message, kind=kind, headers={"retry-after": "1"})
+
+
+def late(deadline: float) -> RequestError:
+    """503 for an answer that was not ready within ``deadline`` seconds."""
+    line = f"the answer was not ready within {deadline:g} s; try again, or send fewer images"
+    return busy(line, kind="deadline")
 
 
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:

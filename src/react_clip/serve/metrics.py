@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from react_clip.serve.engine import BatchStats
+from react_clip.serve.engine import Answer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -18,43 +19,30 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, waiting: Callable[[], int]) -> None:
-        self._registry = to = CollectorRegistry()
+        self._registry = CollectorRegistry()
+        options: Any = {"namespace": "react_clip", "registry": self._registry}
+        self.requests = Counter("requests", "Answered requests.", ["method", "route", "status"], **options)
+        self.latency = Histogram(
+            "request_seconds", "From a request's head to its answer.", ["route"], buckets=_SECONDS, **options
+        )
+        self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
+        self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **options)
+        self._images = Counter("images", "Images answered.", **options)
+        self._opened = Counter("gate_opened", "Images whose gate opened.", **options)
+        self._passes = Counter("encoder_passes", "Encoder passes spent on images.", **options)
+        self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
+        self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)
+        self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
+        Gauge("queue_images", "Images that wait.", **options).set_function(waiting)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"react_clip_{name}", text, labels, registry=to)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"react_clip_{name}", text, labels, buckets=buckets, registry=to)
-
-        self._requests = counter("requests", "Answered requests.", "method", "route", "status")
-        self._latency = histogram("request_seconds", "From a request's head to its answer.", _SECONDS, "route")
-        self._rejected = counter("rejected", "Refused requests, by reason.", "reason")
-        self._images = counter("images", "Images answered.")
-        self._opened = counter("gate_opened", "Images whose gate opened.")
-        self._passes = counter("encoder_passes", "Encoder passes spent on images.")
-        self._batch_images = histogram("batch_images", "Images in a batch.", _IMAGES)
-        self._batch_lists = histogram("batch_label_lists", "Label lists in a batch.", _IMAGES)
-        self._batch_seconds = histogram("batch_seconds", "Time of one batch.", _SECONDS)
-        Gauge("react_clip_queue_images", "Images that wait.", registry=to).set_function(waiting)
-        self.in_flight = Gauge("react_clip_requests_in_flight", "Requests being handled.", registry=to)
-
-    def count_batch(self, stats: BatchStats) -> None:
+    def count_batch(self, answers: list[Answer], label_lists: int, seconds: float) -> None:
         """Count a finished batch."""
-        self._images.inc(stats.images)
-        self._opened.inc(stats.gates_opened)
-        self._passes.inc(stats.passes)
-        self._batch_images.observe(stats.images)
-        self._batch_lists.observe(stats.label_lists)
-        self._batch_seconds.observe(stats.seconds)
-
-    def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an answered request."""
-        self._requests.labels(method, route, str(status)).inc()
-        self._latency.labels(route).observe(seconds)
-
-    def count_rejected(self, reason: str) -> None:
-        """Count a refused request."""
-        self._rejected.labels(reason).inc()
+        self._images.inc(len(answers))
+        self._opened.inc(sum(answer.diagnostics["gated"] for answer in answers))
+        self._passes.inc(sum(answer.diagnostics["passes"] for answer in answers))
+        self._batch_images.observe(len(answers))
+        self._batch_lists.observe(label_lists)
+        self._batch_seconds.observe(seconds)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

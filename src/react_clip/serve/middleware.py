@@ -14,10 +14,9 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from react_clip.serve.engine import EngineError, ExpiredError, OverloadedError
-from react_clip.serve.errors import KINDS, RequestError, busy
+from react_clip.serve.errors import RequestError, busy, kind_of, late
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.settings import ApiKeys, Settings
+from react_clip.serve.settings import Settings, digest
 
 logger = logging.getLogger("react_clip.serve")
 
@@ -38,7 +37,7 @@ _METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 class RequestGuard:
     """ASGI middleware that checks a request before and while it is handled, and turns every error into an answer."""
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, keys: ApiKeys, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, keys: frozenset[bytes], metrics: Metrics) -> None:
         self._app, self.settings, self._keys, self._metrics = app, settings, keys, metrics
         self._buffered = 0
 
@@ -56,17 +55,17 @@ class RequestGuard:
         finally:
             exchange.close()
         if exchange.disconnected and not exchange.status:
-            self._metrics.count_rejected("disconnected")
+            self._metrics.rejected.labels("disconnected").inc()
             return
         seconds, status, route, method = time.perf_counter() - began, exchange.status, _route(scope), _method(scope)
-        self._metrics.count_request(method, route, status, seconds)
+        self._metrics.requests.labels(method, route, str(status)).inc()
+        self._metrics.latency.labels(route).observe(seconds)
         if status >= 400:
-            self._metrics.count_rejected(reason or KINDS.get(status, "error"))
+            self._metrics.rejected.labels(reason or kind_of(status)).inc()
         logger.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)
 
     async def _handle(self, scope: Scope, exchange: _Exchange) -> str | None:
         """Run the application, answer its errors, and return the kind of error."""
-        late = f"the answer was not ready within {self.settings.deadline:g} s; try again, or send fewer images"
         try:
             self._check(scope)
             async with exchange.clock:
@@ -75,13 +74,7 @@ class RequestGuard:
         except RequestError as refusal:
             error = refusal
         except TimeoutError:
-            error = busy(late, kind="deadline") if exchange.body_ended else exchange.slow_body()
-        except ExpiredError:
-            error = busy(late, kind="deadline")
-        except OverloadedError:
-            error = busy("the queue is full; try again soon")
-        except EngineError:
-            error = busy("the model could not answer this batch; try again", kind="unavailable")
+            error = late(self.settings.deadline) if exchange.body_ended else exchange.slow_body()
         except Exception as failure:
             if not exchange.disconnected:
                 logger.error("%s failed: %s", _route(scope), type(failure).__name__, exc_info=True)
@@ -94,12 +87,9 @@ class RequestGuard:
         """Refuse a request by its head: service stopping, body too long, API key missing or unknown."""
         path, headers = scope["path"], Headers(scope=scope)
         if scope["app"].state.stopping() and path != "/healthz":
-            raise RequestError(
-                503,
-                "the service is stopping; ask another instance",
-                kind="stopping",
-                headers={"retry-after": "1", "connection": "close"},
-            )
+            refusal = busy("the service is stopping; ask another instance", kind="stopping")
+            refusal.headers["connection"] = "close"
+            raise refusal
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self.settings.max_body:
             raise self.too_long(int(declared))
@@ -112,7 +102,7 @@ class RequestGuard:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not self._keys.accept(key):
+        if digest(key.encode("utf-8", "surrogatepass")) not in self._keys:
             line = "the API key is unknown" if key else "an API key is missing"
             raise RequestError(
                 401,

@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from react_clip.serve.errors import KINDS
 from react_clip.serve.schemas import ErrorBody, ImageRequest
 
 STATIC = Path(__file__).with_name("static")
@@ -21,20 +22,13 @@ POLICY = (
 )
 """Content-Security-Policy of the pages: scripts and styles of this server only, and none inside the HTML."""
 
-_ERRORS = {
-    400: "The body cannot be parsed.",
-    401: "The API key is missing or unknown.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    415: "The media type of the body, or the format of an image, is not supported.",
-    422: "A field or an image is not acceptable.",
-    503: "Too busy, or stopping; Retry-After says when to try again.",
-}
+BODY_ERRORS = (400, 401, 408, 413, 415, 422, 503)
+"""Statuses of routes that take a body."""
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of error answers; of all of them without ``statuses``."""
-    return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses or _ERRORS}
+    """OpenAPI descriptions of error answers."""
+    return {status: {"model": ErrorBody, "description": KINDS[status][1]} for status in statuses}
 
 
 def request_body(model: type[ImageRequest], **example: Any) -> dict[str, Any]:

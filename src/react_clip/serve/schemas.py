@@ -47,11 +47,6 @@ def _wrong(text: str, **context: Any) -> PydanticCustomError:
 # ---------------------------------------------------------------------- requests
 
 
-def _limits(info: ValidationInfo) -> Settings:
-    assert isinstance(info.context, Settings)
-    return info.context
-
-
 def _image_bytes(image: Any) -> bytes:
     """Bytes of an image that was sent as a file, as base64 or as a data URI. URLs are never fetched."""
     if isinstance(image, bytes):
@@ -75,14 +70,14 @@ def _image_bytes(image: Any) -> bytes:
     return data
 
 
-def _check_count(images: list[bytes], info: ValidationInfo) -> list[bytes]:
-    if len(images) > (limit := _limits(info).max_images):
+def _check_count(images: list[bytes], info: ValidationInfo[Settings]) -> list[bytes]:
+    if len(images) > (limit := info.context.max_images):
         raise _wrong(f"has {len(images)} entries; the limit is {limit}; send several requests")
     return images
 
 
-def _check_length(text: str, info: ValidationInfo) -> str:
-    if len(text) > (limit := _limits(info).max_label_length):
+def _check_length(text: str, info: ValidationInfo[Settings]) -> str:
+    if len(text) > (limit := info.context.max_label_length):
         raise _wrong(f"has {len(text)} characters; the limit is {limit}; shorten it")
     return text
 
@@ -137,11 +132,11 @@ class ImageRequest(Schema):
     """If given, it must be the served model's name."""
 
     @model_validator(mode="after")
-    def _check_prompts(self, info: ValidationInfo) -> ImageRequest:
+    def _check_prompts(self, info: ValidationInfo[Settings]) -> ImageRequest:
         if self.labels is None and self.templates is not None:
             raise _wrong("templates are given without labels; give both or neither", field="templates")
         prompts = len(self.labels or []) * len(self.templates or [""])
-        if prompts > (limit := _limits(info).max_labels):
+        if prompts > (limit := info.context.max_labels):
             raise _wrong(
                 f"labels times templates makes {prompts} prompts; the limit is {limit}; send fewer", field="labels"
             )
@@ -165,15 +160,13 @@ class EmbedRequest(ImageRequest):
     """Numbers, or the base64 of little-endian 32-bit floats."""
 
 
-class AttackRequest(ImageRequest):
+class AttackRequest(ClassifyRequest):
     """One photo to attack."""
 
     images: Annotated[Images, Field(max_length=1)]
     """One photo."""
     eps: float = Field(4.0, ge=0, le=MAX_EPS, allow_inf_nan=False)
     """Largest change of a pixel, in 255ths."""
-    top_k: int = Field(5, ge=1, le=100_000)
-    """Answers, best first."""
 
 
 Request = TypeVar("Request", bound=ImageRequest)
@@ -233,7 +226,7 @@ def encode_feature(feature: Tensor, encoding: Literal["float", "base64"]) -> lis
 
 
 class Diagnostics(Schema):
-    """What the defence measured and did; null where it was not measured."""
+    """Measurements of the defence for one photo; null where a value was not measured."""
 
     r: float | None
     """Relative drift between the two probe noises."""
@@ -246,7 +239,7 @@ class Diagnostics(Schema):
     drift_low: float | None
     drift_high: float | None
     gated: bool
-    """Whether the correction was applied."""
+    """True if the photo was corrected."""
     passes: int
     """Encoder passes spent."""
 
@@ -324,7 +317,7 @@ class AttackResponse(Schema):
     perturbation: str
     """The change as PNG data URI, grey where nothing changed."""
     amplification: float
-    """How many times the change was enlarged for that picture."""
+    """Factor by which the change is enlarged in that picture."""
 
 
 class Labels(Schema):
@@ -333,11 +326,11 @@ class Labels(Schema):
     preset: list[str]
     """The names for requests without labels."""
     free: bool
-    """Whether requests may send names."""
+    """True if requests may send names."""
     source: Literal["text", "bank", "preset"]
     """Text tower, label bank (its names only), or neither."""
     templates: bool
-    """Whether requests may send prompt templates."""
+    """True if requests may send prompt templates."""
 
 
 class Limits(Schema):
@@ -405,7 +398,7 @@ class Info(Schema):
     """Media types of images."""
     limits: Limits
     diagnostics: bool
-    """Whether answers carry diagnostics."""
+    """True if answers carry diagnostics."""
     demo: DemoRange | None
     """Null where /v1/demo/attack is not offered."""
     defence: Defence

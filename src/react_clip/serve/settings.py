@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -153,6 +152,10 @@ class Settings(BaseSettings):
                 f"--queue is {self.queue} but --max-images {self.max_images}; a queue shorter than one request could "
                 "never take it, so make --queue at least as large"
             )
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ReactClipError(
+                f"--max-replicas is {self.max_replicas} but --replicas {self.replicas}; it must be >= that"
+            )
         if self.engine == "local":
             for name in ("address", "replicas", "max_replicas"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
@@ -161,7 +164,7 @@ class Settings(BaseSettings):
 
     @property
     def sends_diagnostics(self) -> bool:
-        """Whether answers carry r, J, score, sigma, gate and passes."""
+        """True if answers carry r, J, score, sigma, gate and passes."""
         return self.diagnostics or self.demo
 
 
@@ -198,64 +201,40 @@ SHORTEST = 16
 
 def read_secret(settings: Settings) -> bytes | None:
     """The secret that keys the noise, from its file or the environment; None where neither is given."""
-    if settings.secret_file is not None:
-        secret, source = _read_bytes(settings.secret_file).strip(), str(settings.secret_file)
-    elif settings.secret is not None:
-        secret, source = settings.secret.get_secret_value().strip().encode(), f"${variable('secret')}"
-    else:
+    content, source = _read(settings.secret_file, settings.secret, "secret")
+    if settings.secret_file is None and settings.secret is None:
         return None
-    if len(secret) < SHORTEST:
-        raise ReactClipError(
-            f"the secret of {source} has {len(secret)} bytes; it needs at least {SHORTEST}, such as those of "
-            "`openssl rand -hex 32`"
-        )
-    return secret
+    return _check_length(content.strip(), f"the secret of {source}")
 
 
-def read_keys(settings: Settings) -> ApiKeys:
-    """API keys: one a line of a file (lines that start with # are comments), or comma-separated in the environment."""
-    if settings.api_key_file is not None:
-        text, source = _read_bytes(settings.api_key_file).decode("utf-8", "replace"), str(settings.api_key_file)
-    else:
-        given = settings.api_keys.get_secret_value() if settings.api_keys else ""
-        text, source = given.replace(",", "\n"), f"${variable('api_keys')}"
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+def read_keys(settings: Settings) -> frozenset[bytes]:
+    """Digests of the API keys: one a line of a file (# starts a comment), or comma-separated in the environment."""
+    content, source = _read(settings.api_key_file, settings.api_keys, "api_keys")
+    lines = content.splitlines() if settings.api_key_file else content.split(b",")
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(b"#")]
     if settings.api_key_file is not None and not keys:
         raise ReactClipError(f"{source} holds no API key; write one a line, or leave --api-key-file out")
-    if short := [key for key in keys if len(key) < SHORTEST]:
-        raise ReactClipError(
-            f"an API key of {source} has {len(short[0])} characters; keys need at least {SHORTEST}, such as those of "
-            "`openssl rand -hex 32`"
-        )
-    return ApiKeys(keys)
+    return frozenset(digest(_check_length(key, f"an API key of {source}")) for key in keys)
 
 
-def _read_bytes(path: Path) -> bytes:
+def digest(key: bytes) -> bytes:
+    """SHA-256 of an API key: comparing digests takes a time that says nothing about the keys."""
+    return hashlib.sha256(key).digest()
+
+
+def _read(file: Path | None, value: SecretStr | None, name: str) -> tuple[bytes, str]:
+    """Content of the file, else of the environment variable; and its source, for messages."""
+    if file is None:
+        return (value.get_secret_value() if value else "").encode(), f"${variable(name)}"
     try:
-        return path.read_bytes()
+        return file.read_bytes(), str(file)
     except OSError as error:
-        raise ReactClipError(f"{path} cannot be read: {error.strerror}; check the path") from None
+        raise ReactClipError(f"{file} cannot be read: {error.strerror}; check the path") from None
 
 
-class ApiKeys:
-    """API keys, stored as SHA-256 digests.
-
-    >>> keys = ApiKeys(["a-key-of-16-chars"])
-    >>> keys.accept("a-key-of-16-chars"), keys.accept("another"), bool(keys), bool(ApiKeys([]))
-    (True, False, True, False)
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-
-    def accept(self, key: str) -> bool:
-        """Whether this is one of the keys; compares with all of them, so that time does not depend on the key."""
-        digest = _digest(key)
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+def _check_length(secret: bytes, what: str) -> bytes:
+    if len(secret) < SHORTEST:
+        raise ReactClipError(
+            f"{what} has {len(secret)} bytes; it needs at least {SHORTEST}, such as those of `openssl rand -hex 32`"
+        )
+    return secret
