@@ -13,15 +13,7 @@ from torch import Tensor
 
 from react_clip import linf, noise
 from react_clip.attacks.losses import LOSSES
-from react_clip.attacks.problem import (
-    Candidates,
-    Problem,
-    Progress,
-    Steps,
-    budgets,
-    check_images,
-    check_labels,
-)
+from react_clip.attacks.problem import Candidates, Problem, Progress, Steps, budgets, check_images, check_labels
 from react_clip.attacks.targets import Model, Passes, Target, judge, total, with_own_noise
 from react_clip.config import PixelLength, Registered, Registry
 from react_clip.defenses.base import DefendedModule, Defense, derived_seed
@@ -165,7 +157,7 @@ class Attack(Registered, ABC):
             steps=Steps(self.total_steps, progress),
         )
         best, parts = self.run(problem)
-        problem.steps.finish()
+        problem.steps.tick(max(0, problem.steps.total - problem.steps.done))
         forward, backward = problem.spent
         return AttackResult(best.images, best.wrong > 0.5, best.loss.float(), forward, backward, best.wrong, parts)
 

@@ -26,19 +26,11 @@ class Steps:
     progress: Progress | None = None
     done: int = 0
 
-    def tick(self) -> None:
-        """Count one step."""
-        self._report(self.done + 1)
-
-    def finish(self) -> None:
-        """Count the steps that were planned but not needed."""
-        if self.done < self.total:
-            self._report(self.total)
-
-    def _report(self, done: int) -> None:
-        self.done = done
-        if self.progress is not None:
-            self.progress(done, self.total)
+    def tick(self, count: int = 1) -> None:
+        """Count a step, or several; none is reported if there are none."""
+        self.done += count
+        if self.progress is not None and count:
+            self.progress(self.done, self.total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +76,6 @@ class Problem:
     def on(self, target: Target, seed: noise.Seed) -> Problem:
         """The same images with another target and the random streams of another seed."""
         return replace(self, target=target, keys=noise.stream_keys(self.x, seed))
-
-    def uniform(self, count: int) -> Tensor:
-        """``[n, count]`` numbers uniform in [0, 1), from each image's own stream."""
-        return noise.uniform(self.keys, count)
 
     def random_start(self) -> Tensor:
         """Images drawn uniformly from the balls."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from react_clip import noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Candidates, Problem, relay
 from react_clip.config import Count
@@ -56,14 +57,14 @@ class Square(Attack):
 
 def _stripes(problem: Problem) -> Tensor:
     batch, channels, _, width = problem.x.shape
-    signs = _signs(problem.uniform(channels * width)).reshape(batch, channels, 1, width)
+    signs = _signs(noise.uniform(problem.keys, channels * width)).reshape(batch, channels, 1, width)
     return problem.ball.step(problem.x, signs, problem.ball.eps)
 
 
 def _repaint(problem: Problem, images: Tensor, side: int) -> Tensor:
     """The images with one square repainted, at a random position with random signs."""
     batch, channels, height, width = images.shape
-    draws = problem.uniform(2 + channels)
+    draws = noise.uniform(problem.keys, 2 + channels)
     inside_rows = _interval(draws[:, 0], side, height)[:, None, :, None]
     inside_columns = _interval(draws[:, 1], side, width)[:, None, None, :]
     signs = _signs(draws[:, 2:]).reshape(batch, channels, 1, 1)

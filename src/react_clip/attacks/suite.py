@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from react_clip.attacks import targets
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import JUDGE_DRAWS, Attack, DefendedAttack
 from react_clip.attacks.pgd import PGD
-from react_clip.attacks.problem import Attempt, Candidates, Problem, relay
+from react_clip.attacks.problem import Candidates, Problem, relay
 from react_clip.attacks.square import Square
-from react_clip.attacks.targets import (
-    Passes,
-    Target,
-    gradient_passes,
-    judge,
-    mean_answer,
-    total,
-    with_own_noise,
-    with_views,
-)
+from react_clip.attacks.targets import Passes, Target
 from react_clip.attacks.whitebox import BPDA, Both, Evade, Feature, Through
 from react_clip.config import Count
 from react_clip.defenses.base import DefendedModule, Defense, derived_seed
@@ -43,16 +36,16 @@ class Queries(DefendedAttack):
 
     def search_cost(self, defense: Defense) -> Passes:
         """The answers on the clean images and to the queries."""
-        return total((defense.cost(), (self.queries + 1) * self.eot))
+        return targets.total((defense.cost(), (self.queries + 1) * self.eot))
 
     def search(self, problem: Problem) -> Tensor:
         """Adversarial images ``[B, C, H, W]`` of Square."""
-        noisy = with_own_noise(problem.defended, self.kind)
+        noisy = targets.with_own_noise(problem.defended, self.kind)
 
         def answer(images: Tensor) -> Tensor:
-            return mean_answer(noisy, images, self.eot)
+            return targets.mean_answer(noisy, images, self.eot)
 
-        target = Target(answer, answer, total((noisy.defense.cost(), self.eot)))
+        target = Target(answer, answer, targets.total((noisy.defense.cost(), self.eot)))
         return Square(queries=self.queries).search(problem.on(target, noisy.seed))
 
 
@@ -79,8 +72,8 @@ class Rand(DefendedAttack):
 
     def search_cost(self, defense: Defense) -> Passes:
         """For each member a gradient at the start and after every step, the clean answer, and the comparison."""
-        gradient = gradient_passes(with_views(defense, self.views), self.checkpoint)
-        return total((gradient, 2 * self.eot * (self.steps + 1)), (defense.cost(), 4 * self.eot))
+        gradient = targets.gradient_passes(targets.with_views(defense, self.views), self.checkpoint)
+        return targets.total((gradient, 2 * self.eot * (self.steps + 1)), (defense.cost(), 4 * self.eot))
 
     def search(self, problem: Problem) -> Tensor:
         """The better image of the two members."""
@@ -90,19 +83,22 @@ class Rand(DefendedAttack):
             target, seed = self._target(problem.defended, label)
             images = member.search(problem.on(target, seed))
             problem.spend(target.answer_passes)
-            judging = with_own_noise(problem.defended, f"{label} chosen")
-            best = best.or_better(Candidates(images, *judge(judging, images, problem.y, self.eot)))
+            judging = targets.with_own_noise(problem.defended, f"{label} chosen")
+            best = best.or_better(Candidates(images, *targets.judge(judging, images, problem.y, self.eot)))
         return best.images
 
     def _target(self, defended: DefendedModule, label: str) -> tuple[Target, Seed]:
         """Single draws where a gradient is taken, which APGD averages; the mean of several where only an answer is."""
-        copy, answers = with_views(defended.defense, self.views), with_own_noise(defended, f"{label} answers")
-        model = with_own_noise(defended, label, copy, differentiable=True, checkpoint=self.checkpoint)
+        copy, answers = (
+            targets.with_views(defended.defense, self.views),
+            targets.with_own_noise(defended, f"{label} answers"),
+        )
+        model = targets.with_own_noise(defended, label, copy, differentiable=True, checkpoint=self.checkpoint)
         target = Target(
-            lambda images: mean_answer(answers, images, self.eot),
+            lambda images: targets.mean_answer(answers, images, self.eot),
             model,
-            total((defended.defense.cost(), self.eot)),
-            gradient_passes(copy, self.checkpoint),
+            targets.total((defended.defense.cost(), self.eot)),
+            targets.gradient_passes(copy, self.checkpoint),
         )
         return target, model.seed
 
@@ -188,7 +184,7 @@ class Suite(DefendedAttack):
     def search_cost(self, defense: Defense) -> Passes:
         """The members' costs less one judging, which :meth:`cost` adds."""
         costs = [(member.cost(defense), 1) for member in self.members_for(defense)]
-        return total(*costs, (defense.cost(), -JUDGE_DRAWS))
+        return targets.total(*costs, (defense.cost(), -JUDGE_DRAWS))
 
     def search(self, problem: Problem) -> Tensor:
         """The worst images over the members."""
@@ -199,15 +195,12 @@ class Suite(DefendedAttack):
         members = self.members_for(problem.defended.defense)
         parts = {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in members}
 
-        def attempt_of(member: Attack) -> Attempt:
-            def attempt(part: Problem, rows: Tensor) -> Candidates:
-                judged, _ = member.run(part)
-                parts[member.name][rows] = judged.wrong
-                return judged
+        def attempt(member: Attack, part: Problem, rows: Tensor) -> Candidates:
+            judged, _ = member.run(part)
+            parts[member.name][rows] = judged.wrong
+            return judged
 
-            return attempt
-
-        attempts = [attempt_of(member) for member in members]
+        attempts = [partial(attempt, member) for member in members]
         return relay(problem, Candidates.none(problem.x), attempts, spare_broken=self.in_turn), parts
 
     def to_dict(self) -> dict[str, Any]:

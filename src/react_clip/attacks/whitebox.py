@@ -14,19 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import linf
+from react_clip.attacks import targets
 from react_clip.attacks.base import DefendedAttack
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient
-from react_clip.attacks.targets import (
-    Answer,
-    Draw,
-    Passes,
-    draw_passes,
-    gradient_passes,
-    take_draw,
-    total,
-    with_own_noise,
-    with_views,
-)
+from react_clip.attacks.targets import Answer, Draw, Passes
 from react_clip.config import Count, NonNegative, Positive, PositiveLength
 from react_clip.defenses.base import DefendedModule, Defense
 from react_clip.defenses.react import ReACT
@@ -44,13 +35,15 @@ class GradientAttack(DefendedAttack):
     decides its result.
     """
 
+    name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma")
+    """Fields that are part of the name unless they have their default values."""
     steps: Count = 20
     step_size: PositiveLength | Literal["eps/4"] = "eps/4"
     loss: Literal["ce", "margin", "dlr"] = "ce"
     eot: Count = 4
     """Draws per gradient."""
     sigma: Literal["differentiated", "detached"] = "differentiated"
-    """Whether the gradient includes that the anchor's noise scale depends on the pixels."""
+    """The anchor's noise scale depends on the pixels; ``detached`` leaves that out of the gradient."""
     checkpoint: bool = True
     """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
     views: Count | None = None
@@ -59,7 +52,7 @@ class GradientAttack(DefendedAttack):
     @property
     def name(self) -> str:
         """The kind with the number of steps and what differs from the default, such as ``adaptive-both-20-margin``."""
-        options = (self.loss, self.sigma, *self.name_options())
+        options = [getattr(self, option) for option in self.name_options]
         return "-".join([self.kind, str(self.steps), *(o for o in options if o not in _DEFAULT_OPTIONS)])
 
     @property
@@ -70,10 +63,6 @@ class GradientAttack(DefendedAttack):
     @abstractmethod
     def objective(self, draw: Draw) -> Tensor:
         """What is maximised, one value per image."""
-
-    def name_options(self) -> tuple[str, ...]:
-        """Options of a subclass that belong into the name unless they are defaults."""
-        return ()
 
     def variants(self) -> Sequence[Self]:
         """Attacks with one search each, whose best candidates are returned."""
@@ -93,19 +82,19 @@ class GradientAttack(DefendedAttack):
 
     def search_cost(self, defense: Defense) -> Passes:
         """Gradients at every iterate but the last, one evaluation of the last, and the clean features."""
-        copy, draws = with_views(defense, self.views), len(self.variants()) * self.eot
-        gradients = (gradient_passes(copy, self.checkpoint), draws * self.steps)
-        return total(gradients, (draw_passes(copy), draws), ((1, 0), 1))
+        copy, draws = targets.with_views(defense, self.views), len(self.variants()) * self.eot
+        gradients = (targets.gradient_passes(copy, self.checkpoint), draws * self.steps)
+        return targets.total(gradients, (targets.draw_passes(copy), draws), ((1, 0), 1))
 
     def search(self, problem: Problem) -> Tensor:
         """The best images over all variants."""
         defended, best = problem.defended, Candidates.none(problem.x)
         problem.spend(self.search_cost(defended.defense))
         clean_features = defended.clf.encoder(problem.x)
-        copy = with_views(defended.defense, self.views)
+        copy = targets.with_views(defended.defense, self.views)
         options = {"checkpoint": self.checkpoint, "detach_sigma": self.sigma == "detached"}
         for number, variant in enumerate(self.variants()):
-            noisy = with_own_noise(defended, f"{self.kind} {number}", copy, **options)
+            noisy = targets.with_own_noise(defended, f"{self.kind} {number}", copy, **options)
             best = best.or_better(variant._climb(problem.on(problem.target, noisy.seed), noisy, clean_features))
         return best.images
 
@@ -119,7 +108,7 @@ class GradientAttack(DefendedAttack):
             for _ in range(self.eot):
                 with torch.set_grad_enabled(gradient):
                     pixels = images.detach().requires_grad_(gradient)
-                    draw = take_draw(defended, pixels, problem.y, clean_features)
+                    draw = targets.take_draw(defended, pixels, problem.y, clean_features)
                     if gradient:
                         slope += checked_gradient(linf.slope(self.objective(draw), pixels), "adaptive-square")
                 wrong, loss = wrong + self.is_wrong(draw), loss + self.defended_loss(draw).detach().float()
@@ -168,11 +157,8 @@ class Both(GradientAttack):
     """
 
     kind: ClassVar[str] = "adaptive-both"
+    name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma", "combine")
     combine: Literal["mean", "max", "min"] = "mean"
-
-    def name_options(self) -> tuple[str, ...]:
-        """How the two losses are combined."""
-        return (self.combine,)
 
     def objective(self, draw: Draw) -> Tensor:
         """Both losses combined."""
@@ -193,6 +179,7 @@ class Evade(GradientAttack):
     """
 
     kind: ClassVar[str] = "adaptive-evade"
+    name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma", "on")
     lambdas: tuple[Positive, ...] = (1.0, 10.0, 100.0)
     margin: NonNegative = 0.05
     on: Literal["plain", "both"] = "plain"
@@ -201,10 +188,6 @@ class Evade(GradientAttack):
     def __post_init__(self) -> None:
         if not self.lambdas:
             raise ReactClipError("lambdas is empty; give at least one number > 0, such as [1, 10]")
-
-    def name_options(self) -> tuple[str, ...]:
-        """Which answers should be wrong."""
-        return (self.on,)
 
     def variants(self) -> Sequence[Self]:
         """One for each lambda."""
