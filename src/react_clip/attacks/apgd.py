@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from react_clip.attacks import losses
 from react_clip.attacks.base import Attack
 from react_clip.attacks.losses import Loss
-from react_clip.attacks.problem import Attempt, Candidates, Problem, relay, select
+from react_clip.attacks.problem import Candidates, Problem, relay, select
 from react_clip.config import Count
 
 _MOMENTUM = 0.75
@@ -58,17 +59,16 @@ class APGD(Attack):
         """The best image over all restarts, and for APGD-T over all targets."""
         clean = problem.logits(problem.x)
         if self.loss == "dlr-targeted":
-            ranks = losses.ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
-            attempts = [self._attempt(targets) for targets in ranks for _ in range(self.restarts)]
+            ranks: tuple[Tensor | None, ...] = losses.ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
         else:
-            attempts = [self._attempt(None)] * self.restarts
+            ranks = (None,)
+        attempts = [partial(self._attempt, targets) for targets in ranks for _ in range(self.restarts)]
         return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
-    def _attempt(self, targets: Tensor | None) -> Attempt:
-        def attempt(part: Problem, rows: Tensor) -> Candidates:
-            return self._climb(part, self.own_loss if targets is None else _towards(targets[rows]))
-
-        return attempt
+    def _attempt(self, targets: Tensor | None, problem: Problem, rows: Tensor) -> Candidates:
+        if targets is None:
+            return self._climb(problem, self.own_loss)
+        return self._climb(problem, partial(losses.dlr_targeted, targets=targets[rows]))
 
     def _climb(self, problem: Problem, loss: Loss) -> Candidates:
         ball, marks = problem.ball, checkpoints(self.steps)
@@ -117,7 +117,3 @@ def checkpoints(steps: int) -> list[int]:
     while (following := percents[-1] + (gap := max(gap - 3, 6))) <= 100:
         percents.append(following)
     return [-(-percent * steps // 100) for percent in percents]
-
-
-def _towards(targets: Tensor) -> Loss:
-    return lambda logits, labels: losses.dlr_targeted(logits, labels, targets)

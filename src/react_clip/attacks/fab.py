@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip.attacks.base import Attack
-from react_clip.attacks.losses import Loss, ranked_targets
-from react_clip.attacks.problem import Attempt, Candidates, Problem, relay
+from react_clip.attacks.losses import ranked_targets, target_margin
+from react_clip.attacks.problem import Candidates, Problem, relay
 from react_clip.config import Count
 
 _BIAS = 0.1  # largest pull towards the original image
@@ -55,16 +56,14 @@ class FAB(Attack):
         """The nearest adversarial images over all targets, clipped to the balls."""
         clean = problem.logits(problem.x)
         ranks = ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
-        attempts = [self._attempt(targets) for targets in ranks]
+        attempts = [partial(self._walk, targets) for targets in ranks]
         return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
-    def _attempt(self, targets: Tensor) -> Attempt:
-        return lambda part, rows: self._walk(part, targets[rows])
-
-    def _walk(self, problem: Problem, target: Tensor) -> Candidates:
+    def _walk(self, targets: Tensor, problem: Problem, rows: Tensor) -> Candidates:
+        """The nearest images across the boundary to the classes ``targets[rows]``, clipped to the balls."""
         origin = x = problem.x
         nearest, distance = origin, torch.full_like(x[:, :1, :1, :1], torch.inf)
-        towards_target = _advantage(target)
+        towards_target = partial(target_margin, targets=targets[rows])
         for _ in range(self.steps):
             _, height, normal = problem.gradient(x, towards_target)
             height = height.to(x.dtype)
@@ -109,13 +108,6 @@ def onto_plane(x: Tensor, normal: Tensor, height: Tensor) -> Tensor:
     amount = (wanted - before) / rest.gather(1, piece).clamp_min(1e-12)
     amount = amount.clamp(min=0.0).minimum(kinks[:, -1:])
     return downhill * room.minimum(amount[:, :, None, None])
-
-
-def _advantage(target: Tensor) -> Loss:
-    def gap(logits: Tensor, labels: Tensor) -> Tensor:
-        return (logits.gather(1, target[:, None]) - logits.gather(1, labels[:, None])).squeeze(1)
-
-    return gap
 
 
 def _length(move: Tensor) -> Tensor:

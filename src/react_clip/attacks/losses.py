@@ -59,7 +59,16 @@ def dlr_targeted(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     >>> dlr_targeted(torch.tensor([[4.0, 1.0, 3.0, 0.0]]), torch.tensor([0]), torch.tensor([1]))
     tensor([-0.8571])
     """
-    return (_pick(logits, targets) - _pick(logits, labels)) / _spread(logits, depth=4)
+    return target_margin(logits, labels, targets) / _spread(logits, depth=4)
+
+
+def target_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    r"""Margin of one class :math:`z_t - z_y`.
+
+    >>> target_margin(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]), torch.tensor([2]))
+    tensor([-1.])
+    """
+    return _pick(logits, targets) - _pick(logits, labels)
 
 
 def best_dlr_targeted(logits: Tensor, labels: Tensor) -> Tensor:

@@ -89,10 +89,8 @@ class Rand(DefendedAttack):
 
     def _target(self, defended: DefendedModule, label: str) -> tuple[Target, Seed]:
         """Single draws where a gradient is taken, which APGD averages; the mean of several where only an answer is."""
-        copy, answers = (
-            targets.with_views(defended.defense, self.views),
-            targets.with_own_noise(defended, f"{label} answers"),
-        )
+        copy = targets.with_views(defended.defense, self.views)
+        answers = targets.with_own_noise(defended, f"{label} answers")
         model = targets.with_own_noise(defended, label, copy, differentiable=True, checkpoint=self.checkpoint)
         target = Target(
             lambda images: targets.mean_answer(answers, images, self.eot),
