@@ -57,11 +57,3 @@ def test_relative_drift_never_divides_by_zero(low: float, high: float) -> None:
     assert value.item() >= -1 - 1e-6
     if low > 1e-3:
         assert math.isclose(value.item(), (high - low) / low, rel_tol=1e-3, abs_tol=1e-4)
-
-
-def test_alpha_zero_returns_the_feature_bit_for_bit_and_one_the_anchor_direction() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = functional.normalize(torch.randn(4, 8, generator=generator))
-    anchors = torch.randn(4, 8, generator=generator)
-    assert torch.equal(functional.extrapolate(features, anchors, 0.0), features)
-    assert torch.allclose(functional.extrapolate(features, anchors, 1.0), functional.normalize(anchors), atol=1e-6)

@@ -88,12 +88,6 @@ def test_branches_given_as_a_tensor_are_those_given_as_numbers() -> None:
     assert len(set(branches.flatten().tolist())) == 8
 
 
-def test_global_random_state_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    noise.normal(noise.stream_keys(toy_images(2), 0), (9,))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def reference_normal(key: int, count: int) -> list[float]:
     """The stream in plain Python: SplitMix64 as a counter, then Box-Muller, cosines first."""
     cosines, sines = [], []
@@ -115,12 +109,3 @@ def test_normal_numbers_are_box_muller_pairs_of_the_stream(key: int, count: int)
     drawn = noise.normal(keys, (count,))[0]
     assert torch.allclose(drawn, torch.tensor(reference_normal(key, count)), rtol=1e-5, atol=1e-5)
     assert keys.item() == key, "drawing must not change the key"
-
-
-def test_a_noisy_view_is_the_image_plus_its_stream() -> None:
-    pixels, keys, sigma = toy_images(3), torch.tensor([1, 2, 3]), torch.tensor([0.0, 0.02, 0.5])
-    expected = pixels + sigma[:, None, None, None] * noise.normal(keys, pixels.shape[1:])
-    assert torch.equal(noise.noisy_view(pixels, keys, sigma), expected)
-    assert torch.equal(noise.noisy_view(pixels[1:2], keys[1:2], sigma[1:2]), expected[1:2])
-    assert noise.noisy_view(pixels[:0], keys[:0], sigma[:0]).shape == (0, 3, 16, 16)
-    assert noise.noisy_view(pixels.double(), keys, sigma.double()).dtype == torch.float64

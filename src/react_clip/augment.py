@@ -156,6 +156,6 @@ def _hue_matrices(angle: Tensor) -> Tensor:
 @cache
 def _colour_matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """From YIQ to RGB and back, sent to a device once."""
-    # Whoever asks first may be in inference mode; whoever asks later may need gradients.
+    # The first call may be in inference mode, a later one may need gradients.
     with torch.inference_mode(False):
         return _YIQ_TO_RGB.to(device, dtype), _RGB_TO_YIQ.to(device, dtype)

@@ -54,11 +54,11 @@ class LabelBank:
     groups: dict[str, tuple[str, ...]]
     """Group name to its members. A group may carry the name of one of its members; as a label it means the group."""
     photos: dict[str, int]
-    """How many photos each entry is the mean of."""
+    """Number of photos behind each entry's feature."""
     sets: dict[str, tuple[str, ...]]
     """Data set to the entries its photos went into, in the order of its class folders."""
     preprocessing: str
-    """How the photos became pixels."""
+    """Description of the preprocessing of the photos."""
     _default: tuple[str, ...]
     _matrix: Tensor
     _lookup: dict[str, str] = field(init=False)

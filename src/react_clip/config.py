@@ -206,7 +206,7 @@ _LIMITS = {
     "too_short": "it needs at least {min_length}",
     "literal_error": "it must be one of {choices}",
 }
-"""What pydantic's types of errors mean to a user."""
+"""One-line explanations of pydantic's types of errors."""
 
 
 @contextmanager
@@ -224,8 +224,8 @@ def explain(cls: type[Any], error: ValidationError) -> str:
     cause = first.get("ctx", {}).get("error")
     if not first["loc"]:
         return first_line(cause) if cause is not None else first["msg"]
-    place = first["loc"][0]
-    name = place if isinstance(place, str) else [*_fields(cls), ""][place]
+    position = first["loc"][0]
+    name = position if isinstance(position, str) else [*_fields(cls), ""][position]
     title = getattr(cls, "kind", cls.__name__)
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{title} has no field {name!r}; {_known_fields(cls)}"
@@ -302,8 +302,8 @@ class Registry(Generic[C]):
         """The class of a kind."""
         if isinstance(kind, str) and kind in self._classes:
             return self._classes[kind]
-        if isinstance(kind, str) and kind in (found := self._entry_points()):
-            return self._load(kind, found[kind].value)
+        if isinstance(kind, str) and kind in (points := self._entry_points()):
+            return self._load(kind, points[kind].value)
         if isinstance(kind, str) and ":" in kind and self._group:
             return self._load(kind, kind)
         problem = f"the {self._family} has no kind" if kind is None else f"{self._family} {_short(kind)} does not exist"
@@ -319,7 +319,7 @@ class Registry(Generic[C]):
         return self.get(pop_kind(values)).from_dict(values)
 
     def name_of(self, cls: type[C]) -> str:
-        """What :meth:`get` finds a class by in any process: its kind if it is ours or an entry point's."""
+        """The name by which :meth:`get` finds a class in any process: its kind, or ``module:Class``."""
         ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
         return cls.kind if ours or cls.kind in self._entry_points() else _reference(cls)
 
@@ -329,16 +329,16 @@ class Registry(Generic[C]):
     def _load(self, kind: str, reference: str) -> type[C]:
         module, _, path = reference.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            loaded: Any = importlib.import_module(module)
             for name in path.split("."):
-                found = getattr(found, name)
+                loaded = getattr(loaded, name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ReactClipError(f"{self._family} {kind!r} cannot be imported: {first_line(error)}") from error
-        if not (isinstance(found, type) and issubclass(found, Registered) and found.registry is self):
+        if not (isinstance(loaded, type) and issubclass(loaded, Registered) and loaded.registry is self):
             raise ReactClipError(f"{reference} is no {self._family}; derive the class from the family's base class")
-        if "kind" not in vars(found) or kind not in (found.kind, reference):
+        if "kind" not in vars(loaded) or kind not in (loaded.kind, reference):
             raise ReactClipError(f"{reference} has no kind of its own that fits; write kind = {kind.split(':')[-1]!r}")
-        return cast("type[C]", found)
+        return cast("type[C]", loaded)
 
 
 def _reference(cls: type[Any]) -> str:
@@ -357,7 +357,7 @@ class Registered(Configuration):
     registry: ClassVar[Registry[Any]]
     kind: ClassVar[str]
     label: ClassVar[str]
-    """What figures and tables call the class; its Python name by default."""
+    """Name of the class in figures and tables; its Python name by default."""
     colour: ClassVar[str | None] = None
     """Colour in figures, such as ``"#0072B2"``; ``None`` lets the figure choose."""
 
@@ -365,7 +365,7 @@ class Registered(Configuration):
         super().__init_subclass__(**kwargs)
         if "label" not in vars(cls):
             cls.label = cls.__name__
-        # A subclass without a kind of its own must not take its parent's place.
+        # A subclass without its own kind must not replace its parent in the registry.
         if "kind" in vars(cls):
             cls.registry.add(cls)
 

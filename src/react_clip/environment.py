@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
+    """True if this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
 
     Read from the flags that Linux lists (x86: AVX512-BF16 or AMX, Arm: BF16); False on other systems.
     """

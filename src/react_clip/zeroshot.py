@@ -50,12 +50,15 @@ class ZeroShotClassifier(nn.Module):
         unique: bool = True,
     ) -> None:
         names = check_names(names, unique=unique)
+        if encoder.has_text:
+            self._set(encoder, names, _prompt_features(encoder, names, tuple(templates or DEFAULT_TEMPLATES)))
+        else:
+            self._set(encoder, names, _bank_features(encoder, names, templates))
+
+    def _set(self, encoder: Encoder, names: tuple[str, ...], features: Tensor) -> None:
         super().__init__()
         self.encoder = encoder
         self.names = names
-        features = _bank_features(encoder, names, templates) if not encoder.has_text else None
-        if features is None:
-            features = _prompt_features(encoder, names, tuple(templates or DEFAULT_TEMPLATES))
         self.register_buffer("class_features", features.to(encoder.device), persistent=False)
 
     @classmethod
@@ -75,10 +78,7 @@ class ZeroShotClassifier(nn.Module):
         if not bool(torch.isfinite(lengths).all() & (lengths > 0).all()):
             raise ReactClipError("class features hold NaN, infinity or an all-zero row; compute them again")
         self = cls.__new__(cls)
-        nn.Module.__init__(self)
-        self.encoder = encoder
-        self.names = names
-        self.register_buffer("class_features", functional.normalize(features).to(encoder.device), persistent=False)
+        self._set(encoder, names, functional.normalize(features))
         return self
 
     @classmethod
@@ -92,7 +92,7 @@ class ZeroShotClassifier(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder lives."""
+        """Device of the encoder."""
         return self.encoder.device
 
     def logits(self, features: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class ZeroShotClassifier(nn.Module):
         return self.logits(self.encoder(pixels))
 
     def extra_repr(self) -> str:
-        """How many classes, and the first few."""
+        """Number of classes and the first few names."""
         shown = ", ".join(self.names[:4]) + (", ..." if len(self.names) > 4 else "")
         return f"{len(self.names)} classes: {shown}"
 

@@ -138,20 +138,6 @@ def test_ball_and_range_hold(attack: Attack, data: st.DataObject) -> None:
     assert_inside(result.images, x, eps)
 
 
-@every_attack
-def test_one_budget_per_image(attack: Attack, task: Task) -> None:
-    x, y = task.head(4)
-    eps = torch.tensor([0.0, 2 / 255, 6 / 255, 16 / 255])
-    model = one_by_one(task.net)
-    together = attack(model, x, y, eps=eps)
-    assert torch.equal(together.images[0], x[0]), "without a budget nothing moves"
-    for row in range(4):
-        alone = attack(model, x[row : row + 1], y[row : row + 1], eps=float(eps[row]))
-        assert torch.equal(alone.images[0], together.images[row])
-    moved = (together.images - x).abs().amax((1, 2, 3))
-    assert bool((moved <= eps + 1e-6).all())
-
-
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 
@@ -174,14 +160,16 @@ def test_seeds_repeat_and_leave_the_global_state_alone(attack: Attack, task: Tas
 
 @every_attack
 def test_results_do_not_depend_on_the_batch(attack: Attack, task: Task) -> None:
-    """Bit for bit, where the model itself answers bit for bit the same in any batch."""
+    """Bit for bit, with one budget per image, where the model itself answers the same bits in any batch."""
     x, y = task.clear_cut(5)
+    eps = torch.tensor([8, 8, 10, 12, 12, 8, 8, 4, 4, 0]) / 255
     model = one_by_one(task.net)
-    whole = attack(model, x, y, eps=EPS)
+    whole = attack(model, x, y, eps=eps)
     assert whole.success.tolist() == [True] * 5 + [False] * 5, "some images drop out early, the others stay"
+    assert torch.equal(whole.images[9], x[9]), "without a budget nothing moves"
     order = torch.randperm(10, generator=torch.Generator().manual_seed(5))
     for rows in (torch.tensor([0]), torch.tensor([7]), torch.arange(3, 6), order):
-        part = attack(model, x[rows], y[rows], eps=EPS)
+        part = attack(model, x[rows], y[rows], eps=eps[rows])
         for some, all_of_them in zip(tensors(part), tensors(whole), strict=True):
             assert torch.equal(some, all_of_them[rows])
 
@@ -223,24 +211,15 @@ def test_the_planned_cost_is_that_of_an_unbreakable_image(attack: Attack, passes
 
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize(
-    ("attack", "most"),
-    [
-        (APGD(loss="dlr", steps=20), lambda targets: 2 + 21),
-        (APGD(loss="dlr-targeted", steps=20), lambda targets: 2 + 21 * targets),
-        (FAB(steps=20), lambda targets: 2 + 41 * targets),
-        (Square(queries=100), lambda targets: 2 + 100),
-        (AutoAttack(version="standard"), None),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
+    "attack",
+    [APGD(loss="dlr", steps=20), APGD(loss="dlr-targeted", steps=20), FAB(steps=20), AutoAttack()],
+    ids=lambda attack: attack.name,
 )
-def test_few_classes(attack: Attack, most: Any, classes: int, task_of: Callable[[int], Task]) -> None:
+def test_few_classes(attack: Attack, classes: int, task_of: Callable[[int], Task]) -> None:
     """There are fewer wrong classes than targets, and DLR's denominator needs three or four."""
     task = task_of(classes)
     x, y = task.clear_cut(5)
-    result = attack(task.net, x, y, eps=EPS)
-    assert result.success.tolist() == [True] * 5 + [False] * 5
-    if most is not None:
-        assert int(result.queries.max()) == most(classes - 1)
+    assert attack(task.net, x, y, eps=EPS).success.tolist() == [True] * 5 + [False] * 5
 
 
 @every_attack

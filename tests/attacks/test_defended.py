@@ -221,29 +221,22 @@ def test_judging_draws_are_disjoint_from_those_optimised_on(toy: Any, monkeypatc
     assert all(seed >= 2**62 for seed in drawn), "an evaluation draws from small seeds"
 
 
+class Coin(rc.Undefended):
+    """Wrong in one of twenty calls, whatever the image."""
+
+    def __call__(self, clf: Any, images: Tensor, seed: Any = 0) -> Any:
+        calls.append(seed)
+        features = torch.eye(2)[int(len(calls) % 20 == 0)].expand(len(images), 2)
+        return rc.defenses.base.answer(clf, features, passes=(1, 0))
+
+
+calls: list[Any] = []
+
+
 def test_one_lucky_draw_is_not_a_success(bright: Any) -> None:
-    class Coin:
-        """Wrong in one of twenty draws, whatever the image."""
-
-        name = "coin"
-
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def cost(self) -> tuple[int, int]:
-            return 1, 0
-
-        def to_dict(self) -> dict[str, Any]:
-            return {"kind": "coin"}
-
-        def __call__(self, clf: Any, images: Tensor, seed: Any = 0) -> Any:
-            self.calls += 1
-            wrong = self.calls % 20 == 0
-            features = torch.eye(2)[int(wrong)].expand(len(images), 2)
-            return rc.defenses.base.answer(clf, features, passes=(1, 0))
-
     clf, x, y = bright
     for attack in (BPDA(eps=EPS, steps=3, eot=2), Queries(eps=EPS, queries=4, eot=4)):
+        calls.clear()
         result = attacked(attack, clf, Coin(), x, y)
         assert not bool(result.success.any())
         assert float(result.broken.max()) <= 0.1

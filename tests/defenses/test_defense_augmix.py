@@ -147,15 +147,6 @@ def test_every_operation_is_drawn_and_chains_have_one_to_three(monkeypatch: pyte
     assert 0.98 < levels.max() <= 1.0
 
 
-def test_chains_change_the_crop_mildly() -> None:
-    images = pictures(1).expand(50, -1, -1, -1)
-    views, crops = AugMix()(images, keys(50)), AugMix(chains=0)(images, keys(50))
-    moved = (views - crops).abs().flatten(1).mean(1)
-    assert (moved > 0).all()
-    assert 0.005 < moved.mean() < 0.2
-    assert (AugMix(severity=10.0)(images, keys(50)) - crops).abs().mean() > 1.5 * moved.mean()
-
-
 def test_a_view_depends_on_its_image_and_its_stream_alone() -> None:
     images = pictures(5).double()
     views = AugMix()(images, keys(5, 7))

@@ -1,4 +1,4 @@
-"""TTC, DOC, MAC, Anti-Adv, HD and TTE: equal to plain loops, with the published costs."""
+"""TTC, DOC, MAC, Anti-Adv, HD and TTE: equal to plain loops, and refusals of encoders without gradients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import noise
-from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, Defense, tte
-from react_clip.defenses.counterattack import DETOUR, PROBE, START, VIEW, VIEW_PROBE, VIEW_START
+from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, tte
+from react_clip.defenses.counterattack import DETOUR, PROBE, START, VIEW, VIEW_PROBE, VIEW_START, Counterattack
 from reference import dot, unit
-from toys import toy_classifier, toy_images
+from toys import ToyEncoder, toy_classifier, toy_images
 
-from . import literal
-from .watching import F64, branch, inside, literal_tower, normal_draws, uniform_draws, watched_classifier
+from . import literal, watching
+from .watching import F64, branch, inside, literal_tower, normal_draws, uniform_draws
 
 # ---------------------------------------------------------------------- equal to plain loops
 
@@ -140,28 +140,6 @@ def test_anti_adv_keeps_the_first_label_when_a_step_overshoots() -> None:
 # ---------------------------------------------------------------------- costs and limits
 
 
-@pytest.mark.parametrize(
-    ("guard", "forward", "backward"),
-    [
-        (TTC(tau=-1.0), 2, 1),
-        (TTC(tau=1e9), 4, 2),
-        (TTC(tau=1e9, steps=5), 7, 5),
-        (DOC(), 11, 4),
-        (MAC(), 14, 8),
-        (AntiAdv(), 3, 2),
-        (HD(), 21, 20),
-        (TTE(), 10, 0),
-    ],
-    ids=str,
-)
-def test_the_passes_are_the_published_ones(guard: Defense, forward: int, backward: int) -> None:
-    out = guard(toy_classifier(), toy_images(3))
-    assert (out.passes.tolist(), out.backward_passes.tolist()) == ([forward] * 3, [backward] * 3)
-    most = guard.cost()
-    assert most[0] >= forward
-    assert most[1] >= backward
-
-
 def test_the_gate_of_ttc_is_open_below_the_threshold_and_closed_at_it() -> None:
     clf, images = toy_classifier(), toy_images(5)
     rho = TTC()(clf, images).score
@@ -169,43 +147,6 @@ def test_the_gate_of_ttc_is_open_below_the_threshold_and_closed_at_it() -> None:
         at = TTC(tau=float(rho[i]))(clf, images)
         assert torch.equal(at.gated, rho < rho[i])
         assert TTC(tau=float(rho[i]) * (1 + 1e-5))(clf, images).gated[i]
-
-
-@pytest.mark.parametrize("guard", [TTC(tau=1e9), DOC(tau=1e9), MAC(tau=-1e9, views=1)], ids=str)
-def test_a_full_counterattack_goes_further_than_a_random_start(guard: Any) -> None:
-    clf, encoder = watched_classifier()
-    x = toy_images(5)
-    anchor = encoder.raw_features(x)
-    assert guard(clf, x).gated.all()
-    moved = encoder.seen[-1]
-    assert inside(moved, x, guard.eps)
-    TTC(eps=guard.eps, tau=-1.0)(clf, x)
-    start = encoder.seen[-1]
-    far, near = ((encoder.raw_features(view) - anchor).norm(dim=1) for view in (moved, start))
-    assert (far > near).all()
-
-
-def test_mac_leaves_views_alone_that_augmentation_hardly_moves() -> None:
-    clf, encoder = watched_classifier()
-    x = toy_images(5)
-    assert not MAC(tau=1e9, views=1)(clf, x).gated.any()
-    assert torch.equal(encoder.seen[-1], x)
-
-
-def test_the_noise_of_doc_is_orthogonal_to_the_gradient_and_of_the_given_length() -> None:
-    slope = toy_images(3, dtype=F64) - 0.5
-    step = DOC(diversity=0.05)._diversified(slope, torch.arange(3)).flatten(1)
-    direction = torch.nn.functional.normalize(slope.flatten(1))
-    added = step - direction
-    assert torch.allclose(added.norm(dim=1), torch.full((3,), 0.05, dtype=F64))
-    assert (added * direction).sum(1).abs().max() < 1e-12
-
-
-def test_tte_of_equal_views_is_the_plain_answer() -> None:
-    clf, images = toy_classifier(F64), toy_images(4, dtype=F64)
-    symmetric = (images + images.flip(-1)) / 2
-    assert torch.allclose(TTE(padding=0.0)(clf, symmetric).logits, clf(symmetric), atol=1e-9)
-    assert not torch.allclose(TTE()(clf, images).logits, clf(images), atol=1e-3)
 
 
 def test_the_crops_of_tte_reach_both_ends_of_the_padding() -> None:
@@ -219,3 +160,67 @@ def test_gradients_flow_through_tte() -> None:
     rc.as_module(toy_classifier(F64), TTE())(images).sum().backward()
     assert images.grad is not None
     assert images.grad.abs().sum() > 0
+
+
+# ---------------------------------------------------------------------- all counterattacks
+
+GUARDS: list[Counterattack] = [TTC(tau=1e9), DOC(), MAC(), AntiAdv(), HD()]
+every_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+
+
+@every_guard
+def test_whatever_is_encoded_is_an_image(guard: Counterattack) -> None:
+    clf, encoder = watching.watched_classifier()
+    x = toy_images(4).round(decimals=1)
+    guard(clf, x)
+    assert all(pixels.min() >= 0 and pixels.max() <= 1 for pixels in encoder.seen)
+    if isinstance(guard, TTC | DOC | HD):
+        assert all(inside(pixels, x, guard.eps) for pixels in encoder.seen)
+
+
+@every_guard
+def test_gradients_do_not_flow_through(guard: Counterattack) -> None:
+    images = toy_images(2).requires_grad_()
+    net = rc.as_module(toy_classifier(), guard)
+    assert not net(images).requires_grad
+    assert images.grad is None
+
+
+@every_guard
+def test_a_ball_of_no_size_leaves_the_plain_answer(guard: Counterattack) -> None:
+    clf, images = toy_classifier(F64), toy_images(4, dtype=F64)
+    if isinstance(guard, MAC):
+        guard = guard.replace(views=1)
+    still = guard.replace(step_size=0.0) if isinstance(guard, AntiAdv) else guard.replace(eps=0.0)
+    assert torch.allclose(still(clf, images).logits, clf(images), atol=1e-9)
+
+
+@every_guard
+def test_an_encoder_that_never_moves_is_survived(guard: Counterattack) -> None:
+    clf = toy_classifier()
+    for parameter in clf.encoder.tower[0].parameters():
+        parameter.data.zero_()
+    assert torch.isfinite(guard(clf, toy_images(3)).features).all()
+
+
+class Opaque(ToyEncoder):
+    """Features without a way back to the pixels."""
+
+    def _image_features(self, normalised: Tensor) -> Tensor:
+        return super()._image_features(normalised).detach()
+
+
+@every_guard
+def test_an_encoder_without_gradients_is_named(guard: Counterattack) -> None:
+    clf = rc.ZeroShotClassifier.from_features(Opaque(), ["a", "b"], torch.eye(2, 12))
+    with pytest.raises(rc.ReactClipError, match="'toy' carry no gradient to the pixels"):
+        guard(clf, toy_images(1))
+
+
+@every_guard
+def test_a_classifier_made_in_inference_mode_is_named(guard: Counterattack) -> None:
+    encoder = watching.WatchedEncoder()
+    with torch.inference_mode():
+        clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], torch.eye(2, 12))
+    with pytest.raises(rc.ReactClipError, match="classifier was made inside"):
+        guard(clf, toy_images(1))

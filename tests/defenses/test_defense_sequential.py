@@ -8,8 +8,6 @@ from statistics import NormalDist, fmean, variance
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import react_clip as rc
@@ -21,7 +19,7 @@ from react_clip.serve.engine import Engine, Photo
 from react_clip.serve.settings import Settings
 from toys import ToyEncoder, toy_classifier, toy_images
 
-from .watching import F64, WatchedEncoder, watched_classifier
+from .watching import F64
 
 GUARD = rc.ReACT(tau=-1e9, views=9, sequential=0.9)
 NEVER = 1 - 2**-53
@@ -128,36 +126,6 @@ def test_a_round_is_one_batch_over_all_undecided_images() -> None:
     out = GUARD.replace(max_batch=1000)(clf, toy_images(20))
     assert int(out.passes.max()) == 3 + GUARD.views
     assert encoder.calls == 3, "clean and probes, the first views, the others"
-
-
-def test_views_are_the_first_of_the_same_streams() -> None:
-    images = toy_images(6)
-    seen = {}
-    for confidence in (0.9, None):
-        clf, encoder = watched_classifier()
-        assert isinstance(encoder, WatchedEncoder)
-        out = GUARD.replace(sequential=confidence)(clf, images)
-        seen[confidence] = torch.cat(encoder.seen).flatten(1)
-        if confidence:
-            drawn = out.passes - 3
-    few, all_of_them = seen[0.9], seen[None]
-    assert len(few) < len(all_of_them)
-    distance = torch.cdist(few, all_of_them, compute_mode="donot_use_mm_for_euclid_dist")
-    assert float(distance.min(1).values.max()) < 1e-5
-    anchors = all_of_them[18:].reshape(6, 9, -1)
-    for i in range(6):
-        near = torch.cdist(anchors[i], few, compute_mode="donot_use_mm_for_euclid_dist").min(1).values < 1e-5
-        assert near.tolist() == [view < int(drawn[i]) for view in range(9)]
-
-
-@settings(max_examples=10)
-@given(order=st.permutations(range(9)), split=st.integers(1, 9), batch=st.integers(1, 40))
-def test_answers_do_not_depend_on_the_batch(order: list[int], split: int, batch: int) -> None:
-    clf, images = toy_classifier(), toy_images(9)
-    whole = GUARD(clf, images, seed=7)
-    parts = [GUARD.replace(max_batch=batch)(clf, part, seed=7) for part in images[order].split(split)]
-    assert torch.allclose(torch.cat([part.features for part in parts]), whole.features[order], atol=1e-5)
-    assert torch.equal(torch.cat([part.passes for part in parts]), whole.passes[order])
 
 
 def test_without_classes_or_laziness_all_views_are_encoded() -> None:

@@ -28,7 +28,7 @@ class APGD(Attack):
     the steps since the last one, or if neither :math:`\eta` nor the best loss has changed since.
 
     ``loss="dlr-targeted"`` is APGD-T: one run towards each of the ``targets`` strongest wrong classes (all of them if
-    there are fewer). Restarts and targets after the first run only on images that still stand. The result is the
+    there are fewer). Restarts and targets after the first run only on images that are not broken yet. The result is the
     iterate of largest loss among those that break the image, or among all where none does. ``eot`` passes are averaged
     for each gradient. With 2 or 3 classes DLR changes as :mod:`~react_clip.attacks.losses` says.
 

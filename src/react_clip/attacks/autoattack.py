@@ -1,4 +1,4 @@
-"""AutoAttack (Croce and Hein, 2020): several attacks in turn, each on what the ones before left standing."""
+"""AutoAttack (Croce and Hein, 2020): several attacks in turn, each on the images that those before did not break."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class AutoAttack(Attack):
     ``rand``     APGD-CE, APGD-DLR, gradients averaged over 20 passes (EOT)   randomised models
     ============ ============================================================ ===================================
 
-    A member runs only on images that the model still answers rightly after one forward pass over what the members
-    before it found; images that are broken keep the image that broke them. The reported loss is the margin.
+    A member runs only on images that the model still classifies correctly after the members before it; the others keep
+    the adversarial image that broke them. The reported loss is the margin.
 
     >>> import torch
     >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
@@ -62,6 +62,6 @@ class AutoAttack(Attack):
         return sum(member.total_steps for member in self.members)
 
     def search(self, problem: Problem) -> Tensor:
-        """The images that the first successful member found, or those of largest margin."""
+        """The images of the first successful member, or those of largest margin."""
         attempts = [lambda part, _, member=member: part.candidates(member.search(part)) for member in self.members]
         return relay(problem, problem.candidates(problem.x), attempts).images

@@ -29,7 +29,7 @@ JUDGE_DRAWS = 10
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
-    """Adversarial images and what became of them; every field has one entry per image.
+    """Adversarial images and how the target answers them; every field has one entry per image.
 
     A plain model is judged by one more answer on ``images``; if it is random, that answer is a fresh draw. A defended
     classifier is judged by 10 fresh draws of the defence's noise.
@@ -81,7 +81,7 @@ class Attack(Registered, ABC):
 
     @abstractmethod
     def search(self, problem: Problem) -> Tensor:
-        """The best adversarial images found inside the problem's balls."""
+        """The best adversarial images ``[B, C, H, W]`` inside the problem's balls."""
 
     def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss ``[B]`` in the result: the one that the field ``loss`` names, or the margin."""
@@ -162,7 +162,7 @@ class Attack(Registered, ABC):
         return AttackResult(best.images, best.wrong > 0.5, best.loss.float(), forward, backward, best.wrong, parts)
 
     def run(self, problem: Problem) -> tuple[Candidates, dict[str, Tensor]]:
-        """Search, then judge what was found; also returns the ``parts`` of the result."""
+        """Search, then judge the images; also returns the ``parts`` of the result."""
         images = self.search(problem)
         return self._judged(problem, images), {}
 

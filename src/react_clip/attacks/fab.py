@@ -15,7 +15,7 @@ from react_clip.config import Count
 
 _BIAS = 0.1  # largest pull towards the original image
 _OVERSHOOT = 1.05
-_RETREAT = 0.9  # how much of an adversarial step is kept before looking for a nearer one
+_RETREAT = 0.9  # an adversarial point moves back to this share of its distance, to look for a nearer one
 
 
 class FAB(Attack):

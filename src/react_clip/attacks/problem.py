@@ -129,7 +129,7 @@ class Candidates:
 
     @classmethod
     def none(cls, images: Tensor) -> Candidates:
-        """Candidates that any other beats."""
+        """Candidates worse than any other."""
         return cls(images, *torch.full((2, len(images)), -torch.inf, device=images.device))
 
     @classmethod

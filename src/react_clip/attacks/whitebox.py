@@ -62,7 +62,7 @@ class GradientAttack(DefendedAttack):
 
     @abstractmethod
     def objective(self, draw: Draw) -> Tensor:
-        """What is maximised, one value per image."""
+        """The value ``[B]`` that the attack maximises."""
 
     def variants(self) -> Sequence[Self]:
         """Attacks with one search each, whose best candidates are returned."""

@@ -149,7 +149,7 @@ class TTC(Counterattack):
     tau: float = 0.2
     """The counterattack is used where the relative change of the raw feature stays below this."""
     beta: float = 2.0
-    """How much more each later iterate counts."""
+    """Exponent of the weights: each iterate counts exp(beta) times as much as the one before."""
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes an image can need."""

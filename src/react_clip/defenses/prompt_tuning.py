@@ -51,7 +51,7 @@ class SoftPrompts:
     def __init__(self, encoder: Encoder, words: str, names: Sequence[str]) -> None:
         self._text = encoder.text
         embedded, ends = self._text.embed([words])
-        # Between the start token and the end token stand the words.
+        # The words are the tokens between the start and the end token.
         start = embedded[0, 1 : int(ends[0])]
         self.start = start if start.dtype == torch.float64 else start.float()
         self._embeddings, self._ends = self._text.embed([f"{words} {name}." for name in names])
@@ -93,7 +93,7 @@ class PromptTuning(Defense):
     views: Count = 64
     """The image itself and its augmentations."""
     selected: Count = 6
-    """How many views, those of lowest entropy, the prompt is tuned on."""
+    """Number of views, those of lowest entropy, that the prompt is tuned on."""
     temperature: Positive = 0.01
     """Of the softmax that weighs the views."""
     learning_rate: Positive = 5e-3
@@ -101,7 +101,7 @@ class PromptTuning(Defense):
     steps: Whole = 1
     """Steps per image; 0 keeps the words as they are."""
     words: str = "a photo of a"
-    """What stands before the name, and is tuned. The classifier's own templates are not used."""
+    """Words before the class name, whose embeddings are tuned. The classifier's own templates are not used."""
     augmix: AugMix = field(default_factory=AugMix)
     max_batch: Count = 64
     """Most views, and most prompts, in one encoder call."""
@@ -325,8 +325,8 @@ class SSTPT(PromptTuning):
     consistency: NonNegative = 1.0
     """Weight of the divergence in the loss."""
     augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
-    """What stability is measured against. Its magnitudes are SS-TPT's own; the published code jitters colours before it
-    blurs and adds noise, this one after. The published divergence is KL(m || p) in place of J's KL(p || m)."""
+    """The weak augmentation T behind the stability. Its magnitudes are SS-TPT's own; the published code jitters colours
+    before it blurs and adds noise, this one after. The published divergence is KL(m || p) instead of J's KL(p || m)."""
     weak_views: bool = False
     """Draw the views from the weak augmentation too; the published code draws them from AugMix."""
 

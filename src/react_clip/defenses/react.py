@@ -18,7 +18,7 @@ AOM and Defend-CLIP are settings of the same operator, with one anchor scale for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -43,8 +43,8 @@ LOW, HIGH, AUGMENT, ANCHOR, GATE = range(5)
 own, so that skipping one does not change the others."""
 
 FIRST_VIEWS = 2
-"""Anchor views before ``sequential`` asks whether the answer is settled: the fewest that show a spread. Asking more
-often would save half a pass for an attacked image, but each time the host waits for a batch too small for a GPU."""
+"""Anchor views before ``sequential`` tests whether the answer is settled: the fewest that show a spread. Testing more
+often would save half a pass for an attacked image, but for each test the host waits for a batch too small for a GPU."""
 
 SETTLED = 0.99
 """The ``sequential`` we ship: less than half of the passes of an attacked image, and the same accuracy to a few
@@ -80,7 +80,7 @@ def logits_of(clf: ZeroShotClassifier) -> Logits:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the gate decided, one row per image, before any anchor view; the fields are those of :class:`Defended`."""
+    """Features, scores and the gate, one row per image, before any anchor view; fields as in :class:`Defended`."""
 
     plain: Tensor
     """Unit features before the correction, ``[B, D]``."""
@@ -96,10 +96,6 @@ class Decision:
     """The score from which the gate opens; minus infinity without a gate."""
     streams: Tensor
     """Keys ``[B, M]`` of the anchor views."""
-
-    def rows(self, index: Tensor) -> Self:
-        """The same for some of the images."""
-        return replace(self, **{part.name: getattr(self, part.name)[index] for part in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +141,7 @@ class ReACT(Defense):
     mapping: Mapping = field(default_factory=Linear)
     """From the drift r to the anchor's noise scale sigma."""
     instability: bool = True
-    """Whether J(x) enters the score (ReACT) or the drift decides alone (Defend-CLIP)."""
+    """Add J(x) to the score (ReACT); ``False`` lets the drift decide alone (Defend-CLIP)."""
     augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
     """T(x), the augmentation behind J."""
     lazy: bool = True
@@ -153,7 +149,7 @@ class ReACT(Defense):
     max_batch: Count = 64
     """Most views in one encoder call."""
     jitter: NonNegative = 0.0
-    """Half-width of a random shift of tau, drawn per image, so that nobody can aim just below the threshold."""
+    """Half-width of a random shift of tau, drawn per image, so that an attacker cannot aim just below the threshold."""
     alpha_closed: NonNegative = 0.0
     """Strength of the correction where the gate is closed; 0 leaves the feature alone."""
     sequential: Annotated[float, Field(ge=0.5, lt=1)] | None = None

@@ -1,0 +1,412 @@
+"""Each attack against a second implementation, its formula or its published settings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from react_clip import noise
+from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AutoAttack, Square, autoattack, losses
+from react_clip.attacks.apgd import checkpoints
+from react_clip.attacks.fab import onto_plane
+from react_clip.attacks.losses import cross_entropy
+from react_clip.attacks.problem import Candidates, relay
+from react_clip.attacks.square import _interval, _side
+
+from .conftest import Record, Task, problem_of
+
+linprog = pytest.importorskip("scipy.optimize").linprog
+
+
+# ---------------------------------------------------------------------- losses
+
+
+GENERATOR = torch.Generator().manual_seed(3)
+LOGITS = 5 * torch.randn(32, 6, generator=GENERATOR)
+LABELS = torch.randint(6, (32,), generator=GENERATOR)
+
+
+def brute_margin(row: list[float], label: int) -> float:
+    return max(value for j, value in enumerate(row) if j != label) - row[label]
+
+
+def test_margin_and_dlr_match_a_plain_loop() -> None:
+    margins = [brute_margin(row, label) for row, label in zip(LOGITS.tolist(), LABELS.tolist(), strict=True)]
+    spreads = [sorted(row)[-1] - sorted(row)[-3] for row in LOGITS.tolist()]
+    torch.testing.assert_close(losses.margin(LOGITS, LABELS), torch.tensor(margins))
+    expected = torch.tensor([m / s for m, s in zip(margins, spreads, strict=True)])
+    torch.testing.assert_close(losses.dlr(LOGITS, LABELS), expected)
+
+
+@pytest.mark.parametrize("loss", [losses.dlr, losses.best_dlr_targeted])
+@pytest.mark.parametrize("classes", [3, 4, 6])
+def test_dlr_ignores_shift_and_scale(loss: losses.Loss, classes: int) -> None:
+    logits, labels = LOGITS[:, :classes], LABELS % classes
+    torch.testing.assert_close(loss(7 * logits - 3, labels), loss(logits, labels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [losses.dlr, losses.best_dlr_targeted])
+def test_two_classes_fall_back_to_the_margin(loss: losses.Loss) -> None:
+    logits, labels = LOGITS[:, :2], LABELS % 2
+    assert torch.equal(loss(logits, labels), losses.margin(logits, labels))
+
+
+def test_targeted_dlr_with_three_classes_uses_the_untargeted_denominator() -> None:
+    logits, labels = LOGITS[:, :3], LABELS % 3
+    runner_up = losses.ranked_targets(logits, labels, 1)[:, 0]
+    torch.testing.assert_close(losses.dlr_targeted(logits, labels, runner_up), losses.dlr(logits, labels))
+
+
+def test_best_targeted_dlr_is_the_maximum_over_targets() -> None:
+    targets = losses.ranked_targets(LOGITS, LABELS, 99)
+    assert targets.shape == (32, 5)
+    values = torch.stack([losses.dlr_targeted(LOGITS, LABELS, t) for t in targets.unbind(1)]).amax(0)
+    torch.testing.assert_close(losses.best_dlr_targeted(LOGITS, LABELS), values)
+
+
+def test_targets_are_the_wrong_classes_strongest_first() -> None:
+    targets = losses.ranked_targets(LOGITS, LABELS, 3)
+    assert not bool((targets == LABELS[:, None]).any())
+    values = LOGITS.gather(1, targets)
+    assert bool((values[:, :-1] >= values[:, 1:]).all())
+    strongest = losses.margin(LOGITS, LABELS) + LOGITS.gather(1, LABELS[:, None])[:, 0]
+    torch.testing.assert_close(values[:, 0], strongest)
+
+
+# ---------------------------------------------------------------------- PGD
+
+
+def plain_pgd(net: torch.nn.Module, x: Tensor, y: Tensor, eps: float, step: float, loss: str) -> Tensor:
+    """The protocol, written once more without any of the room's parts; only the random start is shared."""
+    draw = noise.uniform(noise.stream_keys(x, 7), x[0].numel()).reshape(x.shape)
+    x_adv = (x + eps * (2 * draw - 1)).clamp(0, 1)
+    for _ in range(10):
+        x_adv = x_adv.detach().requires_grad_()
+        logits = net(x_adv)
+        if loss == "ce":
+            total = F.cross_entropy(logits, y, reduction="sum")
+        else:
+            others = logits - 1e9 * F.one_hot(y, logits.shape[1])
+            total = (others.max(1).values - logits[torch.arange(len(y)), y]).sum()
+        total.backward()
+        assert x_adv.grad is not None
+        delta = (x_adv.detach() + step * x_adv.grad.sign() - x).clamp(-eps, eps)
+        x_adv = (x + delta).clamp(0, 1)
+    return x_adv
+
+
+@pytest.mark.parametrize("loss", ["ce", "margin"])
+@pytest.mark.parametrize(("step_size", "step"), [(1 / 255, 1 / 255), ("eps/4", 2 / 255)])
+def test_matches_a_plain_loop(task: Task, loss: str, step_size: float, step: float) -> None:
+    x, y = task.x[:50], task.y[:50]
+    ours = PGD(eps=8 / 255, steps=10, step_size=step_size, loss=loss)(task.net, x, y, seed=7)  # type: ignore[arg-type]
+    theirs = plain_pgd(task.net, x, y, 8 / 255, step, loss)
+    # The bounds round differently by an ulp, which may flip the sign of a gradient that is nearly 0: a stray pixel.
+    assert ((ours.images - theirs).abs() < 1e-6).float().mean() > 0.999
+
+
+def test_cw_is_pgd_on_the_margin(task: Task) -> None:
+    x, y = task.x[:8], task.y[:8]
+    cw, pgd = CW(steps=10)(task.net, x, y), PGD(steps=10, loss="margin")(task.net, x, y)
+    assert torch.equal(cw.images, pgd.images)
+
+
+def test_random_start_is_uniform_in_the_ball() -> None:
+    x, y = torch.full((1, 3, 64, 64), 0.5), torch.tensor([0])
+    seen: list[Tensor] = []
+    PGD(eps=0.25, steps=1)(lambda images: (seen.append(images.detach()), images.flatten(1)[:, :2])[1], x, y)
+    unit = ((seen[0] - 0.25) / 0.5).flatten().sort().values
+    # Kolmogorov-Smirnov: with n = 12288 the largest gap exceeds 1.95 / sqrt(n) once in a thousand fair draws.
+    gap = (unit - (torch.arange(len(unit)) + 0.5) / len(unit)).abs().max()
+    assert gap < 1.95 / len(unit) ** 0.5
+    PGD(eps=0.25, steps=1, random_start=False)(lambda i: (seen.append(i.detach()), i.flatten(1)[:, :2])[1], x, y)
+    assert torch.equal(seen[2], x)
+
+
+def test_the_summed_loss_survives_half_precision_in_a_large_batch() -> None:
+    """Gradients here are 5e-7: a number in fp16. Divided by 256 images they would be 0, and nothing would move."""
+    x, y = torch.full((256, 3, 2, 2), 0.5), torch.zeros(256, dtype=torch.long)
+    tiny = torch.tensor(1e-6, dtype=torch.float16)
+
+    def model(x: Tensor) -> Tensor:
+        first = (x.half() * tiny).flatten(1).sum(1)
+        return torch.stack([first, torch.zeros_like(first)], 1)
+
+    result = PGD(eps=4 / 255, steps=10)(model, x, y)
+    torch.testing.assert_close(result.images, x - 4 / 255)
+
+
+# ---------------------------------------------------------------------- APGD
+
+
+def plain_apgd(
+    net: Callable[[Tensor], Tensor], start: Tensor, x: Tensor, y: Tensor, eps: float, steps: int
+) -> list[Tensor]:
+    """The paper's algorithm for one image, with plain numbers and lists; returns all points visited."""
+
+    def project(point: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(point, (x - eps).clamp(0, 1)), (x + eps).clamp(0, 1))
+
+    def loss_and_slope(point: Tensor) -> tuple[float, Tensor]:
+        point = point.clone().requires_grad_()
+        value = F.cross_entropy(net(point), y)
+        return value.item(), torch.autograd.grad(value, point)[0]
+
+    marks, visited, eta = checkpoints(steps), [start], 2 * eps
+    point, previous = start, start
+    value, slope = loss_and_slope(point)
+    best = (value, point, slope)
+    history, mark, best_at_mark, eta_at_mark = [value], 0, value, 0.0
+    for k in range(1, steps + 1):
+        target = project(point + eta * slope.sign())
+        a = 1.0 if k == 1 else 0.75
+        point, previous = project(point + a * (target - point) + (1 - a) * (point - previous)), point
+        value, slope = loss_and_slope(point)
+        visited.append(point)
+        history.append(value)
+        if value > best[0]:
+            best = (value, point, slope)
+        if k in marks:
+            rises = sum(later > earlier for earlier, later in itertools.pairwise(history))
+            if rises < 0.75 * (k - mark) or (eta == eta_at_mark and best[0] == best_at_mark):
+                value, point, slope = best
+                eta_at_mark, eta = eta, eta / 2
+            else:
+                eta_at_mark = eta
+            best_at_mark, mark, history = best[0], k, [value]
+    return visited
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_visits_the_points_of_a_plain_loop(seed: int) -> None:
+    """On a model with many tops inside the ball, in fp64, so that rounding does not decide between them."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = 3 * torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    x = torch.rand(1, 3, 2, 2, generator=generator)
+
+    def wavy(x: Tensor) -> Tensor:
+        return (x.double().flatten(1) @ weight.T).sin()
+
+    y = wavy(x).argmax(1)
+    record = Record(wavy)
+    APGD(eps=0.2, steps=60)(record, x, y, seed=seed)
+    visited = record.seen[1:-1]  # less the clean and the last pass
+    expected = plain_apgd(wavy, visited[0], x, y, 0.2, 60)
+    assert len({point.sum().item() for point in expected}) > 20, "a walk that stands still proves nothing"
+    torch.testing.assert_close(torch.cat(visited), torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def test_each_restart_has_its_own_start(task: Task) -> None:
+    x, y = task.head(1)
+    record = Record(task.net)
+    result = APGD(eps=1e-4, steps=1, restarts=3)(record, x, y)
+    assert not result.success
+    starts = torch.cat(record.seen[1:-1:2])
+    assert len(starts) == 3
+    assert bool((torch.pdist(starts.flatten(1)) > 1e-4).all())
+
+
+def test_images_that_are_wrong_already_come_back_unchanged(task: Task) -> None:
+    x, y = task.head(4)
+    result = APGD(steps=5)(task.net, x, (y + 1) % 5)
+    assert torch.equal(result.images, x)
+    assert result.success.all()
+    assert result.queries.tolist() == [2, 2, 2, 2]
+
+
+def test_eot_averages_gradient_loss_and_logits() -> None:
+    """A model that goes through four heads in turn: four passes must give their exact mean."""
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(4, 3, 12, generator=generator)
+    x, y = torch.rand(2, 3, 2, 2, generator=generator), torch.tensor([0, 2])
+    calls = 0
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.flatten(1) @ heads[calls % 4].T
+
+    problem = problem_of(model, x, y, 0.1)
+    logits, value, slope = problem.gradient(x, cross_entropy, eot=4)
+    pixels = x.clone().requires_grad_()
+    each = torch.stack([cross_entropy(pixels.flatten(1) @ head.T, y) for head in heads])
+    torch.testing.assert_close(slope, torch.autograd.grad(each.mean(0).sum(), pixels)[0])
+    torch.testing.assert_close(value, each.mean(0).detach())
+    torch.testing.assert_close(logits, x.flatten(1) @ heads.mean(0).T)
+    assert problem.spent.tolist() == [[4, 4], [4, 4]]
+
+
+# ---------------------------------------------------------------------- FAB
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_onto_plane_is_the_optimum_of_the_linear_program(seed: int) -> None:
+    """min s subject to |d_i| <= s, 0 <= x + d <= 1, w.d = -h, solved by a general solver."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 9))
+    x, w = rng.random(size), rng.normal(size=size) * (rng.random(size) < 0.8)
+    x[rng.random(size) < 0.2] = rng.integers(2)
+    h = rng.normal() * rng.choice([0.01, 0.3, 3.0])
+    shape = (1, 1, 1, size)
+    d = onto_plane(*(torch.tensor(v, dtype=torch.float64).reshape(shape) for v in (x, w)), torch.tensor([h]))
+    move = d.flatten().numpy()
+    assert ((x + move >= -1e-9) & (x + move <= 1 + 1e-9)).all()
+
+    ones = np.ones((size, 1))
+    bounds = [(-a, 1 - a) for a in x] + [(0, None)]
+    within = np.block([[np.eye(size), -ones], [-np.eye(size), -ones]])
+    best = linprog(
+        np.r_[np.zeros(size), 1], within, np.zeros(2 * size), np.r_[w, 0][None], [-h], bounds=bounds, method="highs"
+    )
+    if best.success:
+        assert w @ move == pytest.approx(-h, abs=1e-6)
+        assert np.abs(move).max() == pytest.approx(best.fun, abs=1e-6)
+    else:  # the plane is out of reach: every pixel that counts goes to its end
+        reach = np.where(-w * np.sign(h) > 0, 1 - x, -x) * (w != 0)
+        assert move == pytest.approx(reach, abs=1e-9)
+
+
+def test_finds_the_exact_distance_of_a_linear_model() -> None:
+    """Dual norm: the L-inf distance to the plane is |z_y - z_t| / sum |w_y - w_t|, away from the image's limits."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 48, generator=generator)
+    x = 0.4 + 0.2 * torch.rand(20, 3, 4, 4, generator=generator)
+    logits = x.flatten(1) @ weight.T
+    y = logits.argmax(1)
+    result = FAB(eps=0.3, steps=20)(lambda x: x.flatten(1) @ weight.T, x, y)
+    distance = (logits[:, 0] - logits[:, 1]).abs() / (weight[0] - weight[1]).abs().sum()
+    assert result.success.all()
+    torch.testing.assert_close((result.images - x).abs().amax((1, 2, 3)), distance, rtol=0.06, atol=0)
+
+
+def test_steps_follow_the_formula() -> None:
+    """On a curved boundary, so that the pull towards the original is sometimes capped and sometimes not."""
+    generator = torch.Generator().manual_seed(2)
+    weight = 3 * torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    pulls, breaks = [], []
+
+    def wavy(x: Tensor) -> Tensor:
+        return (x.double().flatten(1) @ weight.T).sin()
+
+    for x in torch.rand(8, 1, 3, 2, 2, generator=generator):
+        y, target = wavy(x).topk(2).indices.T
+        record = Record(wavy)
+        FAB(eps=1.0, steps=8, targets=1)(record, x, y)
+        # Between the clean pass and the two last ones: the point of the gradient and the point reached, in turn.
+        points, reached = record.seen[1:-2:2], record.seen[2:-2:2]
+        assert torch.equal(points[0], x)
+        for point, after in zip(points, reached, strict=True):
+            pixels = point.clone().requires_grad_()
+            gap = (wavy(pixels)[0, target] - wavy(pixels)[0, y]).float()
+            normal = torch.autograd.grad(gap.sum(), pixels)[0]
+            d_k = onto_plane(point, normal, gap.detach())
+            d_0 = onto_plane(x, normal, gap.detach() + (normal * (x - point)).sum())
+            pull = min((d_k.abs().max() / (d_k.abs().max() + d_0.abs().max())).item(), 0.1)
+            expected = (1 - pull) * (point + 1.05 * d_k) + pull * (x + 1.05 * d_0)
+            torch.testing.assert_close(after, expected.clamp(0, 1), rtol=0, atol=1e-5)
+            # At the first step both moves are one, whatever the pull.
+            pulls += [pull] if point is not points[0] else []
+        for after, following in zip(reached, points[1:], strict=False):
+            breaks.append(bool(wavy(after).argmax(1) != y))
+            torch.testing.assert_close(following, x + 0.9 * (after - x) if breaks[-1] else after, rtol=0, atol=1e-6)
+    assert min(pulls) < 0.1
+    assert pulls.count(0.1) >= 2
+    assert {True, False} == set(breaks)
+
+
+# ---------------------------------------------------------------------- Square
+
+
+def test_the_square_shrinks_on_schedule() -> None:
+    shape = torch.Size((1, 3, 224, 224))
+    sides = [_side(query, shape) for query in (1, 10, 11, 51, 201, 501, 1001, 2001, 4001, 6001, 8001, 99999)]
+    expected = [round((0.8 * 224 * 224 / 2**k) ** 0.5) for k in (0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9)]
+    assert sides == expected
+    assert _side(9999, torch.Size((1, 3, 4, 4))) == 1
+
+
+def test_windows_cover_every_position_alike() -> None:
+    draws = (torch.arange(1000) + 0.5) / 1000
+    inside = _interval(draws, side=3, length=12)
+    assert bool((inside.sum(1) == 3).all())
+    starts = inside.long().argmax(1).bincount(minlength=10)
+    assert bool((starts == 100).all())
+    assert bool(_interval(draws, side=99, length=12).all())
+
+
+def test_every_pixel_stays_at_the_edge_of_the_ball(task: Task) -> None:
+    x, y = task.head(20)
+    result = Square(eps=4 / 255, queries=100)(task.net, x, y)
+    low, high = (x - 4 / 255).clamp(0, 1), (x + 4 / 255).clamp(0, 1)
+    assert bool(((result.images == low) | (result.images == high)).all())
+
+
+# ---------------------------------------------------------------------- AutoAttack
+
+
+def test_the_versions_are_the_published_ones() -> None:
+    ce, dlr = APGD(loss="ce", steps=100, restarts=1), APGD(loss="dlr", steps=100, restarts=1)
+    assert AutoAttack(version="ttc").members == (ce, dlr)
+    targeted = APGD(loss="dlr-targeted", steps=100, restarts=1, targets=9)
+    assert AutoAttack().members == (ce, targeted, FAB(steps=100, targets=9), Square(queries=5000))
+    rand = tuple(APGD(loss=loss, steps=100, restarts=1, eot=20) for loss in ("ce", "dlr"))  # type: ignore[arg-type]
+    assert AutoAttack(version="rand").members == rand
+
+
+def test_relay_lets_a_broken_tie_win() -> None:
+    """Classes with one and the same name tie exactly; argmax decides, and the relay must go by it."""
+    x, y = torch.full((1, 1, 1, 1), 0.5), torch.tensor([1])
+    clean, tied = torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    best = Candidates.judged(x, clean, y)
+    assert best.wrong.item() == 0
+    attempts = [lambda part, rows: Candidates.judged(part.x - 0.25, tied, part.y)]
+    best = relay(problem_of(lambda x: x, x, y, 0.5), best, attempts)
+    assert best.images.item() == 0.25
+    assert best.wrong.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("attack", "least", "most"),
+    [
+        # The clean and the last pass, and for each restart the start and 10 steps.
+        (APGD(steps=10, restarts=3), 2 + 11, 2 + 3 * 11),
+        # Clean and last pass; for each member that ran the clean pass, start, 100 steps and judging pass.
+        (AutoAttack(version="ttc"), 2 + 103, 2 + 2 * 103),
+        (Square(queries=150), None, 2 + 150),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_broken_images_are_left_alone(attack: Attack, least: int | None, most: int, task: Task) -> None:
+    x, y = task.clear_cut(5)
+    result = attack(task.net, x, y, eps=8 / 255)
+    assert result.success.tolist() == [True] * 5 + [False] * 5
+    assert result.queries[5:].tolist() == [most] * 5
+    if least is not None:
+        assert result.queries[:5].tolist() == [least] * 5
+    assert int(result.queries[:5].max()) < most
+
+
+def test_rand_breaks_a_randomised_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = tuple(member.replace(steps=10, eot=10) for member in AutoAttack(version="rand").members)
+    monkeypatch.setitem(autoattack._VERSIONS, "rand", shorter)
+    generator = torch.Generator().manual_seed(0)
+    counter = 0
+
+    def noisy(x: Tensor) -> Tensor:
+        nonlocal counter
+        counter += len(x)
+        bright = (x + 0.05 * torch.randn(x.shape, generator=generator)).mean((1, 2, 3))
+        return torch.stack([bright, 1 - bright, 0 * bright], 1)
+
+    x = torch.stack([torch.full((3, 8, 8), grey) for grey in (0.52, 0.8)])
+    result = AutoAttack(eps=16 / 255, version="rand")(noisy, x, torch.tensor([0, 0]))
+    assert result.success.tolist() == [True, False]
+    assert int(result.queries.sum()) == counter
+    member = 1 + 10 * 11 + 1
+    assert result.queries.tolist() == [2 + member, 2 + 2 * member]
