@@ -16,7 +16,7 @@ import react_clip as rc
 from react_clip import attacks, defenses
 from react_clip.attacks import Attack
 from react_clip.config import Configuration, Count, PixelLength, PositiveLength, Range, Registered, Registry, Share
-from react_clip.defenses import BaseDefense
+from react_clip.defenses import Defense
 from toys import toy_classifier, toy_images
 
 
@@ -138,9 +138,9 @@ def test_missing_fields_and_wrong_kinds_are_named() -> None:
 PACKAGE = """
 from react_clip.attacks import PGD
 from react_clip.config import Share
-from react_clip.defenses import BaseDefense, Undefended
+from react_clip.defenses import Defense, Undefended
 
-class Fade(BaseDefense):
+class Fade(Defense):
     kind = "fade"
     label = "Fade to grey"
     colour = "#123456"
@@ -172,7 +172,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         "[react_clip.defenses]\nfade = fading:Fade\nwrong = fading:Fade\n[react_clip.attacks]\ngentle = fading:Gentle\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for family in (BaseDefense, Attack):
+    for family in (Defense, Attack):
         monkeypatch.setattr(family.registry, "_classes", dict(family.registry._classes))
     yield
     sys.modules.pop("fading", None)
