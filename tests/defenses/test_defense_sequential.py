@@ -119,15 +119,6 @@ def test_settled_images_stop_and_passes_are_counted(guard: rc.ReACT) -> None:
     assert set(out.passes.tolist()) == {most - guard.views + FIRST_VIEWS, most}, "some must stop early, others not"
 
 
-def test_a_round_is_one_batch_over_all_undecided_images() -> None:
-    clf = toy_classifier()
-    encoder = clf.encoder
-    assert isinstance(encoder, ToyEncoder)
-    out = GUARD.replace(max_batch=1000)(clf, toy_images(20))
-    assert int(out.passes.max()) == 3 + GUARD.views
-    assert encoder.calls == 3, "clean and probes, the first views, the others"
-
-
 def test_without_classes_or_laziness_all_views_are_encoded() -> None:
     clf, images = toy_classifier(), toy_images(6)
     keys = noise.stream_keys(images, 0)
