@@ -53,12 +53,8 @@ class LabelBank:
     """Every entry, unique, lower case."""
     groups: dict[str, tuple[str, ...]]
     """Group name to its members. A group may carry the name of one of its members; as a label it means the group."""
-    photos: dict[str, int]
-    """Number of photos behind each entry's feature."""
     sets: dict[str, tuple[str, ...]]
     """Data set to the entries its photos went into, in the order of its class folders."""
-    preprocessing: str
-    """Description of the preprocessing of the photos."""
     _default: tuple[str, ...]
     _matrix: Tensor
     _lookup: dict[str, str] = field(init=False)
@@ -160,9 +156,7 @@ def _from_metadata(metadata: dict[str, Any], matrix: Tensor) -> LabelBank:
         encoder=str(metadata["encoder"]),
         names=tuple(metadata["names"]),
         groups={group: tuple(members) for group, members in metadata["groups"].items()},
-        photos=dict(zip(metadata["names"], metadata["photos"], strict=True)),
         sets={name: tuple(entries) for name, entries in metadata["sets"].items()},
-        preprocessing=str(metadata["preprocessing"]),
         _default=tuple(metadata["vocabulary"]),
         # fp16 storage costs a little length; callers are promised unit rows.
         _matrix=functional.normalize(matrix),

@@ -89,7 +89,6 @@ class Attack(Registered, ABC):
 
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
-        del defense
         return clf
 
     def obstacle(self, defense: Defense) -> str:
@@ -100,12 +99,10 @@ class Attack(Registered, ABC):
         >>> Evade().obstacle(AOM())
         'aom has no gate to keep shut'
         """
-        del defense
         return ""
 
     def members_for(self, defense: Defense) -> tuple[Attack, ...]:
         """For a suite, the members that make sense on a defence."""
-        del defense
         return ()
 
     def cost(self, defense: Defense) -> Passes:
@@ -116,7 +113,6 @@ class Attack(Registered, ABC):
         >>> PGD(steps=10).cost(ReACT())  # PGD does not run the defence
         (11, 10)
         """
-        del defense
         # An image that cannot be broken costs the same at every budget.
         return _counted_cost(self.replace(eps=4 / 255))
 
@@ -172,7 +168,6 @@ class Attack(Registered, ABC):
 
     def _defended(self, target: Model, seed: noise.Seed) -> DefendedModule | None:
         """The target as a classifier behind a defence, for attacks that know the defence."""
-        del target, seed
         return None
 
 

@@ -41,7 +41,6 @@ class Square(Attack):
         return relay(problem, problem.candidates(problem.x), [self._paint]).images
 
     def _paint(self, problem: Problem, rows: Tensor) -> Candidates:
-        del rows
         best = problem.candidates(_stripes(problem.fork(0)))
         problem.steps.tick()
         for query in range(1, self.queries):

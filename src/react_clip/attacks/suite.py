@@ -114,7 +114,6 @@ class Transfer(DefendedAttack):
 
     def search_cost(self, defense: Defense) -> Passes:
         """One gradient of the plain classifier per step."""
-        del defense
         return self.steps, self.steps
 
     def search(self, problem: Problem) -> Tensor:
