@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a server to measure, the machine's description, and the result file."""
+"""Helpers of the scripts in this folder: start a server, describe the machine, write the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""How many of the M anchor views an attacked image needs: encode all of them once, then replay stopping rules offline.
+r"""Number of anchor views that an attacked image needs: encode all M once, then replay stopping rules offline.
 
     python benchmarks/sequential_views.py --data photos --heads heads --limit 200 --dtype bf16 --batch 256 \
         --features runs/sequential \
@@ -54,7 +54,7 @@ def encode(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor, seed: int, bat
 
 
 def place(args: argparse.Namespace, name: str, budget: int) -> Path:
-    """Where the features of a set at a budget lie; another model or choice of photos has a folder of its own."""
+    """The file with the features of a set at a budget; another model or choice of photos has another folder."""
     setting = f"{args.model}-{args.dtype}-{args.limit}-{args.seed}".replace("/", "_")
     return Path(args.features) / setting / f"{name}-{budget}.safetensors"
 

@@ -118,12 +118,12 @@ def _milliseconds(file: str) -> dict[str, float]:
 
 
 def _bench_label(label: str, config: dict[str, object]) -> str:
-    """What the benchmark calls a method: ReACT as shipped is its own contender, a finetuned tower costs one pass."""
+    """The benchmark's label of a method: calibrated ReACT is "ReACT", every other method has its kind."""
     return "ReACT" if "calibrated" in label else str(pop_kind(dict(config)))
 
 
 def leakage_table(run: str) -> str:
-    """How high accuracy climbs when leaked answers count, and what is left of it when they do not."""
+    """The highest accuracy of each method with leaked answers counted, and the same without them."""
     whole = read_run(RESULTS / run)
     assert whole.result is not None
     assert whole.images is not None

@@ -188,7 +188,7 @@ def make(data: Path, heads: Path | None, out: Path, kept: Path | None, dtype: st
 
 
 def measure(bank: LabelBank, data: Path, heads: Path | None, kept: Path | None, dtype: str) -> dict[str, object]:
-    """What the bank is right about on the test photos."""
+    """Accuracy of the bank on the test photos."""
     photos = photos_of(data, "test")
     entries = entries_of(photos, heads)
     features = encode(photos, data, kept, dtype)
@@ -274,7 +274,7 @@ def main() -> int:
 
 
 def describe(bank: LabelBank, dtype: str) -> dict[str, object]:
-    """What was measured, with what."""
+    """The measured numbers, with versions and command."""
     return {
         "command": "python tools/make_label_bank.py data/ --heads heads/ --measure benchmarks/results/label-bank.json",
         "versions": {

@@ -34,7 +34,7 @@ FULL_BATCH = {"gpu": 256, "cpu": 1}
 OVERHEAD = {"gpu": 1.10, "cpu": 1.15}
 FASTER = {PLAIN: 3.0, PUBLISHED: 6.0}
 FLAT = 1.05
-"""What counts as constant, machines being noisy."""
+"""Largest ratio of two times that counts as equal: timings are noisy."""
 
 
 def performance(name: str, folder: Path) -> str:
@@ -52,7 +52,7 @@ def performance(name: str, folder: Path) -> str:
 
 
 def compilation(folder: Path) -> str:
-    """What a GPU loses without ``compile=True``."""
+    """Times on a GPU with and without ``compile=True``."""
     paths = [folder / f"gpu-{name}.json" for name in ("first-call", *(f"{m}-table-clean-uncompiled" for m in MODELS))]
     if not all(path.is_file() for path in paths):
         return ""
@@ -76,12 +76,12 @@ def compilation(folder: Path) -> str:
 
 
 def source(report: Report) -> str:
-    """Where numbers come from."""
+    """The notes of a report, its file and the command that made it."""
     return f"{notes(report)} `benchmarks/results/bench/{report['file']}`, made by `{report['command']}`."
 
 
 def notes(report: Report) -> str:
-    """What the benchmark had to say, as sentences."""
+    """The notes of a report as sentences."""
     return "".join(f" {note[0].upper()}{note[1:]}." for note in report.get("notes", []))
 
 
@@ -135,7 +135,7 @@ def _memory(item: Row) -> str:
 
 
 def speedup(report: Report, other: str) -> Ratio:
-    """How many images ReACT answers while another contender answers one, round by round where rounds are known."""
+    """ReACT's speed divided by another contender's, round by round where rounds are known."""
     ours, theirs = contender(report, OURS), contender(report, other)
     if "round_milliseconds" not in ours:
         return Ratio.of([theirs["milliseconds"] / ours["milliseconds"]])
@@ -155,7 +155,7 @@ def _setting(report: Report) -> str:
 
 
 def aims(reports: Sequence[Report]) -> str:
-    """What we aim at, what came out, and whether that is enough."""
+    """Each aim with the measured value on every machine, marked where it is missed."""
     places: list[str] = []
     cells: dict[str, dict[str, str]] = {}
     for report in reports:
@@ -197,7 +197,7 @@ def _aims_of(report: Report) -> Iterator[tuple[str, float, bool]]:
 
 
 def sweeps(reports: Sequence[Report]) -> str:
-    """How ReACT's cost changes with batch, images, classes and attacked share."""
+    """ReACT's cost against batch, images, classes and share of attacked images."""
     lines: list[str] = []
     for device in DEVICES:
         swept = select(reports, device, *(f"sweep-{axis}" for axis in SWEEPS))
@@ -235,7 +235,7 @@ def _sweep_table(reports: list[Report]) -> list[str]:
 
 
 def roofline(reports: Sequence[Report]) -> str:
-    """How close encoder passes come to what the machine can do at best."""
+    """Speed of encoder passes beside the speed of large matrix products and of memory."""
     lines, rows = [], []
     for device in DEVICES:
         batches = select(reports, device, "sweep-batch")
@@ -319,7 +319,7 @@ def _ratio(idea: Row | None) -> str:
 
 
 def _gates(agreement: Row) -> Iterator[str]:
-    """How often gates agree, by traffic, or by precision and traffic."""
+    """Share of photos with the same gate decision, by kind of photos, or by precision and kind."""
     for name, part in agreement.items():
         if isinstance(part, dict) and "same_gate" in part:
             yield f"{100 * part['same_gate']:.2f} % of {part['photos']:,} {name}"

@@ -1,4 +1,4 @@
-"""What the defence costs: bars against the floor, sweeps, a roofline; made from what ``react-clip bench`` wrote."""
+"""Figures of the defence's cost from files of ``react-clip bench``: bars per contender, sweeps, a roofline."""
 
 from __future__ import annotations
 

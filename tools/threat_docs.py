@@ -56,7 +56,7 @@ def who(folder: Path) -> str:
 
 
 def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]) -> dict[str, list[float]]:
-    """What each attacker leaves of one defence, by budget."""
+    """Accuracy of one defence at each budget, by attacker."""
     label = result.rows[0].defense
     informed, transferred = _shares(folder / run, label), _shares(folder / TRANSFER, label)
     transferred = transferred[transferred.index.isin(informed.index)]
@@ -72,7 +72,7 @@ def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]
 
 
 def members(folder: Path) -> str:
-    """What each attack did to the images that those before it had left, over all sets."""
+    """Success of each attack of a suite on the images that the attacks before it did not break, over all sets."""
     suites, budgets = _suites(folder)
     names = [_name(member) for member in _members(suites[0])]
     head = ["defence", "budget", *names]

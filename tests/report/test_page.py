@@ -1,4 +1,4 @@
-"""What a report says of runs that are finished, unfinished, damaged, joined; and what it writes where."""
+"""Reports of finished, unfinished, damaged and joined runs: their texts and the files they write."""
 
 from __future__ import annotations
 

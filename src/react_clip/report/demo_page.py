@@ -17,7 +17,7 @@ from react_clip.storage import write_text
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What plain and defended CLIP say about one photo at one attack strength."""
+    """Answers of plain and defended CLIP for one photo at one attack strength."""
 
     eps: int
     """Attack strength in 255ths; 0 for the clean photo."""
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def factor(self) -> float:
-        """How many times the perturbation is magnified."""
+        """Magnification of the perturbation."""
         return 255 / self.eps / 2
 
 
@@ -61,7 +61,7 @@ class PhotoResult:
     outcomes: list[Outcome]
 
     def unchanged(self, answer: str) -> bool:
-        """Whether an answer is plain CLIP's answer for the clean photo."""
+        """True if an answer is plain CLIP's answer for the clean photo."""
         return answer == self.outcomes[0].plain
 
     def mark(self, answer: str) -> str:

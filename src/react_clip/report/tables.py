@@ -121,7 +121,7 @@ def accuracy_table(result: EvaluationResult) -> Table:
 
 
 def detection_table(result: EvaluationResult) -> Table:
-    """How often the gate is right: closed on clean images, open on attacked ones."""
+    """Share of images on which the gate is right: closed on clean images, open on attacked ones."""
     what = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
 
     def rate(row: Row) -> Cell:
@@ -202,7 +202,7 @@ def calibration_table(calibration: Calibration) -> Table:
 
 
 def caption(result: EvaluationResult, what: str) -> str:
-    """What the numbers are, the model, threat model and scoring."""
+    """A caption: the quantity in the table (``what``), the model, threat model and scoring."""
     switched_off = "" if result.self_check.enabled else " The self-check was switched off."
     about = f"{result.title}: {what}; {result.model}, {result.dtype}. {conditions(result)}{switched_off}"
     return about + " ± is half of a 95 % interval."

@@ -37,7 +37,7 @@ class FigureOf:
     """Name of its file, without a suffix."""
     title: str
     caption: str
-    """What is shown, the number of images, threat model, scoring, and what bands and bars are."""
+    """The quantities shown, the number of images, threat model, scoring, and the meaning of bands and bars."""
     paper: str
     """The corresponding figure of the paper."""
     make: Callable[[], Figure]
