@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import sys
 from collections import defaultdict
@@ -23,16 +22,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from label_groups import BY_FOLDER, BY_NAME, CHECKED_GROUPS, DEFAULT_SETS, GROUPS, NOT_DEFAULT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import react_clip
 from react_clip import encoders, functional
 from react_clip.bank import BANK_FILE, TENSOR, LabelBank, match_key
+from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import as_pixels
 from react_clip.storage import atomic_path, write_text
@@ -274,15 +272,10 @@ def main() -> int:
 
 
 def describe(bank: LabelBank, dtype: str) -> dict[str, object]:
-    """The measured numbers, with versions and command."""
+    """Command, versions, device and size of the bank."""
     return {
         "command": "python tools/make_label_bank.py data/ --heads heads/ --measure benchmarks/results/label-bank.json",
-        "versions": {
-            "react_clip": react_clip.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "device": f"{encoders.base.resolve_device(None)}, {dtype}",
         "bank": {
             "encoder": bank.encoder,
