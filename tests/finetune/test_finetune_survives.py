@@ -194,12 +194,3 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
     assert checkpoint
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint.values())
     assert not (tmp_path / "finetune.json").exists()
-
-
-def test_a_torn_log_is_mended(stopped: Path, encoder: rc.Encoder, photos: Any) -> None:
-    log = stopped / "log.csv"
-    log.write_text(log.read_text() + "5,0.1")
-    assert len(read_log(log)) == 4
-    again(encoder, photos, stopped)
-    assert [row.step for row in read_log(log)] == [1, 2, 3, 4, 5]
-    assert log.read_text().count("\n") == 6

@@ -46,7 +46,7 @@ def attacked_rows(count: int, share: float) -> Tensor:
 
 
 class Traffic:
-    """Photos repeated to any number, any share of them attacked; each photo is attacked once, when first needed.
+    """Photos repeated to any number, any share of them attacked; each photo is attacked once.
 
     Without an attack (random weights) all images are clean whatever the share.
     """
@@ -55,27 +55,26 @@ class Traffic:
         self, clf: ZeroShotClassifier, photos: Tensor, attack: Attack | None, *, batch: int, seed: int = 0
     ) -> None:
         self.attack = attack
-        self._clf, self._batch, self._seed = clf, batch, seed
-        self._photos = photos.to(clf.device)
+        self._clf, self._photos, self._batch, self._seed = clf, photos.to(clf.device), batch, seed
         self._attacked: dict[int, Tensor] = {}
 
     def images(self, count: int, share: float) -> Tensor:
         """``[count, 3, S, S]`` images, this share of them attacked."""
-        chosen = torch.arange(count) % len(self._photos)
-        images = self._photos[chosen.to(self._photos.device)]
+        photos = torch.arange(count) % len(self._photos)
+        images = self._photos[photos.to(self._photos.device)]
         rows = attacked_rows(count, share)
         if self.attack is None or not len(rows):
             return images
-        photos = chosen[rows].tolist()
-        missing = torch.tensor(sorted(set(photos) - self._attacked.keys()), dtype=torch.long)
-        for part in torch.split(missing, self._batch):
-            if len(part):
-                clean = self._photos[part.to(self._photos.device)]
-                with torch.no_grad():
-                    answers = self._clf(clean).argmax(-1)
-                attacked = self.attack(self._clf, clean, answers, seed=self._seed).images
-                self._attacked |= dict(zip(part.tolist(), attacked, strict=True))
-        return images.index_copy(0, rows.to(images.device), torch.stack([self._attacked[photo] for photo in photos]))
+        missing = sorted(set(photos[rows].tolist()) - self._attacked.keys())
+        for start in range(0, len(missing), self._batch):
+            part = missing[start : start + self._batch]
+            clean = self._photos[part]
+            with torch.no_grad():
+                answers = self._clf(clean).argmax(-1)
+            attacked = self.attack(self._clf, clean, answers, seed=self._seed).images
+            self._attacked |= dict(zip(part, attacked, strict=True))
+        attacked = torch.stack([self._attacked[photo] for photo in photos[rows].tolist()])
+        return images.index_copy(0, rows.to(images.device), attacked)
 
 
 @torch.no_grad()

@@ -225,18 +225,14 @@ def load_photos(
     Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier.
     """
     from react_clip import data
-    from react_clip.evaluation.sets import ClassSource, class_source
+    from react_clip.evaluation.sets import class_source
 
     check_at_least_one(args, "limit")
     root = args.data or data.default_root()
     photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     classifier, description = None, "none needed"
     if classes:
-        if args.heads is not None and args.heads.is_file():
-            aligned, head = photos.align(data.load_head(args.heads))
-            source = ClassSource(aligned, f"head {args.heads.name}", head=head)
-        else:
-            source = class_source(encoder, photos, args.heads, root)
+        source = class_source(encoder, photos, args.heads, root)
         classifier, photos = source.classifier(encoder, progress=not args.quiet)
         description = source.description
     return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description

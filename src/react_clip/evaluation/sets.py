@@ -215,11 +215,14 @@ class ClassSource:
 
 
 def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, root: Path) -> ClassSource:
-    """Choose a ready head, prompts or the photos of the train split, in this order; nothing is encoded yet."""
+    """Choose a ready head, prompts or the photos of the train split, in this order; nothing is encoded yet.
+
+    ``heads`` is a folder of heads, or one head.
+    """
     own_folder = dataset.name.startswith(_FOLDER)
     folder = Path(dataset.name.removeprefix(_FOLDER)).expanduser() if own_folder else root / dataset.name
     if heads is not None:
-        for path in (heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES):
+        for path in [heads, *(heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES)]:
             if path.is_file():
                 aligned, head = dataset.align(load_head(path))
                 _check_dimension(encoder, head, path)

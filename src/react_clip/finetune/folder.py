@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +34,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """The loss of every step."""
+        """File with the loss of every step up to the last checkpoint."""
         return self.path / "log.csv"
 
     @contextmanager
@@ -134,55 +133,20 @@ def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[str]:
         yield name or "everything"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One step of the loss log, counted from 1."""
 
     step: int
     loss: float
     lr: float
 
-    def __str__(self) -> str:
-        # repr keeps every bit, so that two logs can be compared.
-        return f"{self.step},{self.loss!r},{self.lr!r}\n"
+
+def write_log(path: Path, rows: Iterable[Row]) -> None:
+    """Write the loss log; ``repr`` keeps every bit, so that two logs can be compared."""
+    storage.write_text(path, "\n".join(["step,loss,lr", *(f"{row.step},{row.loss!r},{row.lr!r}" for row in rows), ""]))
 
 
 def read_log(path: Path) -> list[Row]:
-    """The rows of a loss log up to the first gap; a row cut off by a kill does not count."""
-    rows: list[Row] = []
-    lines = path.read_text(encoding="ascii", errors="replace").splitlines(keepends=True) if path.is_file() else []
-    for line in lines[1:]:
-        try:
-            step, loss, lr = line.split(",")
-            row = Row(int(step), float(loss), float(lr))
-        except ValueError:
-            break
-        if not line.endswith("\n") or row.step != len(rows) + 1:
-            break
-        rows.append(row)
-    return rows
-
-
-class LossLog:
-    """Writes the loss of every step to a CSV file."""
-
-    def __init__(self, path: Path, done: int) -> None:
-        """Continue a log after ``done`` steps; later rows are dropped, because their steps will be done again."""
-        storage.write_text(path, "".join(["step,loss,lr\n", *map(str, read_log(path)[:done])]))
-        self._stream = path.open("a", encoding="ascii")
-
-    def add(self, row: Row, *, sync: bool) -> None:
-        """Write a row; with ``sync`` wait until the file is on the disk."""
-        try:
-            self._stream.write(str(row))
-            self._stream.flush()
-            if sync:
-                os.fsync(self._stream.fileno())
-        except OSError as error:
-            raise ReactClipError(
-                f"cannot write {self._stream.name}: {error.strerror}; free some space and run it again"
-            ) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+    """The rows of a loss log; none where there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.is_file() else []
+    return [Row(int(step), float(loss), float(lr)) for step, loss, lr in (line.split(",") for line in lines)]

@@ -17,7 +17,7 @@ from react_clip.config import Configuration, Count, PositiveLength, Whole
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import image_parameters
 from react_clip.errors import ReactClipError
-from react_clip.finetune.folder import LossLog, Row, RunFolder
+from react_clip.finetune.folder import Row, RunFolder, read_log, write_log
 from react_clip.finetune.methods import Batch, Method, Tower
 from react_clip.finetune.photos import Photos, augmented, stream_keys, upload
 
@@ -121,7 +121,7 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
         fused=task.student.device.type == "cuda",
     )
     done, seconds = folder.restore(weights, optimiser)
-    log = LossLog(folder.log, done)
+    rows = read_log(folder.log)[:done]
     try:
         for step in range(done + 1, settings.steps + 1):
             rate = settings.learning_rate(step - 1)
@@ -131,20 +131,20 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
             _check_finite([loss], f"the loss is {loss} at step {step}")
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-            at_checkpoint = step % settings.save_every == 0 or step == settings.steps
-            log.add(Row(step, float(loss), rate), sync=at_checkpoint)
+            rows.append(Row(step, float(loss), rate))
             if progress is not None:
                 progress(step, settings.steps, float(loss))
-            if at_checkpoint:
+            if step % settings.save_every == 0 or step == settings.steps:
                 # A finite loss can have an infinite gradient.
                 _check_finite(list(weights.values()), f"the weights are not finite after step {step}")
+                # The log first: rows of steps after the checkpoint are dropped when the run continues.
+                write_log(folder.log, rows)
                 folder.save(step, seconds + time.monotonic() - began, weights, optimiser)
     except torch.cuda.OutOfMemoryError:
         raise ReactClipError(
             f"a batch of {settings.batch} does not fit into the device's memory; halve --batch and double --accumulate"
         ) from None
     finally:
-        log.close()
         task.student.requires_grad_(False)
     return seconds + time.monotonic() - began
 
