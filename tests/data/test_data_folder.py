@@ -116,7 +116,6 @@ def test_a_subset_does_not_depend_on_the_root(pets: Path, tmp_path_factory: pyte
 def test_the_fingerprint_changes_with_a_photo_a_name_or_a_label(pets: Path, save_photo) -> None:
     dataset = data.load("oxford_pets", root=pets)
     before = dataset.fingerprint()
-    assert dataset.fingerprint() == before
     path = pets / "oxford_pets" / "test" / dataset.photos[3].id
     original = path.read_bytes()
     save_photo(path, 12345)

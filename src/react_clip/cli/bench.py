@@ -33,24 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     parser.add_argument("--images", type=int, default=64, help="photos are repeated up to so many (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images per batch (%(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="measurements of every contender; the median counts (%(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="measurements, whose median counts (%(default)s)")
     parser.add_argument("--singles", type=int, default=20, help="single images, for the latency (%(default)s)")
     parser.add_argument("--attacked", type=float, default=0.0, help="share of attacked images, 0 to 1 (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument(
         "--sweep",
         choices=(*bench.SWEEPS, "all"),
-        help="instead of the table: ReACT and the bare encoder along an axis (classes: 10 to 20,000; attacked: 0 to 1)",
+        help="instead of the table: ReACT and the bare encoder along an axis, such as 10 to 20,000 classes",
     )
+    parser.add_argument("--compile", action="store_true", help="on a GPU: CUDA graphs and a noise kernel, as in serve")
     parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="on a GPU: CUDA graphs for small batches and a compiled noise kernel, as the service has",
-    )
-    parser.add_argument(
-        "--defenses", default="", help=f"measure these as well, comma-separated: {', '.join(defenses.names())}"
+        "--defenses", default="", help=f"also measure these, comma-separated: {', '.join(defenses.names())}"
     )
     parser.add_argument(
         "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(bench.SHAPES)}"

@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PHOTO",
         help="image files or folders to compare on (bundled ones by default)",
     )
-    parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="most that a feature may differ (%(default)s)"
-    )
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference allowed (%(default)s)")
     parser.set_defaults(device="cpu", dtype="fp32")
 
 
