@@ -69,3 +69,13 @@ def test_gate_first_equals_the_plain_algorithm(pets: Pets, images: torch.Tensor,
     assert torch.equal(plain.gated, answers.gated[rows])
     assert torch.equal(plain.labels, answers.labels[rows])
     assert torch.allclose(plain.features, answers.features[rows], atol=1e-5)
+
+
+def test_a_second_look_keeps_photos_and_restores_attacked_ones(pets: Pets, images: torch.Tensor) -> None:
+    clf, _, labels = pets
+    out = rc.SecondLook.for_encoder(clf.encoder)(clf, images, seed=b"secret")
+    assert out.branch.tolist() == [0, 0, 2, 2]
+    assert out.labels.tolist() == [*labels.tolist()] * 2
+    assert (out.look_size, out.look_is_smaller) == (160, True)
+    share = (1 + 10 * 10) / (1 + 14 * 14)
+    assert out.passes.tolist() == pytest.approx([1 + share, 1 + share, 1 + 2 * share, 1 + 2 * share])

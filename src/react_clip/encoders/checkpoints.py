@@ -56,7 +56,7 @@ def split_name(name: str) -> tuple[str, Path] | None:
     folder = Path(name)
     if folder.is_dir():
         if (folder / RECORD).is_file():
-            return _recorded_base(folder), _checked_tower(folder)
+            return _read_finetuned(folder)
         if (folder / SETTINGS).is_file() and not (folder / "config.json").is_file():
             raise ReactClipError(
                 f"{folder} is a finetuning run that has not finished; give the same `react-clip finetune` command again"
@@ -67,7 +67,7 @@ def split_name(name: str) -> tuple[str, Path] | None:
         if base and file.is_file():
             return base, file
         if base and (file / RECORD).is_file():
-            return base, _checked_tower(file)
+            return base, _read_finetuned(file)[1]
     return None
 
 
@@ -79,23 +79,15 @@ def lasting_name(name: str) -> str:
     return name if parts is None else f"{lasting_name(parts[0])}+{parts[1].resolve()}"
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _read_finetuned(folder: Path) -> tuple[str, Path]:
+    """Base and tower of a folder of ``react-clip finetune``; the tower must be the one that was recorded."""
     way_out = "finetune again, or load FOLDER/tower.safetensors as BASE+FILE"
     record = read_json(folder / RECORD, missing=way_out, invalid=way_out)
     if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("model", "sha256")):
         raise ReactClipError(f"{folder / RECORD} does not name a model and the sha256 of its tower; {way_out}")
-    return record
-
-
-def _recorded_base(folder: Path) -> str:
-    base: str = _record(folder)["model"]
-    if Path(base).resolve() == folder.resolve():
+    if Path(record["model"]).resolve() == folder.resolve():
         raise ReactClipError(f"{folder / RECORD} names its own folder as the base model; correct it")
-    return base
-
-
-def _checked_tower(folder: Path) -> Path:
-    tower, expected = folder / TOWER, _record(folder)["sha256"]
+    tower, expected = folder / TOWER, record["sha256"]
     if not tower.is_file():
         raise ReactClipError(f"{folder} has no {TOWER}; copy the whole folder, or finetune again")
     if (found := sha256_of(tower)) != expected:
@@ -103,7 +95,7 @@ def _checked_tower(folder: Path) -> Path:
             f"{tower} has sha256 {found[:12]}..., {RECORD} says {expected[:12]}...; the file is damaged or another "
             "one: copy it again, or finetune again"
         )
-    return tower
+    return record["model"], tower
 
 
 # ---------------------------------------------------------------------- towers of encoders

@@ -37,7 +37,7 @@ FULL, SMALL = "encoder", "encoder-small"
 """Names of the graphs, without ending: at the tower's image size, and at the size of ``rc.SecondLook``'s look."""
 SMALL_SHARE = 160 / 224
 """Size of the small graph as a share of the tower's."""
-PRECISIONS = {"onnx": {torch.float32: "fp32"}, "openvino": {torch.float32: "fp32", torch.bfloat16: "bf16"}}
+PRECISIONS = {"onnx": ("fp32",), "openvino": ("fp32", "bf16")}
 
 TOLERANCE = 1e-4
 """Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
@@ -51,12 +51,11 @@ Graph = Callable[[np.ndarray], np.ndarray]
 class ExportedEncoder(Encoder):
     """Graphs by image size in their runtime; features leave them with unit length."""
 
-    tower: _GraphModule
-
     def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str, dtype: torch.dtype) -> None:
         sizes = {key: record[key] for key in ("image_size", "dim", "mean", "std")}
         # Exports of earlier versions have one graph and do not name the patch size.
-        super().__init__(_GraphModule(graphs), name=name, patch_size=record.get("patch_size"), **sizes)
+        super().__init__(nn.Identity(), name=name, patch_size=record.get("patch_size"), **sizes)
+        self._graphs = graphs
         self.base = record["base"]
         self._source: str = record["model"]
         self._dtype = dtype
@@ -83,12 +82,12 @@ class ExportedEncoder(Encoder):
                 f"{self.name!r} runs outside PyTorch and gives no gradients; load {self.original!r}, which it was "
                 "exported from, or use what needs none (ReACT and its relatives; attacks.Square)"
             )
-        features: Tensor = self.tower(pixels.detach().float())
-        return features
+        graph = self._graphs[pixels.shape[-1]]
+        return torch.from_numpy(graph(pixels.detach().float().cpu().contiguous().numpy()))
 
     def takes(self, size: int) -> bool:
         """Whether there is a graph for images of this side."""
-        return size in self.tower.graphs
+        return size in self._graphs
 
     def update_positions(self, size: int) -> None:
         """Nothing to do: the position embeddings are inside the graphs."""
@@ -96,17 +95,6 @@ class ExportedEncoder(Encoder):
     def fingerprint(self) -> str:
         """Short identity of the graph and its precision, for cache keys."""
         return hashlib.sha256(self._identity.encode()).hexdigest()[:16]
-
-
-class _GraphModule(nn.Module):
-    """Graphs as one module from [0, 1] pixels to unit features; they normalise by themselves."""
-
-    def __init__(self, graphs: dict[int, Graph]) -> None:
-        super().__init__()
-        self.graphs = graphs
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return torch.from_numpy(self.graphs[pixels.shape[-1]](pixels.cpu().contiguous().numpy()))
 
 
 # ---------------------------------------------------------------------- loading
@@ -128,8 +116,8 @@ def load_exported(name: str, *, device: str | torch.device | None, dtype: str | 
     chosen = resolve_dtype(dtype)
     if device is not None and resolve_device(device).type != "cpu":
         raise ReactClipError(f"{name!r} was asked for on {device}, but exported towers run on the CPU; use cpu")
-    if chosen not in PRECISIONS[kind]:
-        known = " or ".join(PRECISIONS[kind].values())
+    if chosen not in map(resolve_dtype, PRECISIONS[kind]):
+        known = " or ".join(PRECISIONS[kind])
         raise ReactClipError(f"{name!r} was asked for in {dtype}; {kind} towers compute in {known}")
     record = _checked_record(kind, folder)
     graphs = {size: open_graph(kind, folder / stem, chosen) for size, stem in _graph_names(record).items()}
@@ -141,12 +129,8 @@ def _graph_names(record: dict[str, Any]) -> dict[int, str]:
     return {record["image_size"]: FULL} | ({record["small_size"]: SMALL} if record.get("small_size") else {})
 
 
-def _way_out(kind: str) -> str:
-    return f"export it again with `react-clip export MODEL --format {kind} --out DIR`"
-
-
 def _checked_record(kind: str, folder: Path) -> dict[str, Any]:
-    way_out = _way_out(kind)
+    way_out = f"export it again with `react-clip export MODEL --format {kind} --out DIR`"
     record = read_json(folder / RECORD, missing=way_out, invalid=way_out)
     needed = {"schema", "format", "model", "base", "image_size", "dim", "mean", "std", "sha256"}
     if not isinstance(record, dict) or not needed <= record.keys() or record["schema"] != SCHEMA:
@@ -174,7 +158,7 @@ def open_graph(kind: str, stem: Path, dtype: torch.dtype = torch.float32) -> Gra
         return _onnx_graph(module, path) if kind == "onnx" else _openvino_graph(module, path, dtype)
     except Exception as error:  # each runtime has its own errors
         raise ReactClipError(
-            f"{runtime} {module.__version__} cannot open {path} ({first_line(error)}); {_way_out(kind)}"
+            f"{runtime} {module.__version__} cannot open {path} ({first_line(error)}); export the tower again"
         ) from error
 
 

