@@ -198,7 +198,7 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
 def test_bad_options_get_one_line(
     capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, arguments: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, "classify", photos / "photo0.png", "--model", tiny_folder, "--quiet", *arguments)
+    code, out, err = run(capsys, "classify", photos / "photo0.png", *arguments, "--model", tiny_folder, "--quiet")
     assert code == 2
     assert out == ""
     assert message in err
