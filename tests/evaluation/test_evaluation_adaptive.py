@@ -72,26 +72,16 @@ def test_what_is_judged_is_what_the_defence_answers(attacked: Any, rows_of: Any)
 
 def test_members_are_reported_and_the_threat_is_everywhere(attacked: Any) -> None:
     folder, result = attacked
-    again = EvaluationResult.load(folder / "result.json")
-    assert again.to_json() == result.to_json()
-    parts = {(row.defense, row.part) for row in result.attacks}
-    names = {member.name for member in MEMBERS}
-    assert parts == {("ReACT", name) for name in {"", *names}} | {
-        ("AOM", name) for name in {"", *names} - {"adaptive-evade-3"}
-    }
-    assert "threat: adaptive" in str(result)
+    assert numbers(EvaluationResult.load(folder / "result.json")) == numbers(result)
+    names = ["", *(member.name for member in MEMBERS)]
+    assert [row.part for row in result.attacks if row.defense == "ReACT"] == 2 * names
+    assert [row.part for row in result.attacks if row.defense == "AOM"] == 2 * [n for n in names if "evade" not in n]
     for table in all_tables(result):
         assert "adaptive (the attacker knows CLIP and the defence in full" in table.caption
         assert all(line.endswith(",adaptive,leakage_free") for line in table.csv().splitlines()[1:])
-
-
-def test_the_attack_table_names_the_defence_that_was_attacked(attacked: Any) -> None:
-    _, result = attacked
     table = next(table for table in all_tables(result) if table.name == "attacks")
     assert table.header[2:4] == ("defence", "part of the suite")
-    assert {labels[2] for labels, _ in table.rows} == set(GUARDS)
     assert len({labels for labels, _ in table.rows}) == len(table.rows), "no two rows look alike"
-    assert "the defences they know" in table.caption
 
 
 def test_attack_seeds_are_never_judging_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,21 +349,3 @@ def test_the_bar_counts_the_work_planned(tmp_path: Path, threat: str) -> None:
         runner = SetRunner(recipe, subject, ShardStore(tmp_path))
         runner.run(progress=True)
         assert runner.bar.n == runner.bar.total > 0
-
-
-def test_costs_are_those_of_the_protocol() -> None:
-    costs = {
-        rc.Undefended(): (1, 0),
-        rc.ReACT(): (14, 0),
-        rc.defenses.AOM(): (11, 0),
-        rc.defenses.DefendCLIP(): (31, 0),
-        rc.defenses.TTC(): (4, 2),
-        rc.defenses.DOC(): (11, 4),
-        rc.defenses.MAC(): (14, 8),
-        rc.defenses.AntiAdv(): (3, 2),
-        rc.defenses.HD(): (21, 20),
-        rc.defenses.TTE(): (10, 0),
-    }
-    assert {guard: guard.cost() for guard in costs} == costs
-    assert rc.attacks.PGD(steps=100).cost(rc.Undefended()) == (101, 100)
-    assert rc.attacks.Square(queries=50).cost(rc.Undefended()) == (52, 0)

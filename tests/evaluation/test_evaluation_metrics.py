@@ -84,16 +84,6 @@ def test_leakage_and_gates_by_counting(case: tuple[np.ndarray, np.ndarray, np.nd
     assert metrics.gate_rate(correct, clean_correct) == pytest.approx(expected, nan_ok=True)
 
 
-def test_leakage_by_hand() -> None:
-    # Images: right and kept, right and lost, wrong and leaked, wrong and still wrong, wrong but never attacked.
-    clean_correct = np.array([True, True, False, False, False])
-    attacked = np.array([True, True, True, True, False])
-    correct = np.array([[True, False, True, False, True]])
-    assert metrics.leakage(clean_correct, attacked, correct) == 1.0
-    leakage_free = np.array([True, True, False, False, False])
-    assert metrics.leakage(clean_correct, leakage_free, correct) == 0.0
-
-
 @pytest.mark.parametrize(("share", "n"), [(1.2, 10), (-0.1, 10), (0.5, 0), (math.nan, 10)])
 def test_bad_shares_are_refused(share: float, n: int) -> None:
     with pytest.raises(ReactClipError, match="needs 0 <= share <= 1"):

@@ -16,6 +16,7 @@ from safetensors import safe_open
 import react_clip as rc
 from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.evaluation import EvaluationResult, evaluate, metrics
+from react_clip.evaluation.store import Pictures
 
 
 def test_leakage_free_attacks_exactly_what_clip_gets_right(finished: Any, rows_of: Any) -> None:
@@ -150,6 +151,8 @@ def test_rounding_losses_are_counted(tmp_path: Path) -> None:
 def test_not_storing_gives_the_same_pixels_again(tmp_path: Path, rows_of: Any) -> None:
     toy_run(tmp_path, store="none")
     before = rows_of(tmp_path)
+    assert Pictures(tmp_path).clean("data", 0) is None
+    assert Pictures(tmp_path).attacked("data", "pgd-10", 1 / 255, 0) is None
     assert not any("images" in safe_open(p, "pt").keys() for p in tmp_path.glob("shards/*/*/images/*"))  # noqa: SIM118
     for path in tmp_path.glob("shards/*/pgd*/react/draw-1/*"):
         path.unlink()
@@ -199,19 +202,13 @@ def test_the_self_check_refuses_a_model_that_pgd_does_not_break(tmp_path: Path) 
     assert any("self-check" in note for note in result.notes)
 
 
-def test_the_small_self_check_passes_a_fragile_model(tmp_path: Path) -> None:
-    result = toy_run(tmp_path, attacks=[rc.attacks.PGD(eps=4 / 255, steps=3)])
-    assert 0 < result.self_check.images <= 32
-    assert result.self_check.robust_accuracy <= 0.3 * result.self_check.clean_accuracy
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"defenses": [rc.ReACT(), rc.ReACT(tau=0.1)]}, "defence 'react' is there 2 times; give one of them a label"),
         ({"attacks": [rc.attacks.PGD(), rc.attacks.PGD(step_size="eps/4"), rc.attacks.PGD()]}, "'pgd-10 4/255'"),
-        ({"attacks": ["pgd"]}, "give 'clean' or an object"),
-        ({"defenses": ["react"]}, "give an object such as"),
+        ({"attacks": [rc.ReACT()]}, "the attack is ReACT.*; give its kind"),
+        ({"defenses": [3]}, "defenses holds 3; an entry is a name, a mapping or an object"),
         ({"scoring": "fair"}, "choose one of leakage_free, attack_all"),
         ({"threat": "adaptive"}, "belongs to oblivious or transfer"),
         ({"store": "png"}, "choose one of float16, uint8, none"),
@@ -229,14 +226,6 @@ def test_bad_input_is_one_line(tmp_path: Path, options: dict[str, Any], message:
         toy_run(tmp_path / "run", **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_labels_of_ones_own(tmp_path: Path) -> None:
-    guards = {"loose": rc.ReACT(tau=0.1, views=2), "tight": rc.ReACT(tau=0.9, views=2)}
-    attacks = {"short": rc.attacks.PGD(eps=1 / 255, steps=2), "long": rc.attacks.PGD(eps=1 / 255, steps=4)}
-    result = toy_run(tmp_path, defenses=guards, attacks=attacks, draws=1)
-    assert {row.defense for row in result.rows} == {"loose", "tight"}
-    assert {row.attack for row in result.rows} == {"clean", "short", "long"}
 
 
 def test_views_that_were_encoded_before_are_not_encoded_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: the protocol (leakage-free by default), the runner that survives being killed, and what it reports."""
+"""Evaluation of defences: recipes, runs that can be interrupted and continued, metrics and results."""
 
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.result import EvaluationResult, Row

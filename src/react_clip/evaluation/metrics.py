@@ -1,6 +1,6 @@
-"""Numbers of a table as pure functions of per-image outcomes: accuracies with 95 % intervals, draws, leakage, gates.
+"""Metrics from per-image outcomes: accuracies with 95 % intervals, worst case and majority over draws, leakage, gates.
 
-Outcomes over several draws of a defence's noise are boolean arrays ``[K, N]``: K draws, N images.
+Outcomes are boolean arrays ``[K, N]``: K draws of the defence's noise, N images.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Estimate:
 
 
 def wilson(share: float, n: int) -> Estimate:
-    r"""The Wilson score interval of a share seen on ``n`` images.
+    r"""The Wilson score interval of a share measured on ``n`` images.
 
     .. math:: \frac{\hat p + \frac{z^2}{2n} \pm z\sqrt{\frac{\hat p (1-\hat p)}{n} + \frac{z^2}{4n^2}}}{1 + z^2/n}
 
-    The share may be a mean over draws, hence no multiple of 1/n: draws of the noise are no new images, so n stays.
+    The share may be a mean over draws and so need not be a multiple of 1/n; more draws do not make ``n`` larger.
 
     >>> estimate = wilson(0.5, 100)
     >>> round(estimate.low, 4), round(estimate.high, 4)
@@ -54,8 +54,8 @@ def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
     .. math:: \bar p \pm z \frac1S \sqrt{\sum_s \tilde p_s (1 - \tilde p_s) / \tilde n_s}, \qquad
               \tilde n = n + z^2,\ \tilde p = (n \hat p + z^2/2) / \tilde n
 
-    The variance of each set is Agresti and Coull's, so that 0 % on every set is not reported as certain. One set alone
-    has its Wilson interval.
+    The variance of each set is Agresti and Coull's, so that 0 % on every set does not give an interval of width 0. A
+    single set has its Wilson interval.
 
     >>> estimate = mean_over_sets([0.5, 0.7], [100, 100])
     >>> round(estimate.value, 4), round(estimate.high - estimate.value, 4)
@@ -77,7 +77,7 @@ def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
 
 
 def accuracy(correct: Flags) -> float:
-    """Share of right answers, the mean over draws.
+    """Share of correct answers, the mean over draws.
 
     >>> accuracy(np.array([[True, False, True], [True, True, True]]))
     0.8333333333333334
@@ -86,7 +86,7 @@ def accuracy(correct: Flags) -> float:
 
 
 def worst_of(correct: Flags) -> float:
-    """Share of images that are right in every draw: what is left to an attacker who may try K times.
+    """Share of images that are correct in every draw: the accuracy against an attacker who may try K times.
 
     >>> worst_of(np.array([[True, False, True], [True, True, True]]))
     0.6666666666666666
@@ -95,7 +95,7 @@ def worst_of(correct: Flags) -> float:
 
 
 def majority(correct: Flags) -> float:
-    """Share of images that are right in more than half of the draws.
+    """Share of images that are correct in more than half of the draws.
 
     >>> majority(np.array([[True, False], [True, False], [False, True]]))
     0.5
@@ -104,10 +104,10 @@ def majority(correct: Flags) -> float:
 
 
 def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
-    """Label leakage: attacked images that undefended CLIP gets wrong clean and the defence gets right, mean over draws.
+    """Label leakage: number of attacked images that CLIP gets wrong clean and the defence gets right, mean over draws.
 
-    An untargeted attack climbs away from the true label, so it tells a correcting defence where that label lies; such
-    an image was never CLIP's to lose. Zero by construction where only what CLIP gets right is attacked.
+    An untargeted attack moves away from the true label, so a correcting defence that reverses it finds that label, even
+    for images that CLIP gets wrong without attack. It is 0 if only images that CLIP gets right are attacked.
 
     >>> leakage(np.array([True, False, False]), np.array([True, True, True]), np.array([[True, True, False]]))
     1.0
@@ -117,9 +117,7 @@ def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
 
 
 def gate_rate(gated: Flags, counted: Flags) -> float:
-    """Share of the counted images whose gate opened, mean over draws; NaN where none is counted.
-
-    Counted are images that undefended CLIP gets right clean: only these have an adversarial counterpart.
+    """Share of the images in the mask ``counted`` whose gate opened, mean over draws; NaN if the mask is empty.
 
     >>> gate_rate(np.array([[True, False, True, True]]), np.array([True, True, False, True]))
     0.6666666666666666
@@ -128,7 +126,7 @@ def gate_rate(gated: Flags, counted: Flags) -> float:
 
 
 def mean_of_measured(values: Sequence[float]) -> float:
-    """The mean of what was measured; NaN where nothing was.
+    """The mean of the values that are not NaN; NaN if all are.
 
     >>> mean_of_measured([1.0, math.nan, 3.0])
     2.0

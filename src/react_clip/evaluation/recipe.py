@@ -268,19 +268,24 @@ def _sets_of(word: str, root: Path) -> list[str]:
 # ---------------------------------------------------------------------- entries of a recipe
 
 
-def _entries(name: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _entries(name: str, values: Mapping[str, Any]) -> list[Any]:
     """The entries of a list of attacks or defences; one that is only a name becomes ``{"kind": name}``."""
     entries = values[name]
     if not isinstance(entries, list | tuple):
         raise ReactClipError(f"{name} is {entries!r:.80}; it must be a list such as [react]")
     for entry in entries:
-        if not isinstance(entry, str | dict):
-            raise ReactClipError(f"{name} holds {entry!r:.80}; an entry is a name or a mapping")
-    return [{"kind": entry} if isinstance(entry, str) else dict(entry) for entry in entries]
+        if not isinstance(entry, str | dict | Configuration):
+            raise ReactClipError(f"{name} holds {entry!r:.80}; an entry is a name, a mapping or an object like ReACT()")
+    plain = [{"kind": entry} if isinstance(entry, str) else entry for entry in entries]
+    return [dict(entry) if isinstance(entry, dict) else entry for entry in plain]
 
 
-def _attacks(entry: dict[str, Any]) -> list[LabelledAttack]:
+def _attacks(entry: Any) -> list[LabelledAttack]:
     """One attack per budget of the entry; none for ``clean``, because clean images are always evaluated."""
+    if isinstance(entry, LabelledAttack):
+        return [entry]
+    if not isinstance(entry, dict):
+        return [LabelledAttack(entry.name, entry)]
     if entry == {"kind": CLEAN}:
         return []
     label, budgets = entry.pop("label", None), entry.get("eps")
@@ -291,12 +296,16 @@ def _attacks(entry: dict[str, Any]) -> list[LabelledAttack]:
     return [LabelledAttack(attack.name if label is None else label, attack) for attack in attacks]
 
 
-def _defenses(entry: dict[str, Any], model: str) -> list[LabelledDefense]:
+def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
     """The defence of an entry, or one per combination of its ``grid``.
 
     ``calibrated`` starts from the constants for the model. ``family`` and ``params`` say which sweep an entry belongs
     to; a grid sets both.
     """
+    if isinstance(entry, LabelledDefense):
+        return [entry]
+    if not isinstance(entry, dict):
+        return [LabelledDefense(entry.name, entry)]
     kind, label, grid = pop_kind(entry), entry.pop("label", None), entry.pop("grid", None)
     family, params = entry.pop("family", ""), entry.pop("params", {})
     if entry.pop("calibrated", False):

@@ -1,4 +1,4 @@
-"""The typed result of a run: numbers with their intervals, and all that is needed to trust and repeat them."""
+"""The typed result of a run: numbers with their intervals, and versions, seeds and hashes to repeat them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Row:
     leakage: Number
     """Attacked images that undefended CLIP gets wrong clean and the defence gets right (mean over draws)."""
     leakage_share: Number
-    """The same as a share of all images: what the accuracy owes to it."""
+    """The same as a share of all images: the part of the accuracy that is due to leakage."""
     gate_rate: Number
     """Share of images whose gate opened, among those that undefended CLIP gets right clean."""
     passes: Number
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AttackRow:
-    """What an attack did to undefended CLIP, or to the defence that it knows, on one set."""
+    """Success and cost of an attack on one set, against undefended CLIP or the defence that it knows."""
 
     dataset: str
     attack: str
@@ -77,7 +77,7 @@ class AttackRow:
 
 @dataclass(frozen=True)
 class SetInfo:
-    """What one set was."""
+    """Description of one set."""
 
     name: str
     images: int
@@ -87,7 +87,7 @@ class SetInfo:
     model_fingerprint: str
     notes: tuple[str, ...]
     class_names: tuple[str, ...] = ()
-    """What label numbers stand for; empty in results of earlier versions."""
+    """Class name of each label; empty in results of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """One question that an honest attack must answer with yes, asked of one attack on one defence."""
+    """A sanity check of one attack on one defence."""
 
     name: str
     defense: str
     attack: str
     expected: str
-    """What must hold, in words."""
+    """The expectation, in words."""
     first: Number
     second: Number
     """The two accuracies compared, or an accuracy and its limit."""
     slack: Number
-    """By how much chance may let it fail."""
+    """Width of the 95 % intervals that the comparison allows."""
     passed: bool
 
 
@@ -158,7 +158,7 @@ class EvaluationResult:
         eps: float | None = None,
         defense: str | None = None,
     ) -> list[Row]:
-        """The rows that match; what is not given matches everything."""
+        """The rows that match; an argument that is ``None`` matches everything."""
         return [
             row
             for row in self.rows

@@ -20,7 +20,7 @@ from react_clip.encoders.base import DTYPES
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import checks, sets, summary
-from react_clip.evaluation.recipe import CLEAN, THREATS, Images, LabelledAttack, LabelledDefense, Recipe
+from react_clip.evaluation.recipe import THREATS, LabelledAttack, LabelledDefense, Recipe
 from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     clf: ZeroShotClassifier,
-    defenses: Sequence[Defense | LabelledDefense] | Mapping[str, Defense],
+    defenses: Sequence[Defense | LabelledDefense | str] | Mapping[str, Defense],
     data: Data,
     *,
     run_dir: str | Path,
@@ -57,11 +57,11 @@ def evaluate(
 
     Args:
         clf: CLIP with its classes.
-        defenses: the defences; a mapping gives them labels.
+        defenses: the defences, or their kinds; a mapping gives them labels.
         data: a set from :func:`react_clip.data.load`, or ``(pixels [N, 3, S, S], labels [N])``.
         run_dir: folder of the run. The same call on the same folder continues a run that was interrupted.
-        attacks: crafted against undefended CLIP or, those that know the defence, against each defence. Clean
-            images are always evaluated.
+        attacks: attacks, or their kinds; crafted against undefended CLIP or, those that know the defence, against
+            each defence. Clean images are always evaluated.
         attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
             encoder if the threat is ``transfer``).
         title: title of the result.
@@ -76,23 +76,24 @@ def evaluate(
         progress: show a progress bar.
     """
     subject = sets.from_data(clf, attack_clf or clf, data, progress)
-    recipe = Recipe(
-        model=clf.encoder.name,
-        datasets=(subject.name,),
-        attacks=_labelled_attacks(attacks),
-        defenses=_labelled_defenses(defenses),
-        title=title,
-        dtype=_dtype_name(clf),
-        attack_dtype=_dtype_name(attack_clf or clf),
-        draws=draws,
-        seed=seed,
-        scoring=scoring,
-        threat=threat,
-        transfer_model=attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
-        images=Images(store),
-        batch=batch,
-        self_check=self_check,
-    )
+    values = {
+        "model": clf.encoder.name,
+        "datasets": subject.name,
+        "attacks": _labelled(attacks, LabelledAttack),
+        "defenses": _labelled(defenses, LabelledDefense),
+        "title": title,
+        "dtype": _dtype_name(clf),
+        "attack_dtype": _dtype_name(attack_clf or clf),
+        "draws": draws,
+        "seed": seed,
+        "scoring": scoring,
+        "threat": threat,
+        "transfer_model": attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
+        "images": {"store": store},
+        "batch": batch,
+        "self_check": self_check,
+    }
+    recipe = Recipe.from_dict(values)
     return _run(recipe, [subject], Path(run_dir), progress=progress, command="")
 
 
@@ -223,28 +224,7 @@ def _dtype_name(clf: ZeroShotClassifier) -> str:
     raise ReactClipError(f"the encoder computes in {clf.encoder.dtype}; an evaluation runs in {', '.join(DTYPES)}")
 
 
-def _labelled_attacks(attacks: Sequence[Attack | str] | Mapping[str, Attack]) -> tuple[LabelledAttack, ...]:
-    pairs = attacks.items() if isinstance(attacks, Mapping) else [(None, attack) for attack in attacks]
-    labelled = []
-    for label, attack in pairs:
-        if attack == CLEAN:
-            continue
-        if not isinstance(attack, Attack):
-            raise ReactClipError(f"an attack is {attack!r}; give 'clean' or an object such as attacks.PGD(eps=4/255)")
-        labelled.append(LabelledAttack(label or attack.name, attack))
-    return tuple(labelled)
-
-
-def _labelled_defenses(
-    defenses: Sequence[Defense | LabelledDefense] | Mapping[str, Defense],
-) -> tuple[LabelledDefense, ...]:
-    pairs = defenses.items() if isinstance(defenses, Mapping) else [(None, defense) for defense in defenses]
-    labelled = []
-    for label, defense in pairs:
-        if isinstance(defense, Defense):
-            labelled.append(LabelledDefense(label or defense.name, defense))
-        elif isinstance(defense, LabelledDefense):
-            labelled.append(defense)
-        else:
-            raise ReactClipError(f"a defence is {defense!r}; give an object such as ReACT() or Undefended()")
-    return tuple(labelled)
+def _labelled(
+    items: Sequence[Any] | Mapping[str, Any], kind: type[LabelledAttack] | type[LabelledDefense]
+) -> list[Any]:
+    return [kind(label, item) for label, item in items.items()] if isinstance(items, Mapping) else list(items)

@@ -32,7 +32,7 @@ _HEAD_SUFFIXES = (".npz", ".safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Everything the runner needs of one set."""
+    """One set with its classifiers, as the runner needs it."""
 
     name: str
     clf: ZeroShotClassifier
@@ -225,7 +225,11 @@ def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, ro
         for path in [heads, *(heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES)]:
             if path.is_file():
                 aligned, head = dataset.align(load_head(path))
-                _check_dimension(encoder, head, path)
+                if (dim := head.features.shape[1]) != encoder.dim:
+                    raise ReactClipError(
+                        f"{path} has features of dimension {dim}; {encoder.name!r} needs {encoder.dim}; give the "
+                        "heads made with this model"
+                    )
                 return ClassSource(aligned, f"head {path.name}", head=head)
     if encoder.has_text:
         return ClassSource(dataset, f"prompts ({' | '.join(dataset.templates)})")
@@ -252,11 +256,3 @@ def _mean_features(encoder: Encoder, photos: ImageDataset, folder: Path, progres
         folders=tuple(photos.folders[label] for label in rows),
         features=averaged.class_features[list(rows.values())].float().cpu(),
     )
-
-
-def _check_dimension(encoder: Encoder, head: Head, path: Path) -> None:
-    if head.features.shape[1] != encoder.dim:
-        raise ReactClipError(
-            f"{path} has features of dimension {head.features.shape[1]}; {encoder.name!r} needs {encoder.dim}; give "
-            "the heads made with this model"
-        )
