@@ -250,14 +250,14 @@ def _check_unique(what: str, labels: Sequence[str], way_out: str) -> None:
 
 def _sets_of(word: str, root: Path) -> list[str]:
     specs = [data_room.get(name) for name in data_room.names()]
-    if word == "downstream":
-        return [spec.name for spec in specs if spec.group == "downstream"]
-    if word == "downstream-9":
-        return [spec.name for spec in specs if spec.group == "downstream" and spec.name not in _NOT_IN_NINE]
-    if word == "imagenet-suite":
-        return [spec.name for spec in specs if spec.group == "imagenet"]
+    downstream = [spec.name for spec in specs if spec.group == "downstream"]
+    groups = {
+        "downstream": downstream,
+        "downstream-9": [name for name in downstream if name not in _NOT_IN_NINE],
+        "imagenet-suite": [spec.name for spec in specs if spec.group == "imagenet"],
+    }
     if word != "all":
-        return [word]
+        return groups.get(word, [word])
     folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
     names = [name for name in folders if not name.startswith(".")]
     if not names:

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from react_clip import storage
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import MEAN
-
-SCHEMA = 1
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may be NaN, which JSON writes as null."""
@@ -124,7 +122,7 @@ class Check:
 class EvaluationResult:
     """Everything a run reports; :meth:`save` writes it as ``result.json``."""
 
-    schema: int
+    schema: Literal[1]
     title: str
     paper: str
     created: str
@@ -191,19 +189,14 @@ class EvaluationResult:
         data = storage.read_json(
             Path(path), missing="give the result.json of a run", invalid="run the evaluation again to write it"
         )
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA:
-            raise ReactClipError(
-                f"{path} has result schema {found!r}; this version reads {SCHEMA}; run the evaluation again, or use "
-                "the version of react-clip that wrote it"
-            )
         try:
             return _schema().validate_python(data)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first["loc"] else first["msg"]
             raise ReactClipError(
-                f"{path} is no complete result ({problem}); run the evaluation again to write it"
+                f"{path} is no complete result of this version ({problem}); run the evaluation again, or use the "
+                "version of react-clip that wrote it"
             ) from None
 
 

@@ -21,7 +21,7 @@ from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import checks, sets, summary
 from react_clip.evaluation.recipe import THREATS, LabelledAttack, LabelledDefense, Recipe
-from react_clip.evaluation.result import SCHEMA, AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
+from react_clip.evaluation.result import AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, ShardStore, log, open_run
@@ -169,7 +169,7 @@ def conclude(
         sanity += checks.sanity_by_numbers(recipe, rows, attacks)
         checks.raise_if_failed(sanity)
         result = EvaluationResult(
-            schema=SCHEMA,
+            schema=1,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
             # On a CPU the last bits of a number may depend on how many threads computed it.
