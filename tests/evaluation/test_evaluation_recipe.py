@@ -99,7 +99,7 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("attacks: [{kind: pgd, step: 3}]", "no field 'step'; its fields are eps, steps"),
         ("attacks: [{kind: pgd, steps: ten}]", "steps is 'ten'"),
         ("attacks: pgd", "must be a list"),
-        ("attacks: [3]", "an entry is a name or a mapping"),
+        ("attacks: [3]", "an entry is a name, a mapping or an object"),
         ("attacks: [{kind: pgd}, {kind: pgd}]", "'pgd-10 4/255' is there 2 times; give one of them a label"),
         ("attacks: [{kind: pgd, label: [a]}]", "one line of text"),
         ("defenses: [ttc2]", "'ttc2' does not exist; choose one of anti-adv"),
