@@ -1,4 +1,4 @@
-"""The rooms of the house, and who may call whom: imports only ever go upwards in this list."""
+"""Imports between the modules of the package only go upwards in the list ROOMS."""
 
 from __future__ import annotations
 

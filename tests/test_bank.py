@@ -1,4 +1,4 @@
-"""The label bank: what is in the file, how labels are matched, and that it names real photos."""
+"""The label bank: the contents of the file, matching of labels, and labels of real photos."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_file_is_small_and_says_what_it_holds():
     assert features.shape == (len(said["names"]), 512)
 
 
-def test_names_are_unique_plain_and_tell_apart(bank: LabelBank):
+def test_names_are_unique_and_lower_case(bank: LabelBank):
     labels = {*bank.names, *bank.groups}
     assert len(set(bank.names)) == len(bank.names) >= 1200
     assert len({match_key(label) for label in labels}) == len(labels)
@@ -49,7 +49,7 @@ def test_names_are_unique_plain_and_tell_apart(bank: LabelBank):
         assert not label[0].isdigit()
 
 
-def test_imagenet_is_all_there(bank: LabelBank):
+def test_all_imagenet_classes_are_in_the_bank(bank: LabelBank):
     imagenet = bank.sets["imagenet"]
     assert len(set(imagenet)) == 1000
     assert imagenet[0] == "tench"
@@ -74,7 +74,7 @@ def test_features_are_unit_fp32_and_fresh(bank: LabelBank):
     assert bank.features(["tench"]).norm() > 0.9
 
 
-def test_groups_people_type(bank: LabelBank):
+def test_common_words_are_labels(bank: LabelBank):
     wanted = """
         cat dog bird fish snake lizard frog turtle spider insect butterfly bear wolf fox monkey ape horse cow sheep
         elephant rabbit rodent whale shark car truck bus train boat ship airplane bicycle motorcycle chair table sofa

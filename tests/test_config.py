@@ -179,7 +179,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.usefixtures("other_package")
-def test_entry_points_make_the_classes_of_other_packages_known() -> None:
+def test_classes_of_other_packages_are_found_by_entry_points() -> None:
     assert "fade" in defenses.names()
     guard = defenses.from_dict({"kind": "fade", "share": 1.0})
     assert (type(guard).label, type(guard).colour, guard.name) == ("Fade to grey", "#123456", "fade")

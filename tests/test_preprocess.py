@@ -1,4 +1,4 @@
-"""Files are untrusted: odd ones are handled, bad ones get one clear line."""
+"""Images from files: all formats and modes, limits, and one-line errors for bad files."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_limits_are_checked_before_decoding() -> None:
         read_image(data, Limits(formats=("JPEG",)))
 
 
-def test_a_strip_does_not_blow_up_when_it_is_resized() -> None:
+def test_a_long_strip_is_cut_before_it_is_resized() -> None:
     strip = Image.new("RGB", (400_000, 1), "white")
     assert to_pixels(strip, 224).shape == (3, 224, 224)
     wide, cut = photo(2000, 20), photo(2000, 20).crop((920, 0, 1080, 20))
@@ -188,6 +188,6 @@ def test_a_strip_does_not_blow_up_when_it_is_resized() -> None:
         (Path(), "is a folder"),
     ],
 )
-def test_things_that_are_no_images_are_named(images: object, says: str) -> None:
+def test_other_types_than_images_are_refused(images: object, says: str) -> None:
     with pytest.raises(ReactClipError, match=says):
         as_pixels(images, 24)  # type: ignore[arg-type]

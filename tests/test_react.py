@@ -187,7 +187,7 @@ def test_a_closed_gate_corrects_by_its_own_strength() -> None:
     assert closed.passes.tolist() == [6] * 6
 
 
-def test_an_encoder_that_never_moves_is_left_alone() -> None:
+def test_a_constant_encoder_has_no_drift() -> None:
     clf = toy_classifier()
     for parameter in clf.encoder.tower[0].parameters():
         parameter.data.zero_()

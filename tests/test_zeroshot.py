@@ -87,7 +87,7 @@ def test_a_damaged_cache_file_is_computed_again(photos: Path, own_cache: Path) -
     assert [p for p in own_cache.rglob("*") if p.is_file()] == [path], "no half-written file is left behind"
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing(
+def test_a_cache_that_cannot_be_written_is_ignored(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("a file where the cache should be")

@@ -33,12 +33,12 @@ PAIRS: dict[str, tuple[Attack, Theirs]] = {
         lambda net, eps: APGDAttack(net, n_iter=50, eps=eps, loss="dlr", device="cpu"),
     ),
     "apgd-t": (
-        APGD(loss="dlr-targeted", steps=50, targets=4),
-        lambda net, eps: APGDAttack_targeted(net, n_iter=50, eps=eps, n_target_classes=4, device="cpu"),
+        APGD(loss="dlr-targeted", steps=30, targets=4),
+        lambda net, eps: APGDAttack_targeted(net, n_iter=30, eps=eps, n_target_classes=4, device="cpu"),
     ),
     "fab-t": (
-        FAB(steps=30, targets=4),
-        lambda net, eps: FABAttack_PT(net, n_iter=30, eps=eps, targeted=True, n_target_classes=4, device="cpu"),
+        FAB(steps=20, targets=4),
+        lambda net, eps: FABAttack_PT(net, n_iter=20, eps=eps, targeted=True, n_target_classes=4, device="cpu"),
     ),
 }
 

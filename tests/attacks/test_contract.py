@@ -1,4 +1,4 @@
-"""What every attack promises: the ball, the range, repeatability, exact counts, and an unchanged model."""
+"""Properties of every attack: the ball, the pixel range, repeatability, exact counts, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -13,42 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import react_clip as rc
-from react_clip.attacks import (
-    APGD,
-    BPDA,
-    CW,
-    FAB,
-    PGD,
-    Attack,
-    AttackResult,
-    AutoAttack,
-    Both,
-    Evade,
-    Feature,
-    Queries,
-    Rand,
-    Square,
-    Suite,
-    Through,
-    Transfer,
-    autoattack,
-    from_dict,
-)
+from react_clip import attacks
+from react_clip.attacks import Attack, autoattack
 from react_clip.linf import Ball
 
 from .conftest import Record, Task, one_by_one
 
 PLAIN: list[Attack] = [
-    PGD(steps=5),
-    PGD(steps=5, step_size="eps/4", random_start=False),
-    CW(steps=5),
-    APGD(loss="ce", steps=10, restarts=2),
-    APGD(loss="dlr", steps=10),
-    APGD(loss="dlr-targeted", steps=10, targets=3),
-    APGD(loss="ce", steps=5, eot=2),
-    FAB(steps=10, targets=2),
-    Square(queries=40),
-    AutoAttack(version="standard"),
+    attacks.PGD(steps=5),
+    attacks.PGD(steps=5, step_size="eps/4", random_start=False),
+    attacks.CW(steps=5),
+    attacks.APGD(loss="ce", steps=10, restarts=2),
+    attacks.APGD(loss="dlr", steps=10),
+    attacks.APGD(loss="dlr-targeted", steps=10, targets=3),
+    attacks.APGD(loss="ce", steps=5, eot=2),
+    attacks.FAB(steps=10, targets=2),
+    attacks.Square(queries=40),
+    attacks.AutoAttack(version="standard"),
 ]
 every_attack = pytest.mark.parametrize("attack", PLAIN, ids=repr)
 
@@ -56,15 +37,15 @@ EPS = 8 / 255
 SMALL: dict[str, Any] = {"eps": EPS, "steps": 4, "eot": 2}
 GUARD = rc.ReACT(tau=1.5, views=3)
 DEFENDED: list[Attack] = [
-    Through(**SMALL, sigma="detached", loss="margin"),
-    Both(**SMALL, combine="min", loss="dlr"),
-    Evade(**SMALL, lambdas=(0.1, 10.0)),
-    BPDA(**SMALL, views=1),
-    Feature(**SMALL, checkpoint=False),
-    Queries(eps=EPS, queries=10, eot=2),
-    Rand(eps=EPS, steps=3, eot=2),
-    Transfer(eps=EPS, steps=5),
-    Suite(eps=EPS, members=(Transfer(steps=3), Both(steps=2, eot=1))),
+    attacks.Through(**SMALL, sigma="detached", loss="margin"),
+    attacks.Both(**SMALL, combine="min", loss="dlr"),
+    attacks.Evade(**SMALL, lambdas=(0.1, 10.0)),
+    attacks.BPDA(**SMALL, views=1),
+    attacks.Feature(**SMALL, checkpoint=False),
+    attacks.Queries(eps=EPS, queries=10, eot=2),
+    attacks.Rand(eps=EPS, steps=3, eot=2),
+    attacks.Transfer(eps=EPS, steps=5),
+    attacks.Suite(eps=EPS, members=(attacks.Transfer(steps=3), attacks.Both(steps=2, eot=1))),
 ]
 
 
@@ -72,19 +53,19 @@ DEFENDED: list[Attack] = [
 def _short_autoattack(monkeypatch: pytest.MonkeyPatch) -> None:
     """AutoAttack's logic does not depend on how long its members run; longer ones run in test_agreement."""
     members = (
-        APGD(steps=8),
-        APGD(loss="dlr-targeted", steps=5, targets=2),
-        FAB(steps=5, targets=2),
-        Square(queries=15),
+        attacks.APGD(steps=8),
+        attacks.APGD(loss="dlr-targeted", steps=5, targets=2),
+        attacks.FAB(steps=5, targets=2),
+        attacks.Square(queries=15),
     )
     monkeypatch.setitem(autoattack._VERSIONS, "standard", members)
 
 
-def tensors(result: AttackResult) -> list[Tensor]:
+def tensors(result: attacks.AttackResult) -> list[Tensor]:
     return [getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "parts"]
 
 
-def same(one: AttackResult, other: AttackResult) -> bool:
+def same(one: attacks.AttackResult, other: attacks.AttackResult) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
@@ -153,7 +134,7 @@ def test_seeds_repeat_and_leave_the_global_state_alone(attack: Attack, task: Tas
     attack(models[2], x, y, seed=2)
     # The best image may be the same corner of the ball from any start, but not the images tried on the way.
     tried = [torch.cat(model.seen) for model in models]
-    random = not isinstance(attack, FAB) and getattr(attack, "random_start", True)
+    random = not isinstance(attack, attacks.FAB) and getattr(attack, "random_start", True)
     assert torch.equal(tried[0], tried[1])
     assert (tried[0].shape != tried[2].shape or not torch.equal(tried[0], tried[2])) == random
 
@@ -197,11 +178,11 @@ def test_success_loss_and_queries_are_those_of_the_model(attack: Attack, task: T
 @pytest.mark.parametrize(
     ("attack", "passes"),
     [
-        (PGD(steps=10), (11, 10)),
-        (APGD(steps=10, eot=3), (2 + 33, 33)),
-        (APGD(loss="dlr-targeted", steps=5, targets=4), (2 + 4 * 6, 4 * 6)),
-        (FAB(steps=5, targets=2), (2 + 2 * 11, 2 * 5)),
-        (Square(queries=20), (22, 0)),
+        (attacks.PGD(steps=10), (11, 10)),
+        (attacks.APGD(steps=10, eot=3), (2 + 33, 33)),
+        (attacks.APGD(loss="dlr-targeted", steps=5, targets=4), (2 + 4 * 6, 4 * 6)),
+        (attacks.FAB(steps=5, targets=2), (2 + 2 * 11, 2 * 5)),
+        (attacks.Square(queries=20), (22, 0)),
     ],
     ids=repr,
 )
@@ -212,7 +193,12 @@ def test_the_planned_cost_is_that_of_an_unbreakable_image(attack: Attack, passes
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize(
     "attack",
-    [APGD(loss="dlr", steps=20), APGD(loss="dlr-targeted", steps=20), FAB(steps=20), AutoAttack()],
+    [
+        attacks.APGD(loss="dlr", steps=20),
+        attacks.APGD(loss="dlr-targeted", steps=20),
+        attacks.FAB(steps=20),
+        attacks.AutoAttack(),
+    ],
     ids=lambda attack: attack.name,
 )
 def test_few_classes(attack: Attack, classes: int, task_of: Callable[[int], Task]) -> None:
@@ -284,7 +270,7 @@ def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
     forward, backward = attack.cost(GUARD)
     assert int(result.queries.max()) <= forward
     assert int(result.backward.max()) <= backward
-    assert from_dict(attack.to_dict()).to_dict() == attack.to_dict()
+    assert attacks.from_dict(attack.to_dict()).to_dict() == attack.to_dict()
     assert repr(attack).startswith(f"{type(attack).__name__}(eps=8/255, ")
     budgets = torch.tensor([0.0, EPS, EPS, EPS, EPS])
     assert torch.equal(attack(target, x, y, eps=budgets).images[0], x[0])

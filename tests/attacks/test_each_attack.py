@@ -359,7 +359,7 @@ def test_the_versions_are_the_published_ones() -> None:
     assert AutoAttack(version="rand").members == rand
 
 
-def test_relay_lets_a_broken_tie_win() -> None:
+def test_a_tie_is_broken_if_argmax_is_wrong() -> None:
     """Classes with one and the same name tie exactly; argmax decides, and the relay must go by it."""
     x, y = torch.full((1, 1, 1, 1), 0.5), torch.tensor([1])
     clean, tied = torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])

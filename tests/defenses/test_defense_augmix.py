@@ -34,20 +34,20 @@ def keys(count: int, start: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 8])
-def test_posterize_is_pillows(bits: int) -> None:
+def test_posterize_equals_pillow(bits: int) -> None:
     for image in pictures():
         ours = posterize(image[None], torch.tensor([bits]))[0]
         assert torch.equal(ours, from_pillow(ImageOps.posterize(to_pillow(image), bits)))
 
 
 @pytest.mark.parametrize("threshold", [0, 90, 128, 256])
-def test_solarize_is_pillows(threshold: int) -> None:
+def test_solarize_equals_pillow(threshold: int) -> None:
     for image in pictures():
         ours = solarize(image[None], torch.tensor([threshold]))[0]
         assert torch.allclose(ours, from_pillow(ImageOps.solarize(to_pillow(image), threshold)), atol=1e-6)
 
 
-def test_equalize_is_pillows() -> None:
+def test_equalize_equals_pillow() -> None:
     flat = torch.full((3, SIDE, SIDE), 0.4)
     two_levels = torch.where(torch.arange(SIDE) < 20, 0.2, 0.6).expand(3, SIDE, SIDE)
     for image in (*pictures(), flat, two_levels, torch.zeros(3, SIDE, SIDE), torch.ones(3, SIDE, SIDE)):
@@ -55,7 +55,7 @@ def test_equalize_is_pillows() -> None:
         assert torch.allclose(equalize(image[None])[0], from_pillow(ImageOps.equalize(to_pillow(image))), atol=1e-6)
 
 
-def test_autocontrast_is_pillows() -> None:
+def test_autocontrast_equals_pillow() -> None:
     flat = (torch.full((3, SIDE, SIDE), 0.4) * 255).round() / 255
     for image in (*pictures(), flat):
         # Pillow rounds to 8 bits.
@@ -65,7 +65,7 @@ def test_autocontrast_is_pillows() -> None:
 
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("kind", range(5))
-def test_geometry_is_pillows(kind: int, sign: int) -> None:
+def test_geometry_equals_pillow(kind: int, sign: int) -> None:
     level = 5.05
     image = pictures(1)
     theta = augmix._affine(torch.tensor([kind]), torch.tensor([level]), torch.tensor([float(sign)]), SIDE)

@@ -1,4 +1,4 @@
-"""What every defence promises."""
+"""Properties of every defence: shapes, seeds, batches, passes and configurations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_same(one: Defended, other: Defended, rows: slice | list[int] = slice(
 
 
 @every_defense
-def test_answers_have_the_promised_form_and_nothing_else_changes(name: str, tiny_folder: Path) -> None:
+def test_answers_have_the_right_shapes_and_nothing_else_changes(name: str, tiny_folder: Path) -> None:
     trial = Trial(name, tiny_folder)
     clf, images = trial.clf, trial.images[:5]
     before, weights = images.clone(), {k: v.clone() for k, v in clf.state_dict().items()}
@@ -90,7 +90,7 @@ def test_an_image_gets_the_same_answer_alone_in_any_batch_and_in_any_chunks(name
 
 
 @every_defense
-def test_the_seed_decides_and_nothing_else(name: str, tiny_folder: Path) -> None:
+def test_the_answer_follows_from_the_seed(name: str, tiny_folder: Path) -> None:
     trial = Trial(name, tiny_folder)
     images = trial.images[:4]
     one = trial.run(images, seed=1)
@@ -100,7 +100,7 @@ def test_the_seed_decides_and_nothing_else(name: str, tiny_folder: Path) -> None
 
 
 @every_defense
-def test_it_works_wherever_gradients_are_switched_off(name: str, tiny_folder: Path) -> None:
+def test_answers_are_the_same_without_gradients(name: str, tiny_folder: Path) -> None:
     trial = Trial(name, tiny_folder, F64)
     images = trial.images[:3]
     plain = trial.run(images)
@@ -114,7 +114,7 @@ def test_it_works_wherever_gradients_are_switched_off(name: str, tiny_folder: Pa
 
 
 @every_toy_defense
-def test_passes_are_what_the_encoder_really_did(name: str) -> None:
+def test_passes_are_those_of_the_encoder(name: str) -> None:
     images, guard = toy_images(6), defenses.from_dict(name)
     for part in (images, *images.split(1)):
         clf, encoder = watched_classifier()
@@ -137,7 +137,7 @@ def test_max_batch_limits_the_views_of_one_call(name: str) -> None:
 
 
 @every_defense
-def test_configurations_survive_json_and_refuse_what_they_do_not_know(name: str) -> None:
+def test_configurations_survive_json_and_refuse_unknown_fields(name: str) -> None:
     guard = defenses.from_dict(name)
     assert isinstance(guard, Defense)
     assert guard.name == name
@@ -151,7 +151,7 @@ def test_configurations_survive_json_and_refuse_what_they_do_not_know(name: str)
 
 
 @every_toy_defense
-def test_what_is_no_image_is_refused(name: str) -> None:
+def test_bad_pixels_are_refused(name: str) -> None:
     for wrong in (toy_images(2) * 2.0, toy_images(2)[:, :2], toy_images(2)[..., :8]):
         with pytest.raises(rc.ReactClipError):
             defenses.from_dict(name)(toy_classifier(), wrong)

@@ -95,7 +95,7 @@ def test_the_gradient_of_the_context_agrees_with_finite_differences(encoder: Enc
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_coarse_towers_keep_a_fine_context(places: dict[str, str], dtype: str) -> None:
+def test_half_precision_towers_keep_a_float32_context(places: dict[str, str], dtype: str) -> None:
     encoder = rc.load(places["hf"], device="cpu", dtype=dtype)
     prompts = SoftPrompts(encoder, WORDS, NAMES)
     assert prompts.start.dtype == torch.float32
@@ -243,7 +243,7 @@ def test_gradients_reach_the_pixels_when_asked_for(clf: rc.ZeroShotClassifier, g
 
 @both
 @pytest.mark.parametrize("max_batch", [4, 64])
-def test_passes_are_what_the_encoder_really_did(
+def test_passes_are_those_of_the_encoder(
     clf: rc.ZeroShotClassifier, guard: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = {"views": 0, "prompts": 0, "reversed": 0, "largest": 0}
@@ -277,13 +277,13 @@ def test_passes_are_what_the_encoder_really_did(
 
 
 @pytest.mark.parametrize("name", ["r-tpt", "ss-tpt"])
-def test_an_image_tower_alone_says_why_not(name: str) -> None:
+def test_an_encoder_without_a_text_tower_is_refused(name: str) -> None:
     with pytest.raises(rc.ReactClipError, match=f"{name} tunes prompt tokens and 'toy' has no text tower; use a") as e:
         defenses.from_dict(name)(toy_classifier(), toy_images(1))
     assert "\n" not in str(e.value)
 
 
-def test_other_text_towers_say_why_not(places: dict[str, str]) -> None:
+def test_unsupported_text_towers_are_refused(places: dict[str, str]) -> None:
     encoder = rc.load(places["open_clip"], device="cpu")
     encoder.tower.text_pool_type = "last"
     with pytest.raises(rc.ReactClipError, match="takes no token embeddings"):

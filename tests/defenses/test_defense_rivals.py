@@ -125,7 +125,7 @@ def test_it_equals_plain_loops(guard: Any, loops: Callable[..., Expected]) -> No
             assert getattr(out, name)[i].tolist() == pytest.approx(expected, abs=1e-8), name
 
 
-def test_anti_adv_keeps_the_first_label_when_a_step_overshoots() -> None:
+def test_anti_adv_keeps_its_first_label() -> None:
     clf, images = toy_classifier(F64), toy_images(40, dtype=F64)
     labels = clf(images).argmax(1)
     overshot = (AntiAdv(steps=1, step_size=0.15)(clf, images).labels != labels).nonzero().flatten().tolist()
@@ -169,7 +169,7 @@ every_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.n
 
 
 @every_guard
-def test_whatever_is_encoded_is_an_image(guard: Counterattack) -> None:
+def test_encoded_pixels_stay_in_range_and_in_the_ball(guard: Counterattack) -> None:
     clf, encoder = watching.watched_classifier()
     x = toy_images(4).round(decimals=1)
     guard(clf, x)
@@ -196,7 +196,7 @@ def test_a_ball_of_no_size_leaves_the_plain_answer(guard: Counterattack) -> None
 
 
 @every_guard
-def test_an_encoder_that_never_moves_is_survived(guard: Counterattack) -> None:
+def test_a_constant_encoder_gives_finite_features(guard: Counterattack) -> None:
     clf = toy_classifier()
     for parameter in clf.encoder.tower[0].parameters():
         parameter.data.zero_()
@@ -211,14 +211,14 @@ class Opaque(ToyEncoder):
 
 
 @every_guard
-def test_an_encoder_without_gradients_is_named(guard: Counterattack) -> None:
+def test_an_encoder_without_gradients_is_refused(guard: Counterattack) -> None:
     clf = rc.ZeroShotClassifier.from_features(Opaque(), ["a", "b"], torch.eye(2, 12))
     with pytest.raises(rc.ReactClipError, match="'toy' carry no gradient to the pixels"):
         guard(clf, toy_images(1))
 
 
 @every_guard
-def test_a_classifier_made_in_inference_mode_is_named(guard: Counterattack) -> None:
+def test_a_classifier_made_in_inference_mode_is_refused(guard: Counterattack) -> None:
     encoder = watching.WatchedEncoder()
     with torch.inference_mode():
         clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], torch.eye(2, 12))

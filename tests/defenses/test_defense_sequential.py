@@ -66,7 +66,7 @@ def test_drawing_equals_one_image_and_one_view_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
-def test_the_bound_is_that_of_student_or_safer(confidence: float) -> None:
+def test_the_bound_is_at_least_that_of_student(confidence: float) -> None:
     stats = pytest.importorskip("scipy.stats", reason="needs scipy")
     for drawn, classes in [(2, 2), (3, 2), (2, 4), (4, 5), (8, 10)]:
         spread = torch.randn(drawn, classes, generator=torch.Generator().manual_seed(classes), dtype=F64)
