@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
+import serve_fuzz
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
@@ -74,25 +72,13 @@ def test_the_document_describes_every_route_and_its_examples_work(server: Any) -
         assert set(paths[path]["post"]["responses"]) >= {"200", "400", "401", "408", "413", "415", "422", "503"}
 
 
-def load_fuzz() -> Any:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "serve_fuzz.py"
-    spec = importlib.util.spec_from_file_location("serve_fuzz", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_malformed_requests_are_refused_and_the_server_goes_on(server: Any) -> None:
-    fuzz = load_fuzz()
     statuses: Counter[int] = Counter()
     wrong = []
-    for case in fuzz.cases(360, seed=1):
-        status, body = fuzz.send(server.url, case)
+    for case in serve_fuzz.cases(360, seed=1):
+        status, body = serve_fuzz.send(server.url, case)
         statuses[status] += 1
-        if (line := fuzz.check(case, status, body)) is not None:
+        if (line := serve_fuzz.check(case, status, body)) is not None:
             wrong.append(line)
     assert not wrong
     assert {200, 400, 404, 405, 415, 422} <= set(statuses)
