@@ -59,11 +59,7 @@ class DefendedOpenCLIP(nn.Module):
             raise ReactClipError(f"{encoder.name!r} is no open_clip model; use its features as rc.ReACT gives them")
         self.encoder = encoder
         self._defended = DefendedFeatures(encoder, guard, labels=labels, class_features=class_features, seed=seed)
-
-    @property
-    def guard(self) -> Defense:
-        """The defence in use."""
-        return self._defended.guard
+        self.guard = self._defended.guard
 
     @property
     def logit_scale(self) -> Tensor:

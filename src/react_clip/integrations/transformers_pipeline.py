@@ -6,6 +6,7 @@ closed the scores are the stock pipeline's up to rounding. The scores carry the 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         self.encoder = encoder or _wrap(self.model, kwargs.get("tokenizer"), self.image_processor)
         self.guard = default_for(self.encoder) if guard is None else guard
         self.seed = seed
-        self._classes: tuple[Any, ZeroShotClassifier] | None = None
+        self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Refuse what is no CLIP; the stock check knows no image towers and only logs."""
@@ -130,7 +131,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         candidate_labels: Any = (),
         hypothesis_template: str | None = None,
     ) -> dict[str, Tensor]:
-        classifier = self._classifier(candidate_labels, hypothesis_template)
+        classifier = self._classifier(check_names(candidate_labels, unique=False), hypothesis_template)
         logits = self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).logits
         scale = getattr(self.model, "logit_scale", None)
         temperature = 1.0 if scale is None else float(scale.exp()) / functional.LOGIT_SCALE
@@ -141,15 +142,8 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         answer: list[dict[str, Any]] = super().postprocess({**model_outputs, "candidate_labels": candidate_labels})
         return answer
 
-    def _classifier(self, labels: Any, template: str | None) -> ZeroShotClassifier:
-        """The classifier of these labels; the one of the previous call is cached."""
-        names = check_names(labels, unique=False)
-        key = (names, template)
-        if self._classes is None or self._classes[0] != key:
-            self._classes = (key, self._new_classifier(names, template))
-        return self._classes[1]
-
     def _new_classifier(self, names: tuple[str, ...], template: str | None) -> ZeroShotClassifier:
+        """The classifier of these labels; the one of the previous call is cached."""
         if not self.encoder.has_text:
             templates = None if template is None else [template]
             return ZeroShotClassifier(self.encoder, names, templates=templates, unique=False)
