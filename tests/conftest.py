@@ -27,7 +27,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 settings.register_profile("no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no deadline")
 
-LONGEST = ("test_tower.py", "test_scale_evaluate.py", "test_scale_serve.py", "test_export.py")
+LONGEST = ("test_tower.py", "test_scale_evaluate.py", "test_scale_serve.py", "test_export.py", "test_scale_cluster.py")
 """Slow files that run first, so that no process is left alone with one of them at the end. One that computes and one
 that starts processes alternate: two that start processes at the same moment take several times as long on two cores."""
 
