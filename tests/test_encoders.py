@@ -331,6 +331,12 @@ def test_graphs_give_the_same_bits_on_a_gpu(tiny_folder: Path) -> None:
             assert torch.equal(encoder(part), plain(part)), len(part)
     leaf = pixels[:2].clone().requires_grad_()
     assert torch.autograd.grad(encoder(leaf).sum(), leaf)[0].abs().sum() > 0, "gradients need no graph"
+    small = pixels[:3, :, :24, :24]
+    for _ in range(2):
+        assert torch.equal(encoder.encode_views(small), plain.encode_views(small))
+        for each in (encoder, plain):
+            with torch.no_grad():
+                each.tower.vision_model.embeddings.position_embedding.weight.neg_()
     encoder.to(torch.bfloat16)
     plain.to(torch.bfloat16)
     assert torch.equal(encoder(pixels[:2]), plain(pixels[:2])), "graphs of converted weights are dropped"

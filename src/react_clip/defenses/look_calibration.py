@@ -26,8 +26,10 @@ LEAST_PHOTOS = 20
 """Fewer photos are refused."""
 BEYOND = 6
 """Photos that should lie beyond the threshold: with fewer, chance decides where it is."""
-RESAMPLES = 1000
+RESAMPLES = 500
 """Resamples of the bootstrap."""
+_SAMPLE = 500
+"""Photos, spread evenly, whose distances from each other are measured."""
 
 ALIKE = 0.15
 """Median distance between the features of two photos below which they count as all alike."""
@@ -120,7 +122,9 @@ def _measure(
         features.append(out.plain.float().cpu())
         drifts.append(out.drift.float().cpu())
         progress(min(start + batch, len(photos)), len(photos))
-    drift, apart = torch.cat(drifts), float(torch.pdist(torch.cat(features)).median())
+    # The number of pairs grows with the square of the photos; some hundred are enough.
+    sample = torch.cat(features)[:: max(1, len(photos) // _SAMPLE)]
+    drift, apart = torch.cat(drifts), float(torch.pdist(sample).median())
     if apart < ALIKE:
         raise ReactClipError(
             f"the photos are all alike (the median distance of two of them is {apart:.2g}, below {ALIKE}); give photos "
@@ -141,22 +145,23 @@ def threshold_for(scores: Tensor, clean_pass: float) -> float:
     >>> threshold_for(torch.arange(100) / 100, 0.95)
     0.9401
     """
-    largest_below = _largest_below(scores.float().cpu()[None], clean_pass)
+    largest_below = _largest_below(scores.float().cpu(), clean_pass)
     # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
     above = float(torch.nextafter(largest_below, torch.tensor(torch.inf)))
     return math.ceil(above * 1e4) / 1e4
 
 
 def _largest_below(scores: Tensor, clean_pass: float) -> Tensor:
-    """The largest score that must stay below the threshold, for each row of ``[R, N]``."""
-    return scores.sort(1).values[:, math.ceil(clean_pass * scores.shape[1] - 1e-9) - 1]
+    """The largest score that must stay below the threshold."""
+    return scores.kthvalue(math.ceil(clean_pass * len(scores) - 1e-9)).values
 
 
 def _bootstrap(scores: Tensor, clean_pass: float, seed: int) -> tuple[float, float]:
     """95 % interval of the threshold over resampled photos."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(len(scores), (RESAMPLES, len(scores)), generator=generator)
-    low, high = _largest_below(scores[rows], clean_pass).quantile(torch.tensor([0.025, 0.975])).tolist()
+    resamples = (scores[torch.randint(len(scores), scores.shape, generator=generator)] for _ in range(RESAMPLES))
+    thresholds = torch.stack([_largest_below(resample, clean_pass) for resample in resamples])
+    low, high = thresholds.quantile(torch.tensor([0.025, 0.975])).tolist()
     return round(low, 4), round(high, 4)
 
 

@@ -83,7 +83,7 @@ class Correction:
 
     @property
     def score(self) -> Tensor:
-        """What the threshold is compared with: the drift."""
+        """The drift, which the threshold is compared with."""
         return self.drift
 
     @property
@@ -108,7 +108,7 @@ class SecondLooked(Defended):
     look_size: int
     """Side of the looks in pixels."""
     look_is_smaller: bool
-    """Whether the looks were smaller copies; an encoder that takes one size only looks at moved views instead."""
+    """True if the looks were smaller copies; an encoder that takes one size only looks at moved views instead."""
 
 
 class SecondLook(Defense):
@@ -132,7 +132,7 @@ class SecondLook(Defense):
     threshold: Annotated[float, Field(ge=0, le=2)] = 0.508
     """t, the distance between the features of image and look from which an image counts as attacked."""
     motion: Motion = field(default_factory=Motion)
-    """How the image of the moved look is moved."""
+    """Motion of the image before the moved look."""
     alpha: NonNegative = 2.0
     """Strength of the correction of attacked images."""
     blend: NonNegative = 1.0

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Gradients:
-    """How gradients run through a defence, for an attacker who differentiates it; answers do not depend on it."""
+    """Gradients through a defence, for an attacker who differentiates it; answers do not depend on these options."""
 
     checkpoint: bool = False
     """Recompute encoder activations in the backward pass instead of keeping them: one call bounds the memory."""
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a text tower."""
+        """True if there is a text tower."""
         return self._text is not None
 
     @property
@@ -170,7 +170,7 @@ class Encoder(nn.Module):
     # ------------------------------------------------------------------ other sizes
 
     def takes(self, size: int) -> bool:
-        """Whether :meth:`encode_views` takes square images of this side."""
+        """True if :meth:`encode_views` takes square images of this side."""
         resizable = self.patch_size is not None and size > 0 and size % self.patch_size == 0
         return size == self.image_size or resizable
 

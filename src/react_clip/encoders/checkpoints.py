@@ -90,9 +90,9 @@ def _read_finetuned(folder: Path) -> tuple[str, Path]:
     tower, expected = folder / TOWER, record["sha256"]
     if not tower.is_file():
         raise ReactClipError(f"{folder} has no {TOWER}; copy the whole folder, or finetune again")
-    if (found := sha256_of(tower)) != expected:
+    if (digest := sha256_of(tower)) != expected:
         raise ReactClipError(
-            f"{tower} has sha256 {found[:12]}..., {RECORD} says {expected[:12]}...; the file is damaged or another "
+            f"{tower} has sha256 {digest[:12]}..., {RECORD} says {expected[:12]}...; the file is damaged or another "
             "one: copy it again, or finetune again"
         )
     return record["model"], tower
@@ -102,7 +102,7 @@ def _read_finetuned(folder: Path) -> tuple[str, Path]:
 
 
 def is_image_key(key: str) -> bool:
-    """Whether a parameter of an encoder's tower belongs to its image side.
+    """True if a parameter of an encoder's tower belongs to its image side.
 
     >>> is_image_key("visual.proj"), is_image_key("text_model.final_layer_norm.bias")
     (True, False)
@@ -112,12 +112,12 @@ def is_image_key(key: str) -> bool:
 
 def image_parameters(encoder: Encoder) -> dict[str, nn.Parameter]:
     """The parameters of the image tower, by the names the encoder's own library gives them."""
-    found = {key: value for key, value in encoder.tower.named_parameters() if is_image_key(key)}
-    if not found:
+    parameters = {key: value for key, value in encoder.tower.named_parameters() if is_image_key(key)}
+    if not parameters:
         raise ReactClipError(
             f"{encoder.name!r} has no CLIP image tower that can be told apart; use a Hugging Face or open_clip model"
         )
-    return found
+    return parameters
 
 
 def image_tower(encoder: Encoder) -> State:
@@ -131,10 +131,10 @@ def image_tower(encoder: Encoder) -> State:
 
 def load_tower(encoder: Encoder, path: Path) -> None:
     """Replace the image tower of an encoder by the one in a file."""
-    found = find_tower(read_tensors(path), path)
+    stored = find_tower(read_tensors(path), path)
     own = image_tower(encoder)
-    found.check(to_hf(own) if found.hf else own, encoder.name)
-    state = to_openai(found.state) if found.hf else found.state
+    stored.check(to_hf(own) if stored.hf else own, encoder.name)
+    state = to_openai(stored.state) if stored.hf else stored.state
     is_hf = any(key.startswith(_HF_TOWER) for key in encoder.tower.state_dict())
     state = to_hf(state) if is_hf else {f"visual.{key}": tensor for key, tensor in state.items()}
     with torch.no_grad():
@@ -147,7 +147,7 @@ def load_tower(encoder: Encoder, path: Path) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class FoundTower:
+class StoredTower:
     """An image tower in a file: OpenAI keys without prefix, or Hugging Face's from ``vision_model.`` on."""
 
     path: Path
@@ -186,7 +186,7 @@ def _is_sound(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
 
 
-def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
+def find_tower(tensors: Mapping[str, Tensor], path: Path) -> StoredTower:
     """The image tower among a checkpoint's tensors, recognised by its first convolution under any prefix."""
     openai, hf = _prefixes(tensors, _OPENAI_ANCHOR), _prefixes(tensors, _HF_ANCHOR)
     if len(openai) + len(hf) != 1:
@@ -205,13 +205,13 @@ def find_tower(tensors: Mapping[str, Tensor], path: Path) -> FoundTower:
         names = {_HF_TOWER + key: name for key, name in names.items() if name not in projections}
         if chosen := [name for name in projections if name == beside] or projections[:1]:
             names[PROJECTION] = chosen[0]
-    return FoundTower(path, bool(hf), {key: tensors[name] for key, name in names.items()}, names)
+    return StoredTower(path, bool(hf), {key: tensors[name] for key, name in names.items()}, names)
 
 
 def _prefixes(keys: Iterable[str], anchor: str) -> list[str]:
     """Prefixes of the anchor's key, without those inside another one: a ResNet has such convolutions everywhere."""
-    found = [key.removesuffix(anchor) for key in keys if key == anchor or key.endswith(f".{anchor}")]
-    return [prefix for prefix in found if not any(prefix != other and prefix.startswith(other) for other in found)]
+    prefixes = [key.removesuffix(anchor) for key in keys if key == anchor or key.endswith(f".{anchor}")]
+    return [one for one in prefixes if not any(one != other and one.startswith(other) for other in prefixes)]
 
 
 def read_tensors(path: Path) -> State:

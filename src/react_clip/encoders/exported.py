@@ -86,7 +86,7 @@ class ExportedEncoder(Encoder):
         return torch.from_numpy(graph(pixels.detach().float().cpu().contiguous().numpy()))
 
     def takes(self, size: int) -> bool:
-        """Whether there is a graph for images of this side."""
+        """True if there is a graph for images of this side."""
         return size in self._graphs
 
     def update_positions(self, size: int) -> None:
@@ -183,7 +183,7 @@ def _openvino_graph(openvino: Any, path: str, dtype: torch.dtype) -> Graph:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far the exported graph is from its tower."""
+    """Differences between exported graphs and their tower."""
 
     images: int
     max_difference: float

