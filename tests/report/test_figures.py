@@ -41,8 +41,6 @@ EXPECTED = {
     "anchor-scale": {"anchor-scale"},
     "sweep-views": {"sweep-views"},
     "sweep-alpha": {"sweep-alpha"},
-    "step-quarter": {"accuracy"},
-    "table5-pgd100": {"accuracy", "drift-per-set"},
     "mapped": {"mappings", "scales", "drift", "gate-scores", "scales-per-set-power-law"},
     "leaky": {"leakage-counts-alpha", "leakage-published", "leakage-control"},
 }

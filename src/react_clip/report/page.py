@@ -111,13 +111,12 @@ def _calibration(run: Run, given: Path | None, missing: list[str]) -> Calibratio
     if given is not None:
         try:
             return Calibration.load(given)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ReactClipError as error:
             raise ReactClipError(f"{given} is no complete calibration ({error}); run `react-clip calibrate`") from None
     for path in (path for folder in run.folders for path in sorted(folder.glob("*.json"))):
         try:
-            if "calibration_version" in json.loads(path.read_text(encoding="utf-8")):
-                return Calibration.load(path)
-        except (ReactClipError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return Calibration.load(path)
+        except ReactClipError as error:
             if path.name == "calibration.json":
                 missing.append(f"{path.name} cannot be read ({error}); run `react-clip calibrate` again")
     return None
