@@ -22,6 +22,19 @@ def page_file(toy_report: tuple[Report, Any]) -> Path:
     return toy_report[0].page
 
 
+def without_figures(folder: Path, out: Path, **options: Any) -> Path:
+    """A page without figures: they take most of the time to write it and to open it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("react_clip.report.figures.figures_of", lambda run, **options: ([], {}))
+        return write_report([folder], out, **options).page
+
+
+@pytest.fixture(scope="module")
+def rows_file(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's page without figures."""
+    return without_figures(toy_folder, tmp_path_factory.mktemp("rows"), photos=6)
+
+
 @pytest.fixture(scope="module")
 def many_rows(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy's rows again and again, as if there were more photos: 20,160 in all."""
@@ -37,9 +50,7 @@ def many_rows(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         for number in range(42)
     ]
     pq.write_table(pa.concat_tables(copies).unify_dictionaries(), folder / "per_image.parquet")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("react_clip.report.figures.figures_of", lambda run, **options: ([], {}))
-        return write_report([folder], folder.parent / "out", rows=30_000).page
+    return without_figures(folder, folder.parent / "out", rows=30_000)
 
 
 def column(page: Any, name: str) -> list[str]:
@@ -77,8 +88,8 @@ def test_the_page_opens_and_asks_for_nothing(page_file: Path, visit: Visit) -> N
     assert page.locator("figure svg[role=img]").count() == page.locator("figure").count() > 0
 
 
-def test_numbers_sort_as_numbers_and_the_header_says_so(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_numbers_sort_as_numbers_and_the_header_says_so(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     sort_by(page, "index")
     assert page.locator('.images th[aria-sort="ascending"]').inner_text() == "image"
     sort_by(page, "index")
@@ -97,8 +108,8 @@ def test_numbers_sort_as_numbers_and_the_header_says_so(page_file: Path, visit: 
     assert page.locator('.images th[aria-sort="ascending"]').inner_text() == "true class"
 
 
-def test_filters_narrow_the_rows_and_the_address_keeps_them(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_filters_narrow_the_rows_and_the_address_keeps_them(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     page.select_option("select[name=attack]", label="pgd-10 1/255")
     assert count(page).startswith("160 rows")
     page.select_option("select[name=defence]", label="react")
@@ -108,7 +119,7 @@ def test_filters_narrow_the_rows_and_the_address_keeps_them(page_file: Path, vis
     assert set(column(page, "outcome")) == {"saved by the defence"}
     sort_by(page, "score")
     shown, order = count(page), column(page, "score")
-    again = visit(page_file, "#" + page.url.partition("#")[2])
+    again = visit(rows_file, "#" + page.url.partition("#")[2])
     assert count(again) == shown
     assert column(again, "score") == order
     again.locator("button[type=reset]").click()
@@ -120,8 +131,8 @@ def test_filters_narrow_the_rows_and_the_address_keeps_them(page_file: Path, vis
     assert count(page) == "No row matches; clear a filter."
 
 
-def test_a_hostile_class_name_is_text(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_a_hostile_class_name_is_text(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     page.fill("input[name=text]", "onerror")
     assert HOSTILE in column(page, "label")
     page.locator(".images tr[data-place]").first.click()
@@ -165,8 +176,8 @@ def test_rows_are_where_the_scrollbar_says_and_may_have_no_pictures(many_rows: P
 # ---------------------------------------------------------------------- one image
 
 
-def test_a_row_opens_by_click_with_its_pictures(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_a_row_opens_by_click_with_its_pictures(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     page.locator("input[name=photos]").check()
     page.select_option("select[name=attack]", label="pgd-3 4/255")
     page.locator(".images tr[data-place]").first.click()
@@ -181,8 +192,8 @@ def test_a_row_opens_by_click_with_its_pictures(page_file: Path, visit: Visit) -
     assert not dialog.is_visible()
 
 
-def test_rows_and_the_dialog_work_by_keyboard(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_rows_and_the_dialog_work_by_keyboard(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     page.locator('.images tr[tabindex="0"]').focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
@@ -205,8 +216,8 @@ def test_rows_and_the_dialog_work_by_keyboard(page_file: Path, visit: Visit) -> 
 # ---------------------------------------------------------------------- tables and figures
 
 
-def test_tables_of_the_result_sort_by_their_numbers(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
+def test_tables_of_the_result_sort_by_their_numbers(rows_file: Path, visit: Visit) -> None:
+    page = visit(rows_file)
     table = page.locator("#table-attacks table")
     head = table.locator("th", has_text="attacked")
     for direction in (-1, 1):
