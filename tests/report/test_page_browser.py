@@ -18,7 +18,7 @@ Visit = Callable[..., Any]
 
 @pytest.fixture
 def page_file(toy_report: tuple[Report, Any]) -> Path:
-    """The toy's page with all its figures."""
+    """The toy's page with some of its figures."""
     return toy_report[0].page
 
 
