@@ -170,22 +170,15 @@ class NeverRight(ToyEncoder):
 def test_nothing_right_means_nothing_to_attack(tmp_path: Path) -> None:
     clf = rc.ZeroShotClassifier.from_features(NeverRight(), list("abcde"), torch.eye(5))
     x, y = toy_photos()
-    keep = y != 4
-    result = evaluate(
-        clf,
-        toy_defenses(),
-        (x[keep], y[keep]),
-        attacks=toy_attacks(),
-        run_dir=tmp_path / "off",
-        self_check=False,
-        progress=False,
-    )
+    data = (x[y != 4], y[y != 4])
+    options: dict[str, Any] = {"attacks": toy_attacks(), "progress": False}
+    result = evaluate(clf, toy_defenses(), data, run_dir=tmp_path / "off", self_check=False, **options)
     (row,) = result.select(dataset="mean", attack="pgd-10", defense="react")
     assert row.attacked == 0
     assert math.isnan(row.gate_rate)
     assert all(math.isnan(attack.success_rate) for attack in result.attacks)
     with pytest.raises(rc.ReactClipError, match="gets no clean image of data right"):
-        evaluate(clf, toy_defenses(), (x[keep], y[keep]), run_dir=tmp_path / "on", progress=False)
+        evaluate(clf, toy_defenses(), data, run_dir=tmp_path / "on", **options)
 
 
 def test_the_self_check_refuses_a_model_that_pgd_does_not_break(tmp_path: Path) -> None:

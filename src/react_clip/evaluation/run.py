@@ -25,7 +25,6 @@ from react_clip.evaluation.result import AttackRow, Check, EvaluationResult, Sel
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, ShardStore, log, open_run
-from react_clip.optional import require
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
@@ -157,14 +156,14 @@ def conclude(
     recipe: Recipe, folder: Path, compute: Callable[[ShardStore], tuple[SelfCheck, list[SetOutcome]]], command: str
 ) -> EvaluationResult:
     """Lock a run's folder, compute the outcomes of its sets in the recipe's order, and write the result."""
-    pd = require("pandas", "evaluating", extra="eval")
     with open_run(folder, recipe) as store:
         check, outcomes = compute(store)
-        images = pd.concat([outcome.images for outcome in outcomes], ignore_index=True).astype({"dataset": "category"})
-        summary.write_per_image(folder / PER_IMAGE, images)
+        # One table per set: all sets together would be copied several times, and runs may have millions of rows.
+        tables = [outcome.images for outcome in outcomes]
+        summary.write_per_image(folder / PER_IMAGE, tables)
         if checks.own_self_check(recipe) is not None:
-            check = checks.self_check_after(recipe, images)
-        rows, attacks = summary.summarise(recipe, images)
+            check = checks.self_check_after(recipe, tables)
+        rows, attacks = summary.summarise(recipe, tables)
         sanity = [check for outcome in outcomes for check in outcome.checks]
         sanity += checks.sanity_by_numbers(recipe, rows, attacks)
         checks.raise_if_failed(sanity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _GROUP = ["dataset", "attack", "eps", "defense"]
 
 
-def summarise(recipe: Recipe, images: pd.DataFrame) -> tuple[list[Row], list[AttackRow]]:
-    """Rows of every set, attack and defence, and rows of the attacks.
+def summarise(recipe: Recipe, tables: Sequence[pd.DataFrame]) -> tuple[list[Row], list[AttackRow]]:
+    """Rows of every set, attack and defence, and rows of the attacks, from the per-image results of each set.
 
     An attack that knows the defence has one row per defence, a suite also one per member.
     """
@@ -32,7 +33,8 @@ def summarise(recipe: Recipe, images: pd.DataFrame) -> tuple[list[Row], list[Att
     defenses = {item.label: item.defense for item in recipe.defenses}
     rows: list[Row] = []
     attack_rows: list[AttackRow] = []
-    for (dataset, label, eps, defense), group in images.groupby(_GROUP, sort=False, observed=True):
+    groups = (table.groupby(_GROUP, sort=False, observed=True) for table in tables)
+    for (dataset, label, eps, defense), group in itertools.chain.from_iterable(groups):
         row = Row(dataset, label, eps, defense, recipe.threat, recipe.scoring, **_numbers(recipe, group))
         rows.append(row)
         item = attacks.get((label, eps))
@@ -128,11 +130,14 @@ def _mean_row(group: list[Row]) -> Row:
     )
 
 
-def write_per_image(path: Path, images: pd.DataFrame) -> None:
-    """Write the per-image results as one compressed Parquet file, whole or not at all."""
-    require("pyarrow", "writing per-image results", extra="eval")
-    private = [name for name in images.columns if name == "crafted_success" or name.startswith(PART)]
-    data = images.drop(columns=private).to_parquet(index=False, compression="zstd")
+def write_per_image(path: Path, tables: Sequence[pd.DataFrame]) -> None:
+    """Write the per-image results of all sets as one compressed Parquet file, whole or not at all."""
+    pa = require("pyarrow", "writing per-image results", extra="eval")
+    parquet = require("pyarrow.parquet", "writing per-image results", extra="eval")
+    columns = [name for name in tables[0].columns if name != "crafted_success" and not name.startswith(PART)]
+    merged = pa.concat_tables([pa.Table.from_pandas(table[columns], preserve_index=False) for table in tables])
+    sink = pa.BufferOutputStream()
+    parquet.write_table(merged.unify_dictionaries(), sink, compression="zstd")
     with storage.atomic_path(path) as temporary:
         # Written by Python, so that a full disk is an OSError with a reason.
-        temporary.write_bytes(data)
+        temporary.write_bytes(sink.getvalue())
