@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,17 @@ def test_a_shard_that_changes_after_it_was_listed_is_one_line(tmp_path: Path) ->
                 rc.ReactClipError, match=r"cannot be read|holds \d+ images and held 4 when it was listed"
             ):
                 list(collection.read_chunk(chunk, "image"))
+
+
+def test_a_photo_that_is_lost_is_an_error_and_all_of_them_are_one_line(photos: Path) -> None:
+    files = collection.find_files([str(photos)])
+    [chunk], _ = collection.cut(files, 20, "image")
+    Path(files[3].url).unlink()
+    lost = [key for key, content in collection.read_chunk(chunk, "image") if isinstance(content, rc.ReactClipError)]
+    assert lost == [files[3].url]
+    shutil.rmtree(photos)
+    with pytest.raises(rc.ReactClipError, match=r"none of the 20 photos from .* can be opened"):
+        list(collection.read_chunk(chunk, "image"))
 
 
 def test_parts_of_another_version_of_a_shard_are_refused(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:

@@ -70,12 +70,12 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 
     @staticmethod
     def validate_config(config: dict[str, Any]) -> None:
-        """Refuse a configuration without model or guard."""
+        """Raise if a configuration lacks the model or the guard."""
         if missing := sorted({"model", "guard"} - set(config)):
             raise ReactClipError(f"the stored configuration lacks {missing[0]!r}; make the collection again")
 
     def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
-        """Refuse another model: its vectors cannot be compared with the stored ones."""
+        """Raise if the model changes: its vectors cannot be compared with the stored ones."""
         if old_config.get("model") != new_config.get("model"):
             raise ReactClipError(
                 f"the collection holds vectors of {old_config.get('model')!r}, not of {new_config.get('model')!r}; "

@@ -103,7 +103,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
     def check_model_type(self, supported_models: Any) -> None:
-        """Refuse what is no CLIP; the stock check knows no image towers and only logs."""
+        """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
         kind = self.model.config.model_type
         if kind not in ("clip", "clip_vision_model"):
             raise ReactClipError(f"the model is a {kind!r}; the defended pipeline takes CLIP (clip, clip_vision_model)")

@@ -46,7 +46,7 @@ _THREADS = {"cpu": 2, "cuda": 4}
 """Chunks that a worker handles at the same time: one is computed, the others are read, decoded or written."""
 
 _WORKERS_PER_GPU = 2
-"""One prepares and writes while the other computes."""
+"""Two, so that one reads and writes while the other computes."""
 
 _MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma", "passes")
 
@@ -247,7 +247,7 @@ def _build_worker(job: _Job, device: str, dtype: torch.dtype, names: Sequence[st
 
 
 class _Worker:
-    """Turns chunks into parts. Threads may share it: they decode side by side and compute one after another."""
+    """Turns chunks into parts. Threads may share it: they decode at the same time and use the model in turn."""
 
     def __init__(self, clf: ZeroShotClassifier, job: _Job) -> None:
         self._clf, self._job, self._output = clf, job, OutputFolder(job.out)

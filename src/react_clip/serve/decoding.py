@@ -56,7 +56,7 @@ class Decoder:
         )
 
     async def photos(self, images: list[bytes]) -> list[Photo]:
-        """Pixels and noise keys of image files; a request that is given up takes its waiting files out of the queue."""
+        """Pixels and noise keys of image files; cancelling this drops the files that still wait for a thread."""
         jobs = [self._run(self._decode, f"images[{i}]", image) for i, image in enumerate(images)]
         return list(await asyncio.gather(*jobs))
 
@@ -106,7 +106,7 @@ def _parse_json(model: type[Request], body: bytes, settings: Settings) -> Reques
 
 
 class _MemoryParser(MultiPartParser):
-    """Starlette's parser, with files in memory only, that notices a form without an end."""
+    """Starlette's parser with files in memory only; ``ended`` tells whether the last boundary was seen."""
 
     spool_max_size = 0  # no limit: a file is never written to a disk
     ended = False
