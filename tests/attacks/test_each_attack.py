@@ -410,3 +410,16 @@ def test_rand_breaks_a_randomised_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert int(result.queries.sum()) == counter
     member = 1 + 10 * 11 + 1
     assert result.queries.tolist() == [2 + member, 2 + 2 * member]
+
+
+@pytest.mark.parametrize("lead", [0.0, 2.0])
+def test_a_stopped_image_stays_where_it_first_succeeded(task: Task, lead: float) -> None:
+    x, y = task.x[:50], task.y[:50]
+    stopped = PGD(eps=16 / 255, steps=20, stop="success", margin=lead)(task.net, x, y)
+    whole = PGD(eps=16 / 255, steps=20)(task.net, x, y)
+    reached = margin(task.net(whole.images), y) >= lead + 1
+    assert reached.sum() > 10, "images must pass the margin by far for this test to say anything"
+    at_stop, at_end = (margin(task.net(result.images), y)[reached] for result in (stopped, whole))
+    # The last step passed the margin; one more step of all twenty would have gone on.
+    assert (at_stop >= lead - 1e-4).all()
+    assert (at_stop < at_end).float().mean() > 0.9

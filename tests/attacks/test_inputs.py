@@ -132,7 +132,7 @@ SUITE = {"kind": "adaptive-suite"}
 @pytest.mark.parametrize(
     ("text", "config"),
     [
-        ("apgd, autoattack, cw, fab, pgd, square", {"kind": "deepfool"}),
+        ("apgd, autoattack, corruption, cw, fab, pgd, square", {"kind": "deepfool"}),
         ("choose one of adaptive-both", {"eps": 0.1}),
         ("step_size is 'eps/3'", {"kind": "pgd", "step_size": "eps/3"}),
         ("lambdas is empty", {"kind": "adaptive-evade", "lambdas": []}),
@@ -154,4 +154,4 @@ def test_names_for_tables_tell_attacks_apart() -> None:
     found = [attack.name for attack in (*table, AutoAttack(version="ttc"), Both(combine="min", loss="margin"))]
     assert found[:4] == ["pgd-10", "pgd-10-quarter", "cw-10", "apgd-ce-100"]
     assert found[4:] == ["apgd-t-100", "fab-t-100", "square-5000", "autoattack-ttc", "adaptive-both-20-margin-min"]
-    assert repr(PGD()) == "PGD(eps=4/255, steps=10, step_size=1/255, loss=ce, random_start=True)"
+    assert repr(PGD()) == "PGD(eps=4/255, steps=10, step_size=1/255, loss=ce, random_start=True, margin=0.0)"

@@ -3,6 +3,7 @@
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.autoattack import AutoAttack
 from react_clip.attacks.base import Attack, AttackResult, DefendedAttack, from_dict, names
+from react_clip.attacks.corruption import Corruption
 from react_clip.attacks.fab import FAB
 from react_clip.attacks.pgd import CW, PGD
 from react_clip.attacks.square import Square
@@ -19,6 +20,7 @@ __all__ = [
     "AttackResult",
     "AutoAttack",
     "Both",
+    "Corruption",
     "DefendedAttack",
     "Evade",
     "Feature",

@@ -62,6 +62,8 @@ class Attack(Registered, ABC):
     registry: ClassVar[Registry[Attack]] = Registry("attack", "react_clip.attacks")
     threats: ClassVar[tuple[str, ...]] = (OBLIVIOUS, TRANSFER)
     """Threat models in which the attack can be used."""
+    natural: ClassVar[bool] = False
+    """True for damage that nobody intends: an evaluation applies it to all images, and it has no budget."""
     eps: PixelLength = 4 / 255
 
     @property
@@ -222,7 +224,7 @@ def names(threat: str | None = None) -> list[str]:
     """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
 
     >>> names("oblivious")
-    ['apgd', 'autoattack', 'cw', 'fab', 'pgd', 'square']
+    ['apgd', 'autoattack', 'corruption', 'cw', 'fab', 'pgd', 'square']
     """
     kinds = Attack.registry.names()
     return kinds if threat is None else [kind for kind in kinds if threat in Attack.registry.get(kind).threats]
@@ -232,6 +234,6 @@ def from_dict(config: Mapping[str, Any] | str) -> Attack:
     """An attack from plain values, as a recipe file holds them; lengths may be written ``"4/255"``.
 
     >>> from_dict({"kind": "pgd", "eps": "8/255", "steps": 20})
-    PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True)
+    PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True, margin=0.0)
     """
     return Attack.registry.read(config)

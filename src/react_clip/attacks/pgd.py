@@ -8,8 +8,9 @@ from torch import Tensor
 
 from react_clip import linf
 from react_clip.attacks.base import Attack
+from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Problem
-from react_clip.config import Count, PositiveLength
+from react_clip.config import Count, NonNegative, PositiveLength
 
 
 class PGD(Attack):
@@ -36,19 +37,28 @@ class PGD(Attack):
     step_size: PositiveLength | Literal["eps/4"] = 1 / 255
     loss: Literal["ce", "margin"] = "ce"
     random_start: bool = True
+    stop: Literal["success"] | None = None
+    """``"success"`` leaves an image alone once another class leads by ``margin``; by default all steps are taken."""
+    margin: NonNegative = 0.0
+    """Lead of the best wrong class, in logits, at which ``stop`` stops."""
 
     @property
     def name(self) -> str:
-        """``pgd-10`` or, with the margin loss, ``cw-10``; ``-quarter`` is added for steps of eps/4."""
+        """``pgd-10`` or, with the margin loss, ``cw-10``; ``-quarter`` for steps of eps/4, ``-stop0`` for a stop."""
         stem = "cw" if self.loss == "margin" else "pgd"
-        return f"{stem}-{self.steps}" + ("-quarter" if self.step_size == "eps/4" else "")
+        stop = f"-stop{self.margin:g}" if self.stop else ""
+        return f"{stem}-{self.steps}" + ("-quarter" if self.step_size == "eps/4" else "") + stop
 
     def search(self, problem: Problem) -> Tensor:
         """The images after ``steps`` steps."""
 
         def slope_at(images: Tensor) -> Tensor:
             problem.steps.tick()
-            return problem.gradient(images, self.own_loss)[2]
+            logits, _, slope = problem.gradient(images, self.own_loss)
+            if self.stop == "success":
+                # A zero gradient moves no pixel.
+                slope = slope * (margin(logits, problem.y) < self.margin)[:, None, None, None]
+            return slope
 
         start = problem.random_start() if self.random_start else problem.x
         step_size = problem.step_size(self.step_size)

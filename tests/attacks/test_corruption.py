@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from react_clip import ReactClipError
+from react_clip.attacks import Corruption
+
+
+def damaged(kind: str, severity: float, x: Tensor) -> Tensor:
+    """Images after one kind of damage; the model and the labels play no part."""
+    attack = Corruption(type=kind, severity=severity)  # type: ignore[arg-type]
+    return attack(lambda x: x.mean((2, 3)), x, torch.zeros(len(x), dtype=torch.long)).images
+
+
+@pytest.fixture(scope="module")
+def photo() -> Tensor:
+    ramp = torch.linspace(0.2, 0.8, 64)
+    return torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.full((64, 64), 0.5)])[None]
+
+
+def test_noise_has_the_asked_deviation_and_is_the_same_every_time(photo: Tensor) -> None:
+    noisy = damaged("noise", 0.05, photo)
+    assert (noisy - photo).std() == pytest.approx(0.05, rel=0.05)
+    assert torch.equal(noisy, damaged("noise", 0.05, torch.cat([photo.flip(3), photo]))[1:])
+
+
+def test_jpeg_is_what_a_file_of_that_quality_holds(photo: Tensor) -> None:
+    file = io.BytesIO()
+    pixels = photo[0].permute(1, 2, 0).mul(255).round().byte().numpy()
+    Image.fromarray(pixels).save(file, "JPEG", quality=30)
+    expected = torch.from_numpy(np.asarray(Image.open(file)).copy()).permute(2, 0, 1) / 255
+    assert torch.allclose(damaged("jpeg", 30, photo)[0], expected)
+
+
+def test_brightness_and_contrast_scale_pixels(photo: Tensor) -> None:
+    assert torch.allclose(damaged("brightness", 0.4, photo), 0.4 * photo, atol=1.5 / 255)
+    flat = damaged("contrast", 0.4, photo)
+    assert flat[0, 0].std() == pytest.approx(0.4 * float(photo[0, 0].std()), rel=0.05)
+
+
+def test_blur_spreads_a_point_and_keeps_its_light() -> None:
+    point = torch.zeros(1, 3, 33, 33)
+    point[..., 16, 16] = 1.0
+    blurred = damaged("blur", 2, point)
+    assert blurred.max() < 0.1
+    assert blurred[0, 0].sum() == pytest.approx(1.0, abs=0.3)  # rounding to 8 bits loses the faint rim
+
+
+@pytest.mark.parametrize("wrong", [{"severity": 0}, {"type": "fog"}, {"eps": 4 / 255}])
+def test_bad_values_get_one_line(wrong: dict[str, object]) -> None:
+    with pytest.raises(ReactClipError, match=next(iter(wrong))):
+        Corruption(**wrong)  # type: ignore[arg-type]
