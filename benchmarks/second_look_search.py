@@ -163,7 +163,7 @@ def one_gate(
     alpha: float = 2.0,
     blend: float = 1.0,
 ) -> Rule:
-    """One score. ``extra`` is the second view of suspicious images, ``doubtful`` that of images whose look disagrees."""
+    """One score. ``extra`` is the second view of suspicious images, ``doubtful`` that of those whose look differs."""
 
     def rule(features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         attacked = score(features, logits, look, weight) >= threshold
