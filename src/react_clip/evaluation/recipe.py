@@ -94,8 +94,8 @@ class LabelledAttack(Configuration):
 
     @property
     def title(self) -> str:
-        """The label with the budget, such as ``pgd-10 4/255``."""
-        return f"{self.label} {format_eps(self.eps)}"
+        """The label with the budget, such as ``pgd-10 4/255``; natural damage has none."""
+        return self.label if self.attack.natural else f"{self.label} {format_eps(self.eps)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The attack's entry in a recipe."""

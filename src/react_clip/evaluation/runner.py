@@ -183,7 +183,7 @@ class SetRunner:
         """Adversarial images of those that the scoring attacks, crafted or read back; ``None`` if there are none."""
         chosen, labels = self.recipe.defenses[number], self.subject.labels[slice(*span)]
         right = clean.shard.tensors["prediction"] == labels
-        rows = (right | (self.recipe.scoring == "attack_all")).nonzero().flatten()
+        rows = (right | (self.recipe.scoring == "attack_all") | item.attack.natural).nonzero().flatten()
         planned = (work(item.attack.cost(chosen.defense)) + work(PLAIN)) * len(labels)
         if not len(rows):
             self.bar.update(planned)
@@ -231,7 +231,7 @@ class SetRunner:
             target = attack.target(self.subject.attack_clf, defense)
             result = attack(target, clean, labels.to(clean.device), seed=self.recipe.seed, progress=tick)
         tick(1, 1)
-        images = rounded(result.images, clean, attack.eps, self.recipe.images.store)
+        images = rounded(result.images, clean, 1.0 if attack.natural else attack.eps, self.recipe.images.store)
         prediction = self._plain(to_float(images))
         return {
             IMAGES: images,

@@ -8,7 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from react_clip.calibration import Calibration
-from react_clip.evaluation.recipe import CLEAN
 from react_clip.report.figures import accuracy, distributions, leakage, sweeps
 from react_clip.report.figures.base import Draft, FigureOf, MissingDataError, View
 from react_clip.report.figures.sweeps import calibration_figure
@@ -51,7 +50,7 @@ def figures_of(run: Run, *, calibration: Calibration | None = None) -> tuple[lis
         calibration: points and fits to show beside the run.
     """
     rows = run.result.rows if run.result is not None else ()
-    attacks: list[str | None] = list(dict.fromkeys(row.attack for row in rows if row.attack != CLEAN))
+    attacks: list[str | None] = list(dict.fromkeys(row.attack for row in rows if row.eps))
     views = [View(run, attack, calibration) for attack in attacks or [None]]
     figures: list[FigureOf] = []
     reasons: dict[str, str] = {}
