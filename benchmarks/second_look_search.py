@@ -1,6 +1,6 @@
 """How SecondLook's rule was chosen: on train photos only, from stored features of many views.
 
-    python benchmarks/second_look_search.py views DATA HEADS VIEWS   encode the views (a GPU takes two minutes)
+    python benchmarks/second_look_search.py views DATA HEADS VIEWS [--sets NAME ...]  encode the views (on a GPU)
     python benchmarks/second_look_search.py rules VIEWS RESULT.json  compare rules on them (a CPU takes a minute)
 
 DATA holds <set>/train/<class>/ photos and HEADS the class features <set>.npz. Attacks see only what plain CLIP gets
@@ -26,7 +26,7 @@ from react_clip.data import load_head
 from react_clip.environment import device_name, versions
 
 SETS = ("imagenet", "caltech101", "oxford_pets", "cifar10", "cifar100", "stl10", "eurosat", "dtd10")
-PHOTOS, CALIBRATION_PHOTOS = 50, 400
+PHOTOS, ATTACKED_PHOTOS, CALIBRATION_PHOTOS = 200, 50, 400
 NATURAL = {
     "clean": None,
     "noise 0.02": attacks.Corruption(type="noise", severity=0.02),
@@ -47,7 +47,10 @@ ATTACKS = {
     "Square 8, 300 queries": attacks.Square(eps=8 / 255, queries=300),
 }
 CONDITIONS = {**NATURAL, **ATTACKS}
-VIEWS = ("f", "128", "144", "160", "176", "192", "moved", "moved+.05", "other+.05", "160 moved", "160 other+.05")
+VIEWS = (
+    *("f", "128", "144", "160", "176", "192", "moved", "moved+.05", "other+.05"),
+    *("160 moved", "160 other+.05", "176 moved", "192 moved"),
+)
 SHARES = {"128": 65, "144": 82, "160": 101, "176": 122, "192": 145}  # tokens, of 197 at 224 pixels
 
 
@@ -59,24 +62,29 @@ def views_of(encoder: rc.Encoder, pixels: Tensor) -> Tensor:
     noisy, other_noisy = noise.noisy_view(moved, keys[2], sigma), noise.noisy_view(other, keys[3], sigma)
     smaller = [smaller_copy(pixels, size) for size in (128, 144, 160, 176, 192)]
     views = [pixels, *smaller, moved, noisy, other_noisy, smaller_copy(moved, 160), smaller_copy(other_noisy, 160)]
+    views += [smaller_copy(moved, 176), smaller_copy(moved, 192)]
     return torch.stack([encoder.encode_views(view) for view in views], 1)
 
 
 @torch.no_grad()
-def encode_views(root: Path, heads: Path, out: Path) -> None:
+def encode_views(root: Path, heads: Path, out: Path, sets: list[str]) -> None:
     """Write the views of every set under every condition, as int8 with one scale per dimension."""
     encoder = rc.load("clip-vit-b-16", dtype="bf16" if torch.cuda.is_available() else "fp32")
     out.mkdir(parents=True, exist_ok=True)
-    for name in SETS:
+    for name in sets:
         photos, head = data.load(name, root=root, split="train").align(load_head(heads / f"{name}.npz"))
         clf = rc.ZeroShotClassifier.from_features(encoder, head.names, head.features, unique=False)
         chosen = photos.take(PHOTOS)
         pixels, labels = encoder.prepare([photo.source for photo in chosen.photos]), torch.tensor(chosen.labels)
-        found = {}
+        fewer = {photo.id for photo in photos.take(ATTACKED_PHOTOS).photos}
+        attacked = torch.tensor([i for i, photo in enumerate(chosen.photos) if photo.id in fewer])
+        found: dict[str, Tensor] = {}
         for condition, attack in CONDITIONS.items():
-            images = pixels if attack is None else attack(clf, pixels, labels.to(pixels.device)).images
-            found[condition] = views_of(encoder, images)
-            print(f"{name}: {condition}", flush=True)
+            rows = attacked if condition in ATTACKS else torch.arange(len(labels))
+            images, y = pixels[rows.to(pixels.device)], labels[rows].to(pixels.device)
+            images = images if attack is None else attack(clf, images, y).images
+            found[condition] = torch.cat([views_of(encoder, part) for part in images.split(100)])
+        print(f"{name}: {len(pixels)} photos", flush=True)
         if name in ("imagenet", "caltech101"):
             more = photos.take(CALIBRATION_PHOTOS, seed=1)
             batches = torch.tensor(range(len(more))).split(100)
@@ -86,7 +94,8 @@ def encode_views(root: Path, heads: Path, out: Path) -> None:
         scale = torch.stack([features.abs().amax((0, 1)) for features in found.values()]).amax(0) / 127
         stored = {key: (value / scale).round().to(torch.int8).cpu().numpy() for key, value in found.items()}
         text = head.features.numpy().astype(np.float16)
-        np.savez(out / f"{name}.npz", scale=scale.cpu().numpy(), labels=labels.numpy(), text=text, **stored)
+        arrays = {"scale": scale.cpu().numpy(), "labels": labels.numpy(), "attacked": attacked.numpy(), "text": text}
+        np.savez(out / f"{name}.npz", **arrays, **stored)
     about = {"command": " ".join(sys.argv), "device": device_name(encoder.device), "versions": versions()}
     (out / "about.json").write_text(json.dumps(about))
 
@@ -97,18 +106,21 @@ class Views:
     def __init__(self, folder: Path) -> None:
         self.features: dict[str, dict[str, Tensor]] = {}
         self.logits: dict[str, dict[str, Tensor]] = {}
-        self.labels: dict[str, Tensor] = {}
+        self.labels: dict[str, dict[str, Tensor]] = {}
         for name in SETS:
             stored = np.load(folder / f"{name}.npz")
             scale, text = torch.from_numpy(stored["scale"]), torch.from_numpy(stored["text"]).float()
             labels = torch.from_numpy(stored["labels"])
-            conditions = [key for key in stored.files if key not in ("scale", "labels", "text")]
+            attacked = torch.from_numpy(stored["attacked"])
+            conditions = [*CONDITIONS, *(["calibration"] if "calibration" in stored.files else [])]
             features = {key: functional.normalize(torch.from_numpy(stored[key]).float() * scale) for key in conditions}
             logits = {key: 100 * value @ text.T for key, value in features.items()}
-            wrong = logits["clean"][:, 0].argmax(1) != labels
+            wrong = (logits["clean"][:, 0].argmax(1) != labels)[attacked]
             for key in ATTACKS:
-                features[key][wrong], logits[key][wrong] = features["clean"][wrong], logits["clean"][wrong]
-            self.features[name], self.logits[name], self.labels[name] = features, logits, labels
+                features[key][wrong] = features["clean"][attacked][wrong]
+                logits[key][wrong] = logits["clean"][attacked][wrong]
+            self.features[name], self.logits[name] = features, logits
+            self.labels[name] = {key: labels[attacked] if key in ATTACKS else labels for key in CONDITIONS}
 
     def quantile(self, look: str, weight: float, share: float) -> float:
         """Score below which this share of the calibration photos lies."""
@@ -204,8 +216,19 @@ def rules(views: Views) -> Iterator[tuple[str, str, Rule]]:
         yield "weight of J", f"{weight:g}", one_gate(views.quantile("160", weight, 0.97), weight=weight)
     for alpha in (1.5, 2.0, 2.5, 3.0):
         yield "alpha", f"{alpha:g}", one_gate(gate, alpha=alpha)
-    for blend in (0.0, 0.5, 0.7, 1.0, 1.3):
+    for blend in (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 1.0, 1.3):
         yield "blend", f"{blend:g}", one_gate(gate, blend=blend)
+    for doubtful in ("", "moved", "160 moved"):
+        for share in (0.95, 0.97, 0.98):
+            for blend in (0.5, 0.6, 0.7, 0.8, 1.0):
+                threshold = views.quantile("160", 0.0, share)
+                name = f"share {share:g}, blend {blend:g}, doubtful {doubtful or 'look only'}"
+                yield "together", name, one_gate(threshold, doubtful=doubtful, blend=blend)
+    for look, small in (("176", "176 moved"), ("192", "192 moved")):
+        threshold = views.quantile(look, 0.0, 0.97)
+        for blend in (0.5, 0.7, 1.0):
+            rule = one_gate(threshold, look=look, extra=small, doubtful=small, blend=blend)
+            yield "size of both looks", f"{look}, blend {blend:g}", rule
 
 
 def compare_rules(folder: Path, out: Path) -> None:
@@ -217,7 +240,7 @@ def compare_rules(folder: Path, out: Path) -> None:
         accuracies, passes = {}, {}
         for condition in CONDITIONS:
             answers = {s: rule(views.features[s][condition], views.logits[s][condition]) for s in SETS}
-            right = [float((answers[s][0].argmax(1) == views.labels[s]).float().mean()) for s in SETS]
+            right = [float((answers[s][0].argmax(1) == views.labels[s][condition]).float().mean()) for s in SETS]
             accuracies[condition] = 100 * float(np.mean(right))
             passes[condition] = float(np.mean([float(answers[s][1].mean()) for s in SETS]))
         row |= {"accuracy": accuracies, "passes_clean": passes["clean"]}
@@ -225,9 +248,10 @@ def compare_rules(folder: Path, out: Path) -> None:
         row["natural"] = float(np.mean([accuracies[key] for key in NATURAL]))
         row["attacked"] = float(np.mean([accuracies[key] for key in ATTACKS]))
         rows.append(row)
-        print(f"{group:30} {value:60} {row['natural']:.1f} {row['attacked']:.1f} {row['passes_attacked']:.2f}")
+        numbers = (accuracies["clean"], row["natural"], row["attacked"], row["passes_clean"], row["passes_attacked"])
+        print(f"{group:30} {value:60}", *(f"{number:6.2f}" for number in numbers))
     about = json.loads((folder / "about.json").read_text())
-    about |= {"rules": " ".join(sys.argv), "sets": SETS, "photos": PHOTOS, "split": "train", "seed": 0}
+    about |= {"rules": " ".join(sys.argv), "sets": SETS, "photos": PHOTOS, "attacked": ATTACKED_PHOTOS}
     about["threshold"] = views.quantile("160", 0.0, 0.97)
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
@@ -236,8 +260,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("views", "rules"))
     parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     arguments = parser.parse_args()
     if arguments.step == "views":
-        encode_views(*arguments.paths)
+        encode_views(*arguments.paths, arguments.sets)
     else:
         compare_rules(*arguments.paths)
