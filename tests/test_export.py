@@ -68,7 +68,7 @@ def test_features_are_those_of_the_tower_for_any_number_of_images(name: str, tin
         assert (graph.encode_views(noisy) - tower.encode_views(noisy)).abs().max() < 1e-5
         small = noisy[..., :24, :24]
         assert (graph.encode_views(small) - tower.encode_views(small)).abs().max() < 1e-5
-    assert graph.size_near(160 / 224) == tower.size_near(160 / 224) == 24
+    assert graph.size_near(176 / 224) == tower.size_near(176 / 224) == 24
     assert graph.token_share(24) == tower.token_share(24)
     assert graph.size_near(0.5) is None, "there is no graph for 16 pixels"
     assert (graph.image_size, graph.dim, graph.base) == (tower.image_size, tower.dim, tower.base)
@@ -144,7 +144,7 @@ def test_an_export_of_an_earlier_version_takes_one_size(exported: dict[str, Path
     (copy / "encoder.json").write_text(json.dumps(earlier))
     encoder = rc.load(f"onnx:{copy}")
     assert encoder(pixels(1)).shape == (1, tiny_clip.DIM)
-    assert encoder.size_near(160 / 224) is None
+    assert encoder.size_near(176 / 224) is None
 
 
 def test_a_graph_that_differs_from_its_tower_is_not_kept(

@@ -15,7 +15,7 @@ from react_clip import noise
 from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AutoAttack, Square, autoattack, losses
 from react_clip.attacks.apgd import checkpoints
 from react_clip.attacks.fab import onto_plane
-from react_clip.attacks.losses import cross_entropy
+from react_clip.attacks.losses import cross_entropy, margin
 from react_clip.attacks.problem import Candidates, relay
 from react_clip.attacks.square import _interval, _side
 

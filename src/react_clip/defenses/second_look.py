@@ -1,7 +1,8 @@
 r"""SecondLook: our own defence, which looks a second time, at a smaller copy, and corrects the image where they differ.
 
-f is the feature of the image, l that of its smaller copy (the look), and m that of a look at the image moved a little.
-An attack is made for the image as it is, so its effect is smaller in both looks; a photo keeps its feature in them.
+f is the feature of the image, l that of its smaller copy (the look), and m that of a still smaller copy of the image
+moved a little (the moved look). An attack is made for the image as it is, so its effect is smaller in both looks; a
+photo keeps its feature in them.
 
 1. Encode the image and the look. If :math:`\lVert l - f \rVert < t` and both have the same best class, answer f.
 2. Otherwise encode the moved look.
@@ -10,7 +11,7 @@ An attack is made for the image as it is, so its effect is smaller in both looks
 4. Otherwise answer :math:`f + \beta\,(\tfrac12 (l + m) - f)`, which undoes attacks that stop right behind the boundary
    between two classes.
 
-Most clean photos end at step 1, after one pass and a look that costs half of one. Without classes there is no best
+Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no best
 class: the distance decides alone.
 """
 
@@ -37,6 +38,8 @@ from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
     from react_clip.defenses.look_calibration import LookCalibration, Photos
+
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 LOOK, MOVED_LOOK = range(2)
 """Branches of an image's random stream: the motion of the look (for encoders that take one size only, whose look is a
@@ -79,7 +82,7 @@ class Correction:
     passes: Tensor
     """Encoder passes; a look counts as its share of the tokens of a whole image."""
     look_size: int
-    """Side of the looks in pixels; that of the image where they are moved views."""
+    """Side of the look in pixels; that of the image where it is a moved view."""
 
     @property
     def score(self) -> Tensor:
@@ -106,9 +109,9 @@ class SecondLooked(Defended):
     branch: Tensor
     """Index into :data:`BRANCHES`: 0 keeps the feature, 1 blends it with its looks, 2 corrects it."""
     look_size: int
-    """Side of the looks in pixels."""
+    """Side of the look in pixels."""
     look_is_smaller: bool
-    """True if the looks were smaller copies; an encoder that takes one size only looks at moved views instead."""
+    """True if the look was a smaller copy; an encoder that takes one size only looks at moved views instead."""
 
 
 class SecondLook(Defense):
@@ -126,9 +129,11 @@ class SecondLook(Defense):
     kind = "second_look"
     colour = "#332288"
 
-    look: Annotated[float, Field(gt=0, lt=1)] | None = 160 / 224
-    """Size of the looks as a share of the image's, rounded to whole patches. ``None`` looks at moved views of full
-    size, as encoders that take one size only do in any case."""
+    look: Share | None = 176 / 224
+    """Size of the look as a share of the image's, rounded to whole patches. ``None`` looks at moved views of full size,
+    as encoders that take one size only do in any case."""
+    moved_look: Share = 160 / 224
+    """Size of the moved look, likewise; that of the look where the encoder cannot take it."""
     threshold: Annotated[float, Field(ge=0, le=2)] = 0.508
     """t, the distance between the features of image and look from which an image counts as attacked."""
     motion: Motion = field(default_factory=Motion)
@@ -147,22 +152,18 @@ class SecondLook(Defense):
         return 3, 0
 
     def check(self, encoder: Encoder) -> None:
-        """Raise if the look is not smaller than the image, or has too few patches."""
-        self.look_size(encoder)
+        """Raise if a look is not smaller than the image, or has too few patches."""
+        self.moved_look_size(encoder)
 
     def look_size(self, encoder: Encoder) -> int:
-        """Side of the looks in pixels: that of the image where they are moved views of full size."""
-        size = None if self.look is None else encoder.size_near(self.look)
-        if size is None:
-            return encoder.image_size
-        patch = encoder.patch_size or size
-        if size >= encoder.image_size or size < LEAST_PATCHES * patch:
-            sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"
-            raise ReactClipError(
-                f"a look of {self.look:.3g} has {sides}; it needs at least {LEAST_PATCHES} and fewer than the image: "
-                "change it, or look at moved views of full size with look=None"
-            )
-        return size
+        """Side of the look in pixels: that of the image where it is a moved view of full size."""
+        size = None if self.look is None else _whole_patches(encoder, self.look)
+        return encoder.image_size if size is None else size
+
+    def moved_look_size(self, encoder: Encoder) -> int:
+        """Side of the moved look in pixels."""
+        look = self.look_size(encoder)
+        return look if look == encoder.image_size else _whole_patches(encoder, self.moved_look) or look
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
@@ -242,8 +243,8 @@ class SecondLook(Defense):
             logits: the logits of rows over their own classes; without it no best classes are compared.
             wait: called before the first decision, while a GPU may still be at work.
         """
-        everyone, size = torch.arange(len(pixels), device=pixels.device), self.look_size(encoder)
-        share = encoder.token_share(size)
+        everyone = torch.arange(len(pixels), device=pixels.device)
+        size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
 
         # Step 1: the image and the look.
         plain = self._encode(encoder, everyone, lambda rows: pixels[rows])
@@ -258,12 +259,12 @@ class SecondLook(Defense):
 
         # Step 2: the moved look.
         rows = (attacked | disagrees).nonzero().flatten() if self.lazy else everyone
-        passes = torch.full_like(drift, 1.0 + share, dtype=torch.float32)
+        passes = torch.full_like(drift, 1.0 + encoder.token_share(size), dtype=torch.float32)
         closed = opened = plain
         if len(rows):
-            views = self._moved_look(encoder, pixels, noise.fork(keys, MOVED_LOOK), size)
+            views = self._moved_look(encoder, pixels, noise.fork(keys, MOVED_LOOK), moved_size)
             looks = torch.stack([look[rows], self._encode(encoder, rows, views)], 1)
-            passes[rows] += share
+            passes[rows] += encoder.token_share(moved_size)
             # Steps 3 and 4.
             anchors = functional.anchor(looks)
             opened = opened.index_copy(0, rows, functional.extrapolate(plain[rows], anchors, self.alpha))
@@ -297,6 +298,21 @@ class SecondLook(Defense):
     def _moved_look(self, encoder: Encoder, pixels: Tensor, keys: Tensor, size: int) -> Callable[[Tensor], Tensor]:
         """Looks at some rows after they were moved."""
         return lambda rows: smaller_copy(encoder.backend(self.motion, pixels[rows], keys[rows]), size)
+
+
+def _whole_patches(encoder: Encoder, share: float) -> int | None:
+    """Size of a look in pixels, or ``None`` if the encoder cannot take it; raises if it has too few or all patches."""
+    size = encoder.size_near(share)
+    if size is None:
+        return None
+    patch = encoder.patch_size or size
+    if size >= encoder.image_size or size < LEAST_PATCHES * patch:
+        sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"
+        raise ReactClipError(
+            f"a look of {share:.3g} has {sides}; it needs at least {LEAST_PATCHES} and fewer than the image: change "
+            "it, or look at moved views of full size with look=None"
+        )
+    return size
 
 
 def _different_answers(rows: Tensor, plain: Tensor, views: Tensor, logits: Logits | None) -> Tensor:

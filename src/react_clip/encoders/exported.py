@@ -35,7 +35,7 @@ FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
 """Endings of the files of one graph in each format; the runtime opens the first."""
 FULL, SMALL = "encoder", "encoder-small"
 """Names of the graphs, without ending: at the tower's image size, and at the size of ``rc.SecondLook``'s look."""
-SMALL_SHARE = 160 / 224
+SMALL_SHARE = 176 / 224
 """Size of the small graph as a share of the tower's."""
 PRECISIONS = {"onnx": ("fp32",), "openvino": ("fp32", "bf16")}
 
