@@ -134,7 +134,7 @@ class SecondLook(Defense):
     as encoders that take one size only do in any case."""
     moved_look: Share = 160 / 224
     """Size of the moved look, likewise; that of the look where the encoder cannot take it."""
-    threshold: Annotated[float, Field(ge=0, le=2)] = 0.508
+    threshold: Annotated[float, Field(ge=0, le=2)] = 0.4795
     """t, the distance between the features of image and look from which an image counts as attacked."""
     motion: Motion = field(default_factory=Motion)
     """Motion of the image before the moved look."""
