@@ -79,7 +79,7 @@ def synthetic_run(
             frames.append(pd.DataFrame({**columns, **answers}))
     images = pd.concat(frames, ignore_index=True)
     protocol: Any = SimpleNamespace(threat="oblivious", scoring=scoring, draws=draws, attacks=(), defenses=())
-    rows, _ = summarise(protocol, images)
+    rows, _ = summarise(protocol, [images])
     result = dataclasses.replace(
         EvaluationResult.load(REAL),
         **{"scoring": scoring, "draws": draws, "defense_seeds": tuple(range(draws)), "recipe": {"defenses": defenses}},

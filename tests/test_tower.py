@@ -76,6 +76,6 @@ def test_a_second_look_keeps_photos_and_restores_attacked_ones(pets: Pets, image
     out = rc.SecondLook.for_encoder(clf.encoder)(clf, images, seed=b"secret")
     assert out.branch.tolist() == [0, 0, 2, 2]
     assert out.labels.tolist() == [*labels.tolist()] * 2
-    assert (out.look_size, out.look_is_smaller) == (160, True)
-    share = (1 + 10 * 10) / (1 + 14 * 14)
-    assert out.passes.tolist() == pytest.approx([1 + share, 1 + share, 1 + 2 * share, 1 + 2 * share])
+    assert (out.look_size, out.look_is_smaller) == (176, True)
+    look, moved = ((1 + patches**2) / (1 + 14**2) for patches in (11, 10))
+    assert out.passes.tolist() == pytest.approx([1 + look, 1 + look, 1 + look + moved, 1 + look + moved])

@@ -49,6 +49,18 @@ def _mix(value: Tensor) -> Tensor:
     return value.bitwise_xor_(_shift_right(value, 31))
 
 
+def _mix_number(value: int) -> int:
+    """:func:`_mix` of one Python number, without a tensor: reading one back would make the host wait.
+
+    >>> _mix_number(-7) == _mix(torch.tensor([-7])).item()
+    True
+    """
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        value &= (1 << 64) - 1
+        value = (value ^ (value >> shift)) * factor
+    return _signed(value)
+
+
 def _bits(keys: Tensor, count: int) -> Tensor:
     """``[N, count]`` random 64-bit integers, the first ``count`` of each key's stream."""
     return _mix(keys[:, None] + torch.arange(1, count + 1, device=keys.device) * _GOLDEN)
@@ -115,8 +127,7 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     # Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device.
     count = pixels.shape[1]
     hashes = (pixels.view(torch.int32) * _hash_weights(count, pixels.device)).sum(dim=1)
-    mixed_seed = int(_mix(torch.tensor(_signed(int(seed)), device="cpu")))
-    return _mix(_mix(hashes + count) ^ mixed_seed)
+    return _mix(_mix(hashes + count) ^ _mix_number(int(seed)))
 
 
 @lru_cache(maxsize=8)

@@ -21,8 +21,8 @@ from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
 from toys import patch_encoder, toy_classifier, toy_images
 
 F64 = torch.float64
-SHARE = (1 + 6 * 6) / (1 + 8 * 8)
-"""Tokens of a look of 24 pixels, divided by those of an image of 32."""
+SHARE, MOVED_SHARE = ((1 + patches**2) / (1 + 8**2) for patches in (6, 5))
+"""Tokens of looks of 24 and 20 pixels, divided by those of an image of 32."""
 
 
 def classifier(classes: int = 5, seed: int = 1) -> rc.ZeroShotClassifier:
@@ -49,7 +49,7 @@ def middle_of(scores: Tensor) -> float:
 def setting() -> tuple[rc.ZeroShotClassifier, SecondLook, Tensor]:
     """A classifier, a defence whose threshold lies in the middle of the distances, and 24 images."""
     clf, images = classifier(), photos(24)
-    return clf, SecondLook(threshold=middle_of(SecondLook()(clf, images).drift)), images
+    return clf, SecondLook(threshold=middle_of(SecondLook()(clf, images).drift), moved_look=5 / 8), images
 
 
 def written_out(clf: rc.ZeroShotClassifier, guard: SecondLook, image: Tensor, seed: int) -> tuple[Tensor, int, float]:
@@ -60,10 +60,10 @@ def written_out(clf: rc.ZeroShotClassifier, guard: SecondLook, image: Tensor, se
     if not attacked and clf.logits(f).argmax() == clf.logits(look).argmax():
         return f, KEEP, 1 + SHARE
     moved = guard.motion(image, noise.fork(noise.stream_keys(image, seed), 1))
-    mean = (look + encode(smaller_copy(moved, 24))) / 2
+    mean = (look + encode(smaller_copy(moved, 20))) / 2
     if attacked:
-        return functional.normalize(f + 2.0 * (mean - f)), CORRECT, 1 + 2 * SHARE
-    return functional.normalize(mean), BLEND, 1 + 2 * SHARE
+        return functional.normalize(f + 2.0 * (mean - f)), CORRECT, 1 + SHARE + MOVED_SHARE
+    return functional.normalize(mean), BLEND, 1 + SHARE + MOVED_SHARE
 
 
 @pytest.mark.parametrize("max_batch", [5, 64])
@@ -88,7 +88,7 @@ def test_skipped_views_change_no_answer(setting: Any) -> None:
     one, other = guard(clf, images), guard.replace(lazy=False)(clf, images)
     assert torch.equal(one.branch, other.branch)
     assert torch.allclose(one.features, other.features, atol=1e-9)
-    assert torch.allclose(other.passes, torch.full((24,), 1 + 2 * SHARE))
+    assert torch.allclose(other.passes, torch.full((24,), 1 + SHARE + MOVED_SHARE))
 
 
 def test_images_with_their_own_classes_are_corrected_together(setting: Any) -> None:
@@ -149,9 +149,9 @@ def test_impossible_values_are_refused_in_one_line(values: dict[str, Any], says:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("look", "patches"), [(0.4, 3), (0.97, 8)])
-def test_a_look_of_too_few_patches_or_as_large_as_the_image_is_refused(look: float, patches: int) -> None:
-    guard, encoder = SecondLook(look=look), patch_encoder()
+@pytest.mark.parametrize(("field", "share", "patches"), [("look", 0.4, 3), ("look", 0.97, 8), ("moved_look", 0.4, 3)])
+def test_a_look_of_too_few_patches_or_as_large_as_the_image_is_refused(field: str, share: float, patches: int) -> None:
+    guard, encoder = SecondLook().replace(**{field: share}), patch_encoder()
     with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'") as caught:
         guard.check(encoder)
     assert "\n" not in str(caught.value)

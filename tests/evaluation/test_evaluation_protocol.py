@@ -44,6 +44,20 @@ def test_what_is_not_attacked_passes_through_unperturbed(finished: Any, rows_of:
             assert answer == clean[place]
 
 
+def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path, rows_of: Any) -> None:
+    attack = rc.attacks.Corruption(type="noise", severity=0.05)
+    result = toy_run(tmp_path / "run", attacks=[attack], self_check=False)
+    x, y = toy_photos()
+    clf = toy_classifier()
+    plain = clf(attack(clf, x, y).images).argmax(1)
+    assert (plain != clf(x).argmax(1)).any(), "the noise must change an answer for this test to say anything"
+    damaged = [row for row in rows_of(tmp_path / "run") if row["attack"] == "noise-0.05"]
+    assert all(
+        row["attacked"] and row["eps"] == 0 and row["plain_prediction"] == plain[row["index"]] for row in damaged
+    )
+    assert "noise-0.05, " in str(result)
+
+
 def test_rows_are_what_the_per_image_file_says(finished: Any, rows_of: Any) -> None:
     folder, result = finished
     groups = defaultdict(list)
