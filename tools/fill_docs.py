@@ -6,9 +6,9 @@
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->``, ``<!-- by-attack: RUN -->``, ``<!-- rules: search -->``, ``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or
-``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
-``<!-- end -->`` is replaced.
+``<!-- calibration: FILE -->``, ``<!-- by-attack: RUN -->``, ``<!-- rules: search -->``, ``<!-- threats: SECTION -->``,
+``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their measurements are not
+there); everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def rules(results: Path) -> str:
     head = ["what varies", "value", "clean", "mean of 7 natural", "mean of 13 attacks", "passes clean / attacked"]
     note = (
         f"*Accuracy in %, mean over {len(search['sets'])} sets of train photos ({search['photos']} a set, "
-        f"{search['attacked']} under attack); {search['device']}; `benchmarks/results/second-look-search.json`, made by "
-        f"`{search['command']}` and `{search['rules']}`.*"
+        f"{search['attacked']} under attack); {search['device']}; `benchmarks/results/second-look-search.json`, made "
+        f"by `{search['command']}` and `{search['rules']}`.*"
     )
     return "\n".join([*table(head, rows, words=2), "", note]) + "\n"
 
@@ -52,6 +52,7 @@ def run_by_attack(run: str, results: Path) -> str:
     images = sum(info.images for info in result.sets)
     note = (
         f"*Accuracy in %, mean over {len(result.sets)} sets ({images} test photos), ± {widest:.1f} or less; "
-        f"{result.device}, towers in {result.dtype}; `benchmarks/results/{run}/result.json`, made by `{result.command}`.*"
+        f"{result.device}, towers in {result.dtype}; `benchmarks/results/{run}/result.json`, made by "
+        f"`{result.command}`.*"
     )
     return "\n".join([*table(["", *defenses, "passes"], rows), "", note]) + "\n"

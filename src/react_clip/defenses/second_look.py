@@ -11,8 +11,8 @@ photo keeps its feature in them.
 4. Otherwise answer :math:`f + \beta\,(\tfrac12 (l + m) - f)`, which undoes attacks that stop right behind the boundary
    between two classes.
 
-Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no best
-class: the distance decides alone.
+Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no
+best class: the distance decides alone.
 """
 
 from __future__ import annotations
