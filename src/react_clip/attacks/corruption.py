@@ -37,7 +37,7 @@ class Corruption(Attack):
     natural: ClassVar[bool] = True
     type: Literal["noise", "jpeg", "blur", "contrast", "brightness"] = "noise"
     severity: Annotated[float, Field(gt=0, le=100)] = 0.02
-    eps: Literal[0] = 0  # type: ignore[assignment]
+    eps: Literal[0] = 0
 
     @property
     def name(self) -> str:
