@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
     parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
     common.add_model_options(parser)
-    common.add_label_options(parser)
+    common.add_label_options(parser, choose_defense=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(bench.SHAPES)}"
     )
     common.add_model_options(parser)
-    common.add_label_options(parser)
+    common.add_label_options(parser, choose_defense=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     reader = common.PhotoReader(args)
     encoder = common.load_encoder(args)
     clf, guard = common.build_classifier(args, encoder), common.build_any_guard(args, encoder)
+    common.notice(args, common.defense_line(guard))
     rows: list[dict[str, Any]] = []
     for paths, pixels in reader.batches(encoder.image_size):
         rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from react_clip.data import ImageDataset
 
 DEFAULT_MODEL = "clip-vit-b-16"
+DEFENSES = ("second_look", "react")
+DEFENSE_HELP = "second_look, or react: the paper's (second_look where the model has a threshold for it)"
 _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
@@ -44,14 +46,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_label_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for classes and for the defence."""
+def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool = True) -> None:
+    """Add the options for classes and for the defence; --defense only with ``choose_defense``."""
     group = parser.add_argument_group("labels")
     group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
     group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
     group.add_argument("--photos", type=Path, help="a folder with one sub-folder of photos per class, instead of names")
     group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
     group = parser.add_argument_group("defence")
+    if choose_defense:
+        group.add_argument("--defense", choices=DEFENSES, help=DEFENSE_HELP)
     group.add_argument(
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
@@ -190,28 +194,44 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
-    """The defence: --config where given, else the constants for the encoder.
+    """ReACT: --config where given, else with the constants for the encoder.
 
     With ``features`` the anchors are made of all views, because features are stored and not only classified.
     """
-    from react_clip.defenses import ReACT, default_for
+    from react_clip.defenses import ReACT
 
     if args.config is None:
-        return default_for(encoder, features=features)
+        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return ReACT() if args.config == "paper" else ReACT.load(args.config)
 
 
 def build_any_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
-    """:func:`build_guard`, where --config may also be a file of SecondLook."""
-    from react_clip.defenses import Defense, ReACT, SecondLook
+    """The defence: --config or --defense where given, else the default for the encoder.
 
-    if args.config in (None, "paper"):
+    ``features`` as in :func:`build_guard`.
+    """
+    from react_clip.defenses import Defense, ReACT, SecondLook, default_for
+
+    if args.config is not None and args.defense is not None:
+        raise ReactClipError(f"--config {args.config} and --defense {args.defense} are both given; choose one of them")
+    if args.config not in (None, "paper"):
+        guard = Defense.load(args.config)
+        if not isinstance(guard, ReACT | SecondLook):
+            raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
+        guard.check(encoder)
+        return guard
+    if args.defense == "second_look":
+        return SecondLook.for_encoder(encoder)
+    if args.defense == "react" or args.config == "paper":
         return build_guard(args, encoder, features=features)
-    guard = Defense.load(args.config)
-    if not isinstance(guard, ReACT | SecondLook):
-        raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
-    guard.check(encoder)
-    return guard
+    return default_for(encoder, features=features)
+
+
+def defense_line(guard: ReACT | SecondLook) -> str:
+    """One line for people: which defence is on, and how to get the other."""
+    if guard.kind == "second_look":
+        return "the defence is SecondLook; --defense react gives the paper's"
+    return "the defence is ReACT, the paper's; --defense second_look gives ours, for models with a threshold"
 
 
 # ---------------------------------------------------------------------- labelled photos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from react_clip.defenses.base import BaseDefense, Defended, Defense, Undefended, as_module
@@ -12,6 +13,7 @@ from react_clip.defenses.react import AOM, DefendCLIP, ReACT
 from react_clip.defenses.second_look import SecondLook
 from react_clip.defenses.tte import TTE
 from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
 
 __all__ = [
     "AOM",
@@ -55,10 +57,22 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     return Defense.registry.read(data)
 
 
-def default_for(encoder: Encoder, *, features: bool = False) -> ReACT:
-    """The defence of an encoder where a user gives none; raises for encoders without known constants.
+def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
+    """The defence of an encoder where a user gives none: SecondLook if we ship a threshold, otherwise ReACT.
 
-    With ``features`` its anchors have all M views, for callers who store or compare features; without, it may stop
-    drawing views once the label is settled.
+    Raises for encoders that neither has constants for. ``features`` matters for ReACT alone: its anchors then have all
+    M views, for callers who store or compare features; without, it may stop drawing views once the label is settled.
     """
-    return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
+    with suppress(ReactClipError):
+        guard = SecondLook.for_encoder(encoder)
+        # The threshold was measured with smaller copies, which not every exported encoder takes.
+        if guard.look_size(encoder) < encoder.image_size:
+            return guard
+    with suppress(ReactClipError):
+        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
+    name = encoder.original
+    raise ReactClipError(
+        f"there is no calibration for {name!r}, and every encoder needs its own; run `react-clip calibrate PHOTOS "
+        f"--model {name}` on some hundred clean photos and load its result, or take the paper's constants knowingly "
+        "(rc.ReACT(), --config paper)"
+    )

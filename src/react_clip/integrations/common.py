@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from react_clip.bank import LabelBank
-from react_clip.defenses import Defense, ReACT, Undefended, default_for
+from react_clip.defenses import Defense, ReACT, SecondLook, Undefended, default_for
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -99,7 +99,8 @@ class DefendedFeatures:
         classes = _classes(encoder, labels, class_features)
         if guard is None:
             guard = default_for(encoder, features=True)
-            guard = guard if classes else drift_only(guard)
+            if classes is None and isinstance(guard, ReACT):
+                guard = drift_only(guard)
         if classes is None:
             if _compares_predictions(guard):
                 raise ReactClipError(
@@ -157,4 +158,4 @@ def _belongs_to_bank(encoder: Encoder) -> bool:
 def _compares_predictions(guard: Defense) -> bool:
     if isinstance(guard, ReACT):
         return guard.instability and guard.tau is not None
-    return not isinstance(guard, Undefended)
+    return not isinstance(guard, SecondLook | Undefended)
