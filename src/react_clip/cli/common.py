@@ -59,7 +59,7 @@ def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool =
     group.add_argument(
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of the defence's noise (%(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of the defence's random numbers (%(default)s)")
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:

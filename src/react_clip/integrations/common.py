@@ -1,4 +1,4 @@
-"""Shared by the integrations: a model, its guard, and the classes over which the gate compares predictions."""
+"""Shared by the integrations: a model, its guard, and the classes over which the guard compares predictions."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def _shorten(text: str) -> str:
 class DefendedFeatures:
     """Defended image features, and plain text features, for search and vector stores.
 
-    The gate compares predictions over ``labels`` or ``class_features``. Without either, the offline tower compares over
-    the label bank's vocabulary, and any other encoder uses the drift alone (:func:`drift_only`).
+    The guard compares predictions over ``labels`` or ``class_features``. Without either, SecondLook compares features
+    alone; ReACT compares over the label bank's vocabulary if the encoder is the offline tower, and as a default guard
+    uses the drift alone for any other encoder (:func:`drift_only`).
 
     Args:
         model: any name that :func:`react_clip.load` takes, or a loaded encoder.
         guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
-        labels: classes over which the gate compares predictions.
+        labels: classes over which the guard compares predictions.
         class_features: the same as ready features ``[K, dim]``.
         seed: a number, or a secret as ``bytes``.
         device: where to load the model; CUDA if there is one by default.
@@ -97,19 +98,20 @@ class DefendedFeatures:
         self.labels = None if labels is None else list(labels)
         self.has_class_features = class_features is not None
         classes = _classes(encoder, labels, class_features)
-        if guard is None:
-            guard = default_for(encoder, features=True)
-            if classes is None and isinstance(guard, ReACT):
-                guard = drift_only(guard)
+        chosen = default_for(encoder, features=True) if guard is None else guard
+        if classes is None and _needs_classes(chosen) and _belongs_to_bank(encoder):
+            classes = ZeroShotClassifier(encoder, LabelBank.load().vocabulary())
         if classes is None:
-            if _compares_predictions(guard):
+            if guard is None and isinstance(chosen, ReACT):
+                chosen = drift_only(chosen)
+            if _needs_classes(chosen):
                 raise ReactClipError(
-                    f"the guard {guard.name!r} compares predictions, and there are no classes; give labels=[...], "
+                    f"the guard {chosen.name!r} compares predictions, and there are no classes; give labels=[...], "
                     "class_features=..., or a guard that needs none: rc.integrations.drift_only(guard)"
                 )
-            # Such a guard does not use the classes.
+            # Such a guard does not use the classes: a single one is always the best.
             classes = ZeroShotClassifier.from_features(encoder, ["anything"], torch.ones(1, encoder.dim))
-        self.guard = guard
+        self.guard = chosen
         self.classifier = classes
 
     def of_pixels(self, pixels: Tensor) -> Tensor:
@@ -148,14 +150,14 @@ def _classes(
         )
     if labels is not None:
         return ZeroShotClassifier(encoder, labels)
-    return ZeroShotClassifier(encoder, LabelBank.load().vocabulary()) if _belongs_to_bank(encoder) else None
+    return None
 
 
 def _belongs_to_bank(encoder: Encoder) -> bool:
     return not encoder.has_text and encoder.base == LabelBank.load().encoder
 
 
-def _compares_predictions(guard: Defense) -> bool:
+def _needs_classes(guard: Defense) -> bool:
     if isinstance(guard, ReACT):
         return guard.instability and guard.tau is not None
     return not isinstance(guard, SecondLook | Undefended)

@@ -26,10 +26,10 @@ class DefendedOpenCLIP(nn.Module):
 
     Args:
         model: what ``open_clip.create_model_and_transforms`` returns, or ``"open_clip:ViT-B-32/openai"``.
-        guard: a defence. By default ReACT with the constants for the named model; a bare model does not say which
-            weights it holds, so there the guard must be given.
-        labels: classes over which the gate compares predictions; a bare model needs its ``tokenizer`` for them.
-        class_features: the same as ready features ``[K, dim]``. Without classes the gate looks at the drift alone.
+        guard: a defence. By default the one for the named model (:func:`react_clip.defenses.default_for`); a bare model
+            does not say which weights it holds, so there the guard must be given.
+        labels: classes over which the guard compares predictions; a bare model needs its ``tokenizer`` for them.
+        class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
         seed: a number, or a secret as ``bytes``.
     """
@@ -50,7 +50,7 @@ class DefendedOpenCLIP(nn.Module):
             if guard is None:
                 raise ReactClipError(
                     "guard is missing, and a bare open_clip model does not say which weights it holds; give one, such "
-                    "as rc.integrations.drift_only(rc.ReACT.for_encoder('open_clip:ViT-B-32/openai'))"
+                    "as rc.SecondLook.for_encoder('open_clip:ViT-B-16/openai')"
                 )
             if labels is not None and tokenizer is None:
                 raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")

@@ -1,7 +1,7 @@
 """``defend_dataset``: defended features of a whole collection, by this process or by the workers of a Ray cluster.
 
-Both engines run the same worker on the same chunks. A chunk is defended in one call, so that the plain and probing
-passes of its images fill batches together, and so do the anchor views of its gated images. No batch spans two chunks:
+Both engines run the same worker on the same chunks. A chunk is defended in one call, so that the first passes of its
+images fill batches together, and so do the further views of those images that need them. No batch spans two chunks:
 a part holds the same bits whichever worker made it, in whatever order, however often the job was interrupted.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import threading
@@ -62,9 +63,9 @@ class Summary:
     errors: int
     """Images that could not be decoded: rows with an error and nothing else."""
     gated: int
-    """Images whose gate opened."""
-    passes: int
-    """Encoder passes spent on all images."""
+    """Images whose features the defence changed."""
+    passes: float
+    """Encoder passes spent on all images; a pass at a smaller size counts as its share of the tokens."""
     parts: int
     missing: tuple[str, ...]
     """One line for each chunk or shard that could not be read; a resumed job tries them again."""
@@ -97,8 +98,8 @@ def defend_dataset(
             with ``*``; several may be given, as paths or fsspec URLs (``s3://...``).
         out: a folder, or an fsspec URL, that all workers see.
         clf: CLIP with its classes. Workers load its encoder by name.
-        guard: the defence; by default the one calibrated for the encoder.
-        seed: of the noise.
+        guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
+        seed: of the defence's random numbers.
         engine: ``"ray"``, or ``"local"`` for this process alone. Both write the same parts.
         address: of the Ray cluster, as ``host:port``; without it one is started on this machine.
         workers: model copies in the cluster; by default two per GPU, or one per CPU core if there is no GPU.
@@ -145,8 +146,10 @@ def defend_dataset(
                 elif result not in missing:
                     missing.append(result)
                 bar.update(one.count)
-    sums = {key: sum(getattr(part, key) for part in parts.values()) for key in ("images", "errors", "gated", "passes")}
-    return Summary(out=output.url, **sums, parts=len(parts), missing=tuple(missing))
+    sums = {key: sum(getattr(part, key) for part in parts.values()) for key in ("images", "errors", "gated")}
+    # fsum gives the same in any order of the parts.
+    passes = math.fsum(part.passes for part in parts.values())
+    return Summary(out=output.url, **sums, passes=passes, parts=len(parts), missing=tuple(missing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +277,7 @@ class _Worker:
             images=len(rows),
             errors=len(rows) - len(good),
             gated=sum(row["gated"] for row in good),
-            passes=sum(row["passes"] for row in good),
+            passes=math.fsum(row["passes"] for row in good),
         )
         self._output.write(chunk.name, _table(rows, self._clf.encoder.dim), stats)
         return stats
@@ -330,5 +333,5 @@ def _table(rows: list[Row], dim: int) -> Any:
     pa = require("pyarrow", "writing Parquet", extra="scale")
     columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), dim)}
     columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
-    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_(), "passes": pa.int32()}
+    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_()}
     return pa.Table.from_pylist(rows, pa.schema(columns))

@@ -35,7 +35,7 @@ class PartStats:
     images: int
     errors: int
     gated: int
-    passes: int
+    passes: float
 
 
 def part_name(chunk: str) -> str:
