@@ -19,6 +19,7 @@ from react_clip.cli.common import bundled_photos
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
 from react_clip.preprocess import to_pixels
+from toys import patch_encoder
 
 
 @pytest.fixture
@@ -95,6 +96,49 @@ def test_embed_writes_defended_features(
     clf = rc.ZeroShotClassifier(rc.load(tiny_folder), ["cat", "dog", "teapot"])
     expected = rc.ReACT()(clf, sorted(photos.iterdir()), seed=0).features
     assert torch.allclose(features, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "guard", "line"),
+    [
+        ([], rc.SecondLook(), "the defence is SecondLook; --defense react gives the paper's"),
+        (["--defense", "second_look"], rc.SecondLook(), "the defence is SecondLook"),
+        (["--defense", "react"], rc.ReACT.constants_for("clip-vit-b-16"), "the defence is ReACT, the paper's"),
+        (["--config", "paper"], rc.ReACT(), "the defence is ReACT, the paper's; --defense second_look gives ours"),
+        (["--config", "look.json"], rc.SecondLook(threshold=0), "the defence is SecondLook"),
+    ],
+)
+def test_the_defence_is_second_look_unless_another_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    guard: rc.Defense,
+    line: str,
+) -> None:
+    encoder = patch_encoder()
+    encoder.name = "clip-vit-b-16"
+    monkeypatch.setattr("react_clip.cli.common.load_encoder", lambda args: encoder)
+    monkeypatch.chdir(tmp_path)
+    rc.SecondLook(threshold=0).save("look.json")
+    for name in ("red", "blue"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), name).save(tmp_path / "classes" / name / "0.png")
+    clf = rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "classes")
+    expected = guard(clf, sorted(photos.iterdir()), seed=0)
+
+    code, _, err = run(capsys, "embed", photos, "--photos", "classes", *options, "--out", "features.npy")
+    assert code == 0
+    assert err.count(line) == err.count("the defence is") == 1
+    assert np.allclose(np.load("features.npy"), expected.features.numpy(), atol=1e-5)
+
+    code, out, err = run(capsys, "classify", photos, "--photos", "classes", *options, "--json")
+    assert code == 0
+    assert err.count(line) == err.count("the defence is") == 1
+    for row in json.loads(out)["results"]:
+        assert (row["sigma"] is None) == isinstance(guard, rc.SecondLook)
+        assert (row["passes"] % 1 == 0) == isinstance(guard, rc.ReACT)
 
 
 def test_embed_leaves_nothing_when_it_cannot_finish(
@@ -190,7 +234,10 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
         (["--photos", "missing"], "missing is no folder"),
         (["--labels", "cat", "--photos", "x"], "--labels and --photos are both given"),
         (["--labels", "cat", "--config", "missing.json"], "missing.json cannot be read"),
-        (["--labels", "cat"], "there is no calibration for"),
+        (["--labels", "cat", "--config", "paper", "--defense", "react"], "paper and --defense react are both given"),
+        (["--labels", "cat", "--defense", "second_look"], "there is no threshold of SecondLook for"),
+        (["--labels", "cat", "--defense", "react"], "calibrate --defense react folder:PHOTOS"),
+        (["--labels", "cat"], "run `react-clip calibrate PHOTOS --model"),
         ([], "needs names; give --labels"),
         (["nowhere.jpg"], "nowhere.jpg does not exist; check the path"),
     ],

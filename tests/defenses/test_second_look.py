@@ -14,11 +14,11 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import attacks, functional, noise
 from react_clip.augment import smaller_copy
-from react_clip.defenses import SecondLook, look_calibration
+from react_clip.defenses import SecondLook, default_for, look_calibration
 from react_clip.defenses.look_calibration import LookCalibration
 from react_clip.defenses.react import divergence_of, logits_of
 from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
-from toys import patch_encoder, toy_classifier, toy_images
+from toys import ToyEncoder, patch_encoder, toy_classifier, toy_images
 
 F64 = torch.float64
 SHARE, MOVED_SHARE = ((1 + patches**2) / (1 + 8**2) for patches in (6, 5))
@@ -161,6 +161,19 @@ def test_a_threshold_is_shipped_for_known_weights_only() -> None:
     assert SecondLook.for_encoder("openai/clip-vit-base-patch16@main") == SecondLook()
     with pytest.raises(rc.ReactClipError, match="no threshold of SecondLook for 'patches': every encoder"):
         SecondLook.for_encoder(patch_encoder())
+
+
+def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere() -> None:
+    encoder, one_size = patch_encoder(), ToyEncoder()
+    encoder.name = one_size.name = "clip-vit-b-16"
+    assert default_for(encoder) == default_for(encoder, features=True) == SecondLook()
+    assert default_for(one_size) == rc.ReACT.for_encoder("clip-vit-b-16"), "the threshold is that of smaller copies"
+    encoder.name = "openai/clip-vit-base-patch32"
+    assert default_for(encoder) == rc.ReACT(sequential=0.99)
+    assert default_for(encoder, features=True) == rc.ReACT()
+    with pytest.raises(rc.ReactClipError, match="run `react-clip calibrate PHOTOS --model patches`") as caught:
+        default_for(patch_encoder())
+    assert "\n" not in str(caught.value)
 
 
 def test_gradients_pass_through_every_branch(setting: Any) -> None:

@@ -13,8 +13,10 @@ from PIL import Image
 
 import react_clip as rc
 import tiny_clip
+from react_clip import noise
 from react_clip.integrations import drift_only
 from react_clip.integrations.chroma import array_to_image
+from toys import patch_encoder
 
 from .conftest import CLOSED, OPEN
 
@@ -145,7 +147,21 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     )
     with pytest.raises(rc.ReactClipError, match="the label bank has no"):
         embeddings.embed_query("a photo taken in the rain")
-    assert rc.integrations.LangChainEmbeddings(encoder).guard == rc.ReACT.constants_for(bank.encoder)
+
+
+def test_second_look_is_the_default_and_needs_no_classes(photos: list[Path]) -> None:
+    encoder = patch_encoder()
+    encoder.name = encoder.base = rc.LabelBank.load().encoder
+    embeddings = rc.integrations.LangChainEmbeddings(encoder, seed=4)
+    assert embeddings.guard == rc.SecondLook()
+    # Threshold 0 corrects every image, threshold 2 none: without classes there are no other answers to compare.
+    pixels = encoder.prepare(list(photos))
+    for threshold in (0, 2):
+        guard = rc.SecondLook(threshold=threshold)
+        found = rc.integrations.LangChainEmbeddings(encoder, guard, seed=4).embed_image([str(path) for path in photos])
+        expected = guard.correct(encoder, pixels, noise.stream_keys(pixels, 4))
+        assert torch.allclose(torch.tensor(found), expected.features, atol=1e-5)
+        assert expected.gated.all() if threshold == 0 else torch.equal(expected.features, expected.plain)
 
 
 def test_without_classes_the_default_guard_looks_at_the_drift_alone(encoder: rc.Encoder) -> None:

@@ -115,7 +115,7 @@ def test_a_model_without_its_own_processor_gets_that_of_clip(tiny_folder: Path, 
 @pytest.mark.tower
 def test_the_offline_tower_names_things_by_its_bank(tower: rc.Encoder, photos: list[Path]) -> None:
     pipe = rc.integrations.zero_shot_pipeline(tower)
-    assert pipe.guard == rc.ReACT.for_encoder(tower)
+    assert pipe.guard == rc.SecondLook()
     names = ["cat", "dog", "teapot"]
     pixels = pipe.preprocess(str(photos[2]))["pixel_values"]
     expected = pipe.guard(rc.ZeroShotClassifier(tower, names), pixels).probs[0]

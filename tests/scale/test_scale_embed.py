@@ -20,6 +20,7 @@ from react_clip.cli import main
 from react_clip.scale import Summary, collection, defend_dataset
 from react_clip.scale.cluster import connected
 from scale_toys import picture, read_parts, write_tar
+from toys import patch_encoder
 
 GUARD = rc.ReACT(tau=0.8, views=3, max_batch=16)
 
@@ -54,6 +55,23 @@ def test_rows_are_the_answers_of_the_library(clf: rc.ZeroShotClassifier, photos:
     assert 0 < sum(row["gated"] for row in good) < len(good), "both answers of the gate are seen"
     counts = (summary.images, summary.errors, summary.gated, summary.passes, summary.parts)
     assert counts == (20, 1, int(expected.gated.sum()), int(expected.passes.sum()), 3)
+
+
+def test_rows_of_the_default_leave_out_what_only_react_measures(photos: Path, tmp_path: Path) -> None:
+    encoder = patch_encoder()
+    encoder.name = "clip-vit-b-16"
+    clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b", "c"], torch.eye(12)[:3])
+    summary = defend_dataset(photos, tmp_path / "out", clf, engine="local", chunk=8)
+    rows = [row for row in read_parts(tmp_path / "out").to_pylist() if row["error"] is None]
+    expected = rc.SecondLook()(clf, [row["key"] for row in rows], seed=0)
+    assert torch.allclose(torch.tensor([row["feature"] for row in rows]), expected.features, atol=1e-5)
+    assert {row[name] for row in rows for name in ("drift_low", "drift_high", "sigma")} == {None}
+    assert [row["drift"] for row in rows] == pytest.approx(expected.drift.tolist(), abs=1e-4)
+    assert [row["passes"] for row in rows] == pytest.approx(expected.passes.tolist())
+    assert summary.passes == pytest.approx(expected.passes.sum().item())
+    assert summary.passes % 1 > 0
+    (tmp_path / "out" / "part-000000-000000.parquet").unlink()
+    assert defend_dataset(photos, tmp_path / "out", clf, engine="local", chunk=8, resume=True) == summary
 
 
 def test_every_kind_of_source_gives_the_same_rows(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
