@@ -94,7 +94,10 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("attacks: [{kind: pgd, eps: lots}]", "a number such as 4/255"),
         ("attacks: [{kind: pgd, eps: []}]", "empty list of eps"),
         ("attacks: [{kind: pgd, eps: {a: 1}}]", "it must be a finite number"),
-        ("attacks: [fgsm]", "'fgsm' does not exist; choose one of .*apgd, autoattack, corruption, cw, fab, pgd, square"),
+        (
+            "attacks: [fgsm]",
+            "'fgsm' does not exist; choose one of .*apgd, autoattack, corruption, cw, fab, pgd, square",
+        ),
         ("attacks: [{eps: 1/255}]", "the attack has no kind"),
         ("attacks: [{kind: pgd, step: 3}]", "no field 'step'; its fields are eps, steps"),
         ("attacks: [{kind: pgd, steps: ten}]", "steps is 'ten'"),
