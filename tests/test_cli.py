@@ -175,14 +175,36 @@ def test_the_demo_prints_outcomes_and_writes_one_page(
     assert code == 0
     assert str(tmp_path / "page" / "index.html") in out
     assert out.count(" 8/255") == 2
-    for word in ("CLIP says", "defended CLIP says", "r", "J", "score", "sigma", "passes"):
+    assert out.count(" noise 0.0") == 1
+    for word in ("CLIP says", "ReACT says", "passes"):
         assert word in out
     page = (tmp_path / "page" / "index.html").read_text()
-    assert page.count("<img") == 2 * (1 + 2 * 2), "each photo clean, and twice attacked with its perturbation"
+    assert page.count("<img") == 2 * (1 + 2 * 2) + 2, "clean, twice attacked with perturbations; one photo with noise"
     assert not re.search(r'(src|href)="(?!data:)', page), "the page stands alone"
-    code, out, _ = run(capsys, "demo", photos / "photo0.png", *options, "--json", "--full")
+
+
+def test_the_demo_shows_both_defences(
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rc.SecondLook, "for_encoder", lambda encoder: rc.SecondLook(look=None))
+    options = [option for option in tiny if option != "--quiet"]
+    code, out, err = run(
+        capsys, "demo", photos / "photo0.png", *options, "--json", "--full", "--steps", 1, "--out", tmp_path / "page"
+    )
+    assert code == 0
+    assert "the defences are ReACT (the paper's) and SecondLook (ours)" in err
     outcomes = json.loads(out)["photos"][0]["outcomes"]
-    assert [outcome["eps"] for outcome in outcomes] == [0, 1, 4, 8, 16]
+    assert [outcome["eps"] for outcome in outcomes] == [0, 0, 1, 4, 8, 16]
+    assert [outcome["noise"] > 0 for outcome in outcomes] == [False, True, False, False, False, False]
+    for outcome in outcomes:
+        assert set(outcome["plain"]) == {"name", "probability"}
+        assert {"drift", "sigma", "gated", "passes"} <= set(outcome["react"])
+        assert outcome["second_look"]["branch"] in ("keep", "blend", "correct")
+        assert outcome["second_look"]["sigma"] is None
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count('<span class="who">SecondLook</span>') == page.count('<span class="who">ReACT</span>') == 6
+    assert "ReACT with tau" in page
+    assert "SecondLook with t" in page
 
 
 def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

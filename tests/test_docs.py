@@ -61,8 +61,8 @@ def test_the_example_of_the_readme_runs(tiny_folder: Path, tmp_path: Path, monke
     [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     # The tiny CLIP has no constants of its own.
     for large, small in {
-        '"openai/clip-vit-base-patch32"': repr(str(tiny_folder)),
-        "rc.ReACT.for_encoder(clip)": "rc.ReACT()",
+        '"openai/clip-vit-base-patch16"': repr(str(tiny_folder)),
+        "rc.SecondLook.for_encoder(clip)": "rc.SecondLook(look=None)",
     }.items():
         assert large in example
         example = example.replace(large, small)

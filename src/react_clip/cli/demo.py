@@ -1,9 +1,10 @@
-"""``react-clip demo``: attack some photos and see plain and defended CLIP side by side."""
+"""``react-clip demo``: attack some photos and see plain CLIP, ReACT and SecondLook side by side."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,18 +12,23 @@ from typing import TYPE_CHECKING
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
+from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from react_clip import ReACT, ZeroShotClassifier
-    from react_clip.report.demo_page import Outcome, PhotoResult
+    from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
+    from react_clip.report.demo_page import Answer, Outcome, PhotoResult
 
 EXAMPLE = "react-clip demo my.jpg --labels 'cat, dog, teapot'"
 BUDGETS, ALL_BUDGETS = (4, 8), (1, 4, 8, 16)
 """Attack strengths in 255ths: by default and with --full."""
 _PHOTOS = 2
 """Bundled photos by default; --full takes all."""
+_NOISY, _NOISE, _NOISE_SEED = "rocket.jpg", 0.02, 1
+"""The bundled photo shown with camera noise, the noise's standard deviation, and the seed of the noise. It was chosen
+among the bundled photos because the noise costs ReACT the right answer there; most of them keep it. Of a user's photos
+the first one is shown with noise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     common.add_model_options(parser)
-    parser.set_defaults(dtype=None)  # bf16 where the CPU is fast at it, else fp32
+    parser.set_defaults(dtype=None, defense=None)  # bf16 where the CPU is fast at it, else fp32; both defences
     common.add_label_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print each outcome when it is known, and write the page."""
     files = common.expand_inputs(args.photos_in or common.bundled_photos())
-    if not args.photos_in and not args.full:
-        files = files[:_PHOTOS]
+    noisy = files[0] if args.photos_in else next(path for path in files if path.name == _NOISY)
+    attacked = files if args.photos_in or args.full else files[:_PHOTOS]
     budgets = ALL_BUDGETS if args.full else BUDGETS
     results: list[PhotoResult] = []
-    with Progress(quiet=args.quiet, unit="attack step", total=len(files) * len(budgets) * args.steps) as progress:
+    with Progress(quiet=args.quiet, unit="attack step", total=len(attacked) * len(budgets) * args.steps) as progress:
         # The first line comes before the imports, which take seconds.
         progress.show("loading the model")
         from react_clip import encoders
@@ -56,16 +62,21 @@ def run(args: argparse.Namespace) -> int:
         if args.model == common.DEFAULT_MODEL:
             encoders.pull(args.model, say=progress.show)
         encoder = common.load_encoder(args)
-        clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
-        demo = _Demo(clf, guard, args, progress)
+        clf, guards = common.build_classifier(args, encoder), _guards(args, encoder)
+        if not args.quiet:
+            names = " and ".join(f"{guard.label} ({_SOURCES[guard.kind]})" for guard in guards)
+            progress.write(f"the defences are {names}; --config FILE replaces the one of its kind", error=True)
+        demo = _Demo(clf, guards, args, progress)
         write = (lambda text: None) if args.json else progress.write
-        for number, path in enumerate(files):
+        for number, path in enumerate(dict.fromkeys([*attacked, noisy])):
             # The first photo's budgets are attacked one by one, so that the first outcome comes soon; one batch of all
             # budgets takes less time in total.
             groups = [budgets] if number else [[budget] for budget in budgets]
+            if path not in attacked:
+                groups = []
             result = PhotoResult(path.name, [])
-            write(_heading(result))
-            for outcome in demo.outcomes(path, groups):
+            write(_heading(result, guards))
+            for outcome in demo.outcomes(path, groups, _NOISE if path == noisy else 0.0):
                 result.outcomes.append(outcome)
                 write(_row(result, outcome))
             results.append(result)
@@ -74,16 +85,43 @@ def run(args: argparse.Namespace) -> int:
         page,
         results,
         model=f"{encoder.name} in {args.dtype}",
-        guard=f"ReACT with tau = {guard.tau:g}, sigma = {guard.mapping}, alpha = {guard.alpha:g}, M = {guard.views}",
+        defenses=[_description(guard) for guard in guards],
         steps=args.steps,
         classes=len(clf.names),
     )
     closing = [
-        "\nThese attacks do not know the defence; an attacker who does can defeat it.",
+        "\nThese attacks do not know the defences; an attacker who does can defeat them.",
         f"Page with the photos and perturbations: {page.resolve()}",
     ]
     common.print_result(args, {"page": str(page), "photos": [result.to_dict() for result in results]}, closing)
     return 0
+
+
+_SOURCES = {"react": "the paper's", "second_look": "ours"}
+
+
+def _guards(args: argparse.Namespace, encoder: Encoder) -> list[ReACT | SecondLook]:
+    """ReACT and SecondLook, those with constants for the encoder; --config replaces the one of its kind."""
+    from react_clip.defenses import ReACT, SecondLook, default_for
+
+    given = None if args.config is None else common.build_any_guard(args, encoder)
+    guards: list[ReACT | SecondLook] = []
+    for kind in (ReACT, SecondLook):
+        if isinstance(given, kind):
+            guards.append(given)
+            continue
+        with suppress(ReactClipError):
+            guards.append(kind.for_encoder(encoder))
+    # With neither, this raises and says what to do.
+    return guards or [default_for(encoder)]
+
+
+def _description(guard: ReACT | SecondLook) -> str:
+    from react_clip.defenses import SecondLook
+
+    if isinstance(guard, SecondLook):
+        return f"SecondLook with t = {guard.threshold:g}, alpha = {guard.alpha:g}"
+    return f"ReACT with tau = {guard.tau:g}, sigma = {guard.mapping}, alpha = {guard.alpha:g}, M = {guard.views}"
 
 
 @dataclass(frozen=True)
@@ -91,25 +129,40 @@ class _Demo:
     """Attacks photos and asks plain and defended CLIP."""
 
     clf: ZeroShotClassifier
-    guard: ReACT
+    guards: Sequence[ReACT | SecondLook]
     args: argparse.Namespace
     progress: Progress
 
-    def outcomes(self, path: Path, groups: Sequence[Sequence[int]]) -> Iterator[Outcome]:
-        """Outcomes of the clean photo and of each budget in turn; the budgets of a group are attacked in one batch."""
+    def outcomes(self, path: Path, groups: Sequence[Sequence[int]], noise: float) -> Iterator[Outcome]:
+        """Outcomes of the clean photo, of the photo with ``noise`` unless that is 0, and of each budget in turn.
+
+        The budgets of a group are attacked in one batch.
+        """
         from react_clip.preprocess import to_pixels
 
         self.progress.show(f"defending {path.name}")
         clean = to_pixels(path, self.clf.encoder.image_size).to(self.clf.device)[None]
         [outcome] = self._answers(clean, clean, [0])
         yield outcome
+        answer = self.clf.names.index(outcome.answers[0].name)
+        if noise:
+            yield from self._answers(clean, self._with_noise(clean, answer, noise), [0], noise)
         for budgets in groups:
             self.progress.show(f"attacking {path.name}")
-            attacked = self._attack(clean, outcome.plain, budgets)
+            attacked = self._attack(clean, answer, budgets)
             self.progress.show(f"defending {path.name}")
             yield from self._answers(clean, attacked, budgets)
 
-    def _attack(self, clean: Tensor, answer: str, budgets: Sequence[int]) -> Tensor:
+    def _with_noise(self, clean: Tensor, answer: int, noise: float) -> Tensor:
+        """The photo ``[1, 3, S, S]`` with camera noise."""
+        import torch
+
+        from react_clip.attacks import Corruption
+
+        label = torch.full((1,), answer, device=self.clf.device)
+        return Corruption(type="noise", severity=noise)(self.clf, clean, label, seed=_NOISE_SEED).images
+
+    def _attack(self, clean: Tensor, answer: int, budgets: Sequence[int]) -> Tensor:
         """Images ``[len(budgets), 3, S, S]`` that PGD moved away from CLIP's answer for the clean photo."""
         import torch
 
@@ -119,49 +172,54 @@ class _Demo:
         result = PGD(steps=self.args.steps)(
             self.clf,
             clean.expand(count, -1, -1, -1),
-            torch.full((count,), self.clf.names.index(answer), device=device),
+            torch.full((count,), answer, device=device),
             seed=self.args.seed,
             eps=torch.tensor(budgets, device=device) / 255,
             progress=lambda done, total: self.progress.advance(count),
         )
         return result.images
 
-    def _answers(self, clean: Tensor, images: Tensor, budgets: Sequence[int]) -> list[Outcome]:
+    def _answers(self, clean: Tensor, images: Tensor, budgets: Sequence[int], noise: float = 0.0) -> list[Outcome]:
         """Plain and defended answers for versions ``[B, 3, S, S]`` of the photo ``clean`` ``[1, 3, S, S]``."""
         from react_clip.defenses import Undefended
-        from react_clip.report.demo_page import Outcome
+        from react_clip.report.demo_page import Answer, Outcome
 
-        plain, defended = Undefended()(self.clf, images), self.guard(self.clf, images, seed=self.args.seed)
-        pixels, perturbations = images.cpu(), (images - clean).cpu()
+        plain = Undefended()(self.clf, images)
+        answered = [(guard, guard(self.clf, images, seed=self.args.seed)) for guard in self.guards]
+        pixels, changes = images.cpu(), (images - clean).cpu()
         return [
             Outcome(
                 eps=eps,
+                noise=noise,
                 pixels=pixels[row],
-                perturbation=perturbations[row],
-                plain=plain.names[row],
-                plain_probability=float(plain.probs[row].max()),
-                defended=defended.names[row],
-                defended_probability=float(defended.probs[row].max()),
-                diagnostics=common.diagnostics(defended, row),
+                change=changes[row],
+                answers=[
+                    Answer("CLIP", "plain", plain.names[row], float(plain.probs[row].max()), {}),
+                    *(_answer(guard, out, row) for guard, out in answered),
+                ],
             )
             for row, eps in enumerate(budgets)
         ]
 
 
-def _heading(result: PhotoResult) -> str:
-    numbers = f"{'r':>6}{'J':>6}{'score':>7}{'sigma':>7}{'passes':>7}"
-    return f"\n{result.name}\n  {'attack':<8}{'CLIP says':<30}{'defended CLIP says':<30}{numbers}"
+def _answer(guard: ReACT | SecondLook, out: Defended, row: int) -> Answer:
+    """The answer of a defence for one image of a batch, with what decided it."""
+    from react_clip.defenses.second_look import BRANCHES, SecondLooked
+    from react_clip.report.demo_page import Answer
+
+    values = common.diagnostics(out, row)
+    if isinstance(out, SecondLooked):
+        values["branch"] = BRANCHES[int(out.branch[row])]
+    return Answer(guard.label, guard.kind, out.names[row], float(out.probs[row].max()), values)
+
+
+def _heading(result: PhotoResult, guards: Sequence[ReACT | SecondLook]) -> str:
+    answers = "".join(f"{name + ' says':<28}" for name in ("CLIP", *(guard.label for guard in guards)))
+    return f"\n{result.name}\n  {'version':<12}{answers}passes"
 
 
 def _row(result: PhotoResult, outcome: Outcome) -> str:
     """A line of the terminal's table; a tick marks answers that equal CLIP's answer for the clean photo."""
-    plain = f"{result.mark(outcome.plain)} {outcome.plain[:20]} {outcome.plain_probability:.0%}"
-    defended = f"{result.mark(outcome.defended)} {outcome.defended[:20]} {outcome.defended_probability:.0%}"
-    values = outcome.diagnostics
-    numbers = f"{_number(values['drift'], 2):>6}{_number(values['instability'], 2):>6}"
-    numbers += f"{_number(values['score'], 2):>7}{_number(values['sigma'], 3):>7}{values['passes']:>7}"
-    return f"  {outcome.title:<8}{plain:<30}{defended:<30}{numbers}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    cells = [f"{result.mark(answer)} {answer.name[:20]} {answer.probability:.0%}" for answer in outcome.answers]
+    passes = " / ".join(f"{answer.diagnostics['passes']:.3g}" for answer in outcome.answers[1:])
+    return f"  {outcome.title:<12}{''.join(f'{cell:<28}' for cell in cells)}1 / {passes}"

@@ -15,27 +15,42 @@ from react_clip.preprocess import data_uri, to_image
 from react_clip.storage import write_text
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The answer of plain CLIP or of one defence for one image."""
+
+    who: str
+    """CLIP, ReACT or SecondLook."""
+    key: str
+    """The same for JSON: plain, react or second_look."""
+    name: str
+    probability: float
+    diagnostics: dict[str, Any]
+    """drift, instability, score, sigma, gated and passes (None where a value was not measured), for SecondLook also
+    branch; empty for plain CLIP."""
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Answers of plain and defended CLIP for one photo at one attack strength."""
+    """All answers for one version of a photo: clean, with noise, or attacked."""
 
     eps: int
-    """Attack strength in 255ths; 0 for the clean photo."""
+    """Attack strength in 255ths; 0 where nobody attacked."""
+    noise: float
+    """Standard deviation of the camera noise, for pixels in [0, 1]; 0 without."""
     pixels: Tensor
     """``[3, S, S]`` in [0, 1]."""
-    perturbation: Tensor
-    """``[3, S, S]``: attacked minus clean pixels."""
-    plain: str
-    plain_probability: float
-    defended: str
-    defended_probability: float
-    diagnostics: dict[str, Any]
-    """drift, instability, score, sigma, gated and passes; None where a value was not measured."""
+    change: Tensor
+    """``[3, S, S]``: these pixels minus the clean ones."""
+    answers: list[Answer]
+    """Plain CLIP's first, then one of each defence."""
 
     @property
     def title(self) -> str:
-        """``clean``, or the strength such as ``4/255``."""
-        return f"{self.eps}/255" if self.eps else "clean"
+        """``clean``, ``noise 0.05``, or the attack strength such as ``4/255``."""
+        if self.eps:
+            return f"{self.eps}/255"
+        return f"noise {self.noise:g}" if self.noise else "clean"
 
     @property
     def picture(self) -> str:
@@ -44,51 +59,62 @@ class Outcome:
 
     @property
     def magnified(self) -> str:
-        """The perturbation as ``data:`` address, scaled so that +-eps spans black to white."""
-        return data_uri(to_image((self.perturbation * self.factor + 0.5).clamp(0, 1)))
+        """The change as ``data:`` address: black to white spans +-eps, or +-3 deviations of the noise."""
+        return data_uri(to_image((self.change * self.factor + 0.5).clamp(0, 1)))
 
     @property
     def factor(self) -> float:
-        """Magnification of the perturbation."""
-        return 255 / self.eps / 2
+        """Magnification of the change."""
+        return 0.5 / (self.eps / 255 or 3 * self.noise)
 
 
 @dataclass(frozen=True, eq=False)
 class PhotoResult:
-    """One photo at all attack strengths, the clean one first."""
+    """One photo in all its versions, the clean one first."""
 
     name: str
     outcomes: list[Outcome]
 
-    def unchanged(self, answer: str) -> bool:
+    def unchanged(self, answer: Answer) -> bool:
         """True if an answer is plain CLIP's answer for the clean photo."""
-        return answer == self.outcomes[0].plain
+        return answer.name == self.outcomes[0].answers[0].name
 
-    def mark(self, answer: str) -> str:
+    def mark(self, answer: Answer) -> str:
         """A tick for an unchanged answer, a cross for any other."""
         return "\u2713" if self.unchanged(answer) else "\u2717"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without the pixels."""
-        names = ("eps", "plain", "plain_probability", "defended", "defended_probability")
-        rows = [{name: getattr(row, name) for name in names} | row.diagnostics for row in self.outcomes]
+        rows = []
+        for row in self.outcomes:
+            answers = {
+                answer.key: {"name": answer.name, "probability": answer.probability, **answer.diagnostics}
+                for answer in row.answers
+            }
+            rows.append({"eps": row.eps, "noise": row.noise, **answers})
         return {"photo": self.name, "outcomes": rows}
 
 
-def write_page(path: Path, photos: Sequence[PhotoResult], *, model: str, guard: str, steps: int, classes: int) -> None:
-    """Write the page; an old one stays until the new one is complete."""
+def write_page(
+    path: Path, photos: Sequence[PhotoResult], *, model: str, defenses: Sequence[str], steps: int, classes: int
+) -> None:
+    """Write the page; an old one stays until the new one is complete. ``defenses`` describes each in one line."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("react_clip.report").joinpath("demo_page.html").read_text("utf-8"))
     attacked = [(photo, row) for photo in photos for row in photo.outcomes if row.eps]
+    kept: dict[str, int] = {}
+    for photo, row in attacked:
+        for answer in row.answers:
+            kept[answer.who] = kept.get(answer.who, 0) + photo.unchanged(answer)
     html = template.render(
         photos=photos,
         model=model,
-        guard=guard,
+        defenses=defenses,
         steps=steps,
         classes=classes,
         attacked=len(attacked),
         strengths=len({row.eps for _, row in attacked}),
-        kept_plain=sum(photo.unchanged(row.plain) for photo, row in attacked),
-        kept_defended=sum(photo.unchanged(row.defended) for photo, row in attacked),
+        kept=kept,
+        noisy=[(photo, row) for photo in photos for row in photo.outcomes if row.noise],
     )
     write_text(path, html)
