@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     common.add_model_options(parser)
     parser.set_defaults(dtype=None, defense=None)  # bf16 where the CPU is fast at it, else fp32; both defences
-    common.add_label_options(parser)
+    common.add_label_options(parser, choose_defense=False)
 
 
 def run(args: argparse.Namespace) -> int:
