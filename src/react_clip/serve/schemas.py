@@ -374,9 +374,8 @@ class PassRange(Schema):
 class Defence(Schema):
     """The constants of the defence. They are public; the secret that keys the noise is not."""
 
-    kind: str
-    """``second_look``, ``react`` or another kind of ReACT."""
     name: str
+    """``second_look``, ``react`` or another kind of ReACT."""
     tau: float | None
     """The gate opens at score >= tau; null corrects every image."""
     alpha: float
@@ -410,7 +409,6 @@ class Defence(Schema):
                 "sigma": SigmaRange(least=low, most=high, mapping=guard.mapping.to_dict()),
             }
         return cls(
-            kind=guard.kind,
             name=guard.name,
             alpha=guard.alpha,
             passes=PassRange(least=least if guard.lazy else most, most=most),

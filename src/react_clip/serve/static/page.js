@@ -335,10 +335,10 @@ const number = (value) => value === null ? "\u2013" : value.toFixed(3);
 
 /** What the gate did, in two parts: the first is emphasised. */
 function gateWords({ J, score, gated }) {
-  const { tau, kind } = info.defence;
+  const { tau, name } = info.defence;
   if (tau === null) return ["Every photo is corrected here", "."];
   const [above, below] = [`\u2265 \u03c4 ${short(tau)}`, `< \u03c4 ${short(tau)}`];
-  if (kind === "second_look") {
+  if (name === "second_look") {
     const distance = `: photo and smaller copy differ by r = ${number(score)}`;
     if (!gated) return ["The gate stayed closed", `${distance} ${below} and have the same answer. The answer is plain CLIP's.`];
     return ["The gate opened", score >= tau ? `${distance} ${above}. The answer is corrected.`
@@ -352,15 +352,15 @@ function gateWords({ J, score, gated }) {
 
 function explain(diagnostics) {
   const { r, J, score, sigma, gated, passes } = diagnostics;
-  const { tau, kind, sigma: range, passes: cost, constant_work: constant } = info.defence;
+  const { tau, name, sigma: range, passes: cost, constant_work: constant } = info.defence;
   const words = gateWords(diagnostics);
   const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}${constant ? " (always the same, so that time tells nothing)" : ""}.`;
   by("gate").replaceChildren(make("b", { className: gated ? "open" : "", textContent: words[0] }), words[1] + spent);
   const reach = Math.max(2, 1.25 * (tau ?? 0));
-  const line = (name, about, value, text, low, high, mark) => make("div", {},
-    make("dt", { textContent: name }, make("small", { textContent: about })),
-    make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(name, value, text, low, high, mark)));
-  const measured = kind === "second_look" ? [line("r", "distance of photo and smaller copy", r, number(r), 0, 2, tau)] : [
+  const line = (title, about, value, text, low, high, mark) => make("div", {},
+    make("dt", { textContent: title }, make("small", { textContent: about })),
+    make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(title, value, text, low, high, mark)));
+  const measured = name === "second_look" ? [line("r", "distance of photo and smaller copy", r, number(r), 0, 2, tau)] : [
     line("r", "drift between two noises", r, number(r), 0, reach, tau),
     line("J", "unsteadiness of the answer", J, J === null ? "not needed" : number(J), 0, Math.LN2, null),
     line("r + J", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
