@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serve_client import GUARD, KEYS, LABELS, SECRET, Server, png
+from serve_client import GUARD, KEYS, LABELS, SECOND_LOOK, SECRET, Server, png
 
 import react_clip as rc
 from programs import start_command
@@ -55,6 +55,14 @@ def demo(launch: Launch) -> Server:
 
 
 @pytest.fixture(scope="session")
+def second_look(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server with SecondLook and diagnostics."""
+    config = tmp_path_factory.mktemp("second_look") / "guard.json"
+    SECOND_LOOK.save(config)
+    return launch("--config", config, "--diagnostics")
+
+
+@pytest.fixture(scope="session")
 def guarded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server with API keys, small limits, fixed labels and diagnostics; its client sends a key."""
     keys = tmp_path_factory.mktemp("guarded") / "keys"
@@ -81,7 +89,7 @@ def encoder(tiny_folder: Path) -> rc.Encoder:
 def direct(encoder: rc.Encoder) -> Callable[..., rc.Defended]:
     """The library's answers, computed with the server's secret."""
 
-    def call(images: list[bytes], labels: tuple[str, ...] = LABELS, guard: rc.ReACT = GUARD) -> rc.Defended:
+    def call(images: list[bytes], labels: tuple[str, ...] = LABELS, guard: rc.Defense = GUARD) -> rc.Defended:
         with torch.no_grad():
             clf = rc.ZeroShotClassifier(encoder, labels)
             return guard(clf, images, seed=SECRET.encode())

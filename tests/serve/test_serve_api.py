@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serve_client import as_form, as_json, check_error
+from serve_client import SECOND_LOOK, as_form, as_json, check_error
 
 import react_clip as rc
 
@@ -124,6 +124,25 @@ def test_concurrent_requests_share_batches_and_keep_their_answers(server: Any, p
     for one, many in zip(alone, together, strict=True):
         assert one["results"][0]["label"] == many["results"][0]["label"]
         assert one["results"][0]["probability"] == pytest.approx(many["results"][0]["probability"], abs=1e-3)
+
+
+def test_second_look_answers_with_nulls_for_what_only_react_measures(
+    second_look: Any, direct: Direct, photos: list[bytes]
+) -> None:
+    expected = direct(photos, guard=SECOND_LOOK)
+    results = second_look.client.post("/v1/classify", **as_json(photos)).json()["results"]
+    rows = second_look.client.post("/v1/embed", **as_json(photos)).json()["data"]
+    assert [result["label"] for result in results] == expected.names
+    assert torch.allclose(torch.tensor([row["embedding"] for row in rows]), expected.features, atol=1e-5)
+    for i, shown in enumerate(result["diagnostics"] for result in results):
+        assert [shown[name] for name in ("sigma", "drift_low", "drift_high")] == [None] * 3
+        assert shown["r"] == shown["score"] == pytest.approx(float(expected.drift[i]), abs=1e-4)
+        assert (shown["gated"], shown["passes"]) == (bool(expected.gated[i]), float(expected.passes[i]))
+        assert shown["gated"] == rows[i]["diagnostics"]["gated"]
+    info = second_look.client.get("/v1/info").json()["defence"]
+    assert (info["name"], info["tau"], info["passes"]) == ("second_look", 0.21, {"least": 2, "most": 3})
+    assert [info[name] for name in ("sigma", "views", "probe_sigma")] == [None] * 3
+    assert "the defence is SecondLook; --defense react" in second_look.command.log.read_text()
 
 
 # ---------------------------------------------------------------------- the demo

@@ -281,6 +281,25 @@ def test_without_a_demo_the_page_says_what_is_missing(server: Any, visit: Visit,
     assert page.locator("#pictures img").count() == 1
 
 
+def test_the_gate_of_second_look_is_explained(second_look: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(second_look.url)
+    assert "second_look with 2 to 3 passes" in page.inner_text("#about")
+    sentences = set()
+    for photo in photos[:3]:
+        [result] = second_look.client.post("/v1/classify", files={"images": photo}).json()["results"]
+        shown = result["diagnostics"]
+        upload(page, photo)
+        page.locator("#gate", has_text=f"r = {shown['r']:.3f}").wait_for()
+        words = "≥ τ 0.21. The answer is corrected"
+        if shown["r"] < 0.21:
+            words = "< τ 0.21, but have different answers" if shown["gated"] else "< τ 0.21 and have the same answer"
+        assert words in page.inner_text("#gate")
+        sentences.add(words)
+    assert len(sentences) == 3
+    names = [svg.get_attribute("aria-label") for svg in page.locator("#scales svg").all()]
+    assert [name.split(" is ")[0] for name in names] == ["r", "passes"]
+
+
 def test_a_restricted_server(guarded: Any, visit: Visit, photos: list[bytes]) -> None:
     """An API key that stays in memory, fixed labels, diagnostics without a demo, a file that is too large."""
     page = visit(guarded.url, refusals=("status of 401",))

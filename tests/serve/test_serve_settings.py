@@ -58,6 +58,8 @@ def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--batch", "0"], "--batch is '0'; it should be greater than or equal to 1"),
         (["--deadline", "nan"], "--deadline is 'nan'; it should be a finite number"),
         (["--queue", "4"], "--queue is 4 but --max-images 16"),
+        (["--defense", "react", "--config", "paper"], "--config paper and --defense react are both given; choose one"),
+        (["--defense", "aom"], "--defense is 'aom'; it should be 'second_look' or 'react'"),
         (["--log-level", "loud"], "--log-level is 'loud'; it should be 'debug', 'info'"),
         (["--secret-file", "nowhere"], "nowhere cannot be read"),
         (["--api-key-file", "nowhere"], "nowhere cannot be read"),

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,9 +33,6 @@ DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float], Tensor]
 
 _DRAWN = 127.0 / 255.0
 """Largest change in the picture of a perturbation, around grey."""
-
-_TYPICAL_DRIFTS = (0.0, 2.0)
-"""Nearly all images have a drift r in this range; ``/v1/info`` gives sigma for it."""
 
 
 class Service:
@@ -178,9 +174,7 @@ async def attack(
 @state.get("/v1/info")
 async def info(service: ServiceDep) -> schemas.Info:
     """Model, labels, limits and defence of this service."""
-    engine, settings, guard, free = service.engine, service.settings, service.engine.guard, service.accepts_labels
-    low, high = sorted(guard.mapping(torch.tensor(_TYPICAL_DRIFTS)).tolist())
-    most_passes = guard.cost()[0]
+    engine, settings, free = service.engine, service.settings, service.accepts_labels
     return schemas.Info(
         version=__version__,
         model=service.model,
@@ -196,18 +190,7 @@ async def info(service: ServiceDep) -> schemas.Info:
         limits=schemas.Limits.model_validate(settings),
         diagnostics=settings.sends_diagnostics,
         demo=None if service.attack is None else schemas.DemoRange(),
-        defence=schemas.Defence(
-            name=guard.name,
-            tau=guard.tau,
-            alpha=guard.alpha,
-            views=guard.views,
-            probe_sigma=[guard.sigma_low, guard.sigma_high],
-            sigma=schemas.SigmaRange(least=low, most=high, mapping=guard.mapping.to_dict()),
-            passes=schemas.PassRange(
-                least=1 + 2 * guard.probe_samples if guard.lazy else most_passes, most=most_passes
-            ),
-            constant_work=not guard.lazy,
-        ),
+        defence=schemas.Defence.of(engine.guard, engine.encoder),
     )
 
 

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the model and answers queued images in batches.
 
-Images of different requests and of different label lists share a batch: one ``guard.correct`` runs the probes of all of
-them, and the images whose gate opened share the batches of the anchor. Other work with the model (class features of a
+Images of different requests and of different label lists share a batch: one ``guard.correct`` encodes the first views
+of all of them, and the images that need more views share batches again. Other work with the model (class features of a
 new label list, the demo's attack) runs on the same thread, between two batches.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from react_clip import functional
 from react_clip.defenses.react import ReACT
+from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.serve.errors import busy, late
 from react_clip.serve.settings import Settings
@@ -36,6 +37,7 @@ _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
 
 _DIAGNOSTICS = ("drift_low", "drift_high", "drift", "instability", "score", "sigma", "gated", "passes")
+"""Fields of a correction that an answer carries; SecondLook has no ``drift_low``, ``drift_high`` and ``sigma``."""
 
 T = TypeVar("T")
 
@@ -79,10 +81,16 @@ class Engine:
     """
 
     def __init__(
-        self, encoder: Encoder, guard: ReACT, preset: ZeroShotClassifier, *, secret: bytes, settings: Settings
+        self,
+        encoder: Encoder,
+        guard: ReACT | SecondLook,
+        preset: ZeroShotClassifier,
+        *,
+        secret: bytes,
+        settings: Settings,
     ) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
-        self.guard = guard.replace(lazy=False) if settings.constant_work else guard
+        self.guard: ReACT | SecondLook = guard.replace(lazy=False) if settings.constant_work else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
         self.alive = True
         self._deadline, self._seconds_per_image = math.inf, 0.0
@@ -122,8 +130,8 @@ class Engine:
     ) -> list[Future[Answer]]:
         """Queue all of these images, or none and raise 503; cancel a future to skip its image.
 
-        ``all_views`` draws every view of an opened gate's anchor, for callers who use the feature. Without it the
-        defence may stop early when further views cannot change the label.
+        ``all_views`` draws every view of ReACT's anchor where the gate opens, for callers who use the feature. Without
+        it ReACT may stop early when further views cannot change the label. SecondLook has no such choice.
         """
         queued = [_QueuedImage(photo, classes, all_views) for photo in photos]
         with self._changed:
@@ -197,10 +205,13 @@ class Engine:
         pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
         keys = torch.stack([image.photo.key for image in batch]).to(device)
         lists = _BatchClasses(batch, device)
-        out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, lists.logits)
+        # SecondLook compares best classes for every caller; ReACT uses logits for its early stop only.
+        logits = lists.logits if isinstance(self.guard, SecondLook) else lists.early_stop_logits
+        out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, logits)
         if not bool(torch.isfinite(out.features).all()):
             raise ArithmeticError("features are not finite")
-        measured = zip(*(getattr(out, name).tolist() for name in _DIAGNOSTICS), strict=True)
+        unknown = torch.full_like(out.drift, torch.nan)
+        measured = zip(*(getattr(out, name, unknown).tolist() for name in _DIAGNOSTICS), strict=True)
         diagnostics = [dict(zip(_DIAGNOSTICS, values, strict=True)) for values in measured]
         columns = (out.features.cpu(), lists.probs(out.features), lists.probs(out.plain), diagnostics)
         return [Answer(*values) for values in zip(*columns, strict=True)]
@@ -228,12 +239,16 @@ class _BatchClasses:
         return out
 
     def logits(self, rows: Tensor, features: Tensor) -> Tensor:
-        """Logits ``[R, V, K]`` for the early stop over views, -inf beyond the end of shorter lists."""
+        """Logits ``[R, V, K]`` of ``V`` features of each image, -inf beyond the end of shorter lists."""
         longest = max(len(classes.names) for classes in self.lists)
         out = features.new_full((*features.shape[:-1], longest), -torch.inf)
         for classes, at in self._groups(rows):
             out[at, ..., : len(classes.names)] = classes.logits(features[at])
-        # With a single class there is no margin to decide on, so all views are drawn.
+        return out
+
+    def early_stop_logits(self, rows: Tensor, features: Tensor) -> Tensor:
+        """:meth:`logits` with one class left for images that need all views: without a margin none is skipped."""
+        out = self.logits(rows, features)
         out[..., 1:].masked_fill_(self._all_views[rows, None, None], -torch.inf)
         return out
 

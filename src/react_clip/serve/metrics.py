@@ -28,7 +28,7 @@ class Metrics:
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
         self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **options)
         self._images = Counter("images", "Images answered.", **options)
-        self._opened = Counter("gate_opened", "Images whose gate opened.", **options)
+        self._opened = Counter("gate_opened", "Images that the defence corrected.", **options)
         self._passes = Counter("encoder_passes", "Encoder passes spent on images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)

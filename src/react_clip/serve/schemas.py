@@ -11,6 +11,7 @@ import binascii
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -27,6 +28,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
+from react_clip.defenses.react import ReACT
+from react_clip.defenses.second_look import SecondLook
+from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.serve.engine import Answer
 from react_clip.serve.errors import RequestError, quote
@@ -35,6 +39,9 @@ from react_clip.zeroshot import check_names
 
 MAX_EPS = 16
 """Strongest attack of the demo, in 255ths."""
+
+_TYPICAL_DRIFTS = (0.0, 2.0)
+"""Nearly all images have a drift r of ReACT in this range; ``/v1/info`` gives sigma for it."""
 
 _SENTENCE = "sentence"
 """Type of our own validation errors: their text follows the field's name, or stands alone."""
@@ -229,24 +236,25 @@ class Diagnostics(Schema):
     """Measurements of the defence for one photo; null where a value was not measured."""
 
     r: float | None
-    """Relative drift between the two probe noises."""
+    """SecondLook: distance between the features of photo and look. ReACT: relative drift between two probe noises."""
     J: float | None
-    """Instability of the prediction; null where r alone decided."""
+    """Divergence of the predictions for two views. ReACT: null where r alone decided; SecondLook does not use it."""
     score: float | None
-    """r + J, compared with tau."""
+    """The value compared with tau. SecondLook: r. ReACT: r + J."""
     sigma: float | None
-    """Scale of the anchor's noise."""
+    """ReACT: scale of the anchor's noise."""
     drift_low: float | None
     drift_high: float | None
     gated: bool
-    """True if the photo was corrected."""
-    passes: int
-    """Encoder passes spent."""
+    """True if the photo was corrected; SecondLook also corrects below tau if photo and look have different answers."""
+    passes: int | float
+    """Encoder passes spent; a smaller look of SecondLook counts as its share of a photo's tokens."""
 
     @classmethod
     def of(cls, answer: Answer) -> Diagnostics:
         """Diagnostics of one image, NaN written as null."""
         values = answer.diagnostics | {"r": answer.diagnostics["drift"], "J": answer.diagnostics["instability"]}
+        values["passes"] = round(values["passes"], 4)
         return cls.model_validate({name: value if math.isfinite(value) else None for name, value in values.items()})
 
 
@@ -359,23 +367,54 @@ class SigmaRange(Schema):
 class PassRange(Schema):
     """Smallest and largest number of encoder passes."""
 
-    least: int
-    most: int
+    least: int | float
+    most: int | float
 
 
 class Defence(Schema):
     """The constants of the defence. They are public; the secret that keys the noise is not."""
 
     name: str
+    """``second_look``, ``react`` or another kind of ReACT."""
     tau: float | None
     """The gate opens at score >= tau; null corrects every image."""
     alpha: float
-    views: int
-    probe_sigma: list[float]
-    sigma: SigmaRange
     passes: PassRange
-    """Encoder passes of one image."""
+    """Encoder passes of one image; a smaller look of SecondLook counts as its share of an image's tokens."""
     constant_work: bool
+    views: int | None = None
+    """Views of ReACT's anchor."""
+    probe_sigma: list[float] | None = None
+    """Scales of ReACT's probe noises."""
+    sigma: SigmaRange | None = None
+    """Noise of ReACT's anchor."""
+    look_sizes: list[int] | None = None
+    """Sides of SecondLook's look and moved look, in pixels."""
+
+    @classmethod
+    def of(cls, guard: ReACT | SecondLook, encoder: Encoder) -> Defence:
+        """The constants of a defence of this encoder."""
+        if isinstance(guard, SecondLook):
+            sizes = [guard.look_size(encoder), guard.moved_look_size(encoder)]
+            look, moved_look = map(encoder.token_share, sizes)
+            least, most = round(1 + look, 4), round(1 + look + moved_look, 4)
+            own: dict[str, Any] = {"tau": guard.threshold, "look_sizes": sizes}
+        else:
+            low, high = sorted(guard.mapping(torch.tensor(_TYPICAL_DRIFTS)).tolist())
+            least, most = 1 + 2 * guard.probe_samples, guard.cost()[0]
+            own = {
+                "tau": guard.tau,
+                "views": guard.views,
+                "probe_sigma": [guard.sigma_low, guard.sigma_high],
+                "sigma": SigmaRange(least=low, most=high, mapping=guard.mapping.to_dict()),
+            }
+        return cls(
+            name=guard.name,
+            alpha=guard.alpha,
+            passes=PassRange(least=least if guard.lazy else most, most=most),
+            constant_work=not guard.lazy,
+            **own,
+        )
 
 
 class DemoRange(Schema):

@@ -69,6 +69,8 @@ class Settings(BaseSettings):
     """a folder with one sub-folder of photos per class, instead of names"""
     template: Lines | None = None
     """prompt with {} for the name; repeat for an ensemble"""
+    defense: Literal["second_look", "react"] | None = None
+    """second_look, or react: the paper's (second_look where the model has a threshold for it)"""
     config: str | None = None
     """JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"""
 
@@ -130,7 +132,7 @@ class Settings(BaseSettings):
     fixed_labels: bool = False
     """refuse labels in requests"""
     diagnostics: bool = False
-    """add r, J, score, sigma, gate and passes to answers; attackers profit from them"""
+    """add the defence's measurements and decision to answers; attackers profit from them"""
     constant_work: bool = False
     """run all passes for every image, so that response times do not reveal the gate"""
     demo: bool = False
@@ -152,6 +154,10 @@ class Settings(BaseSettings):
                 f"--queue is {self.queue} but --max-images {self.max_images}; a queue shorter than one request could "
                 "never take it, so make --queue at least as large"
             )
+        if self.config is not None and self.defense is not None:
+            raise ReactClipError(
+                f"--config {self.config} and --defense {self.defense} are both given; choose one of them"
+            )
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ReactClipError(
                 f"--max-replicas is {self.max_replicas} but --replicas {self.replicas}; it must be >= that"
@@ -164,7 +170,7 @@ class Settings(BaseSettings):
 
     @property
     def sends_diagnostics(self) -> bool:
-        """True if answers carry r, J, score, sigma, gate and passes."""
+        """True if answers carry the defence's measurements and decision."""
         return self.diagnostics or self.demo
 
 

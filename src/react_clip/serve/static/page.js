@@ -84,7 +84,7 @@ async function start() {
   say("");
   [by("key").hidden, by("page").hidden] = [true, false];
   const { name, passes } = info.defence;
-  by("about").append(` Here: ${info.model}, defended by ${name} with ${passes.least} to ${passes.most} passes a photo.`);
+  by("about").append(` Here: ${info.model}, defended by ${name} with ${short(passes.least)} to ${short(passes.most)} passes a photo.`);
   by("comparison").hidden = Boolean(info.demo);
   describeLabels();
 }
@@ -331,26 +331,41 @@ function panel(title, kind, answers) {
   return make("section", { className: `card ${kind}`, ariaLabel: title }, head, list);
 }
 
-function explain({ r, J, score, sigma, gated, passes }) {
-  const { tau, sigma: range, passes: cost, constant_work: constant } = info.defence;
-  const number = (value) => value === null ? "\u2013" : value.toFixed(3);
+const number = (value) => value === null ? "\u2013" : value.toFixed(3);
+
+/** What the gate did, in two parts: the first is emphasised. */
+function gateWords({ J, score, gated }) {
+  const { tau, name } = info.defence;
+  if (tau === null) return ["Every photo is corrected here", "."];
+  const [above, below] = [`\u2265 \u03c4 ${short(tau)}`, `< \u03c4 ${short(tau)}`];
+  if (name === "second_look") {
+    const distance = `: photo and smaller copy differ by r = ${number(score)}`;
+    if (!gated) return ["The gate stayed closed", `${distance} ${below} and have the same answer. The answer is plain CLIP's.`];
+    return ["The gate opened", score >= tau ? `${distance} ${above}. The answer is corrected.`
+      : `${distance} ${below}, but have different answers. The answer is that of smaller copies.`];
+  }
   const sum = J === null ? `r = ${number(score)}` : `r + J = ${number(score)}`;
   const rest = J === null ? "; r alone decides, J was not needed" : "";
-  const words = tau === null ? ["Every photo is corrected here", "."]
-    : gated ? ["The gate opened", `: ${sum} \u2265 \u03c4 ${short(tau)}${rest}. The answer is corrected.`]
-      : ["The gate stayed closed", `: ${sum} < \u03c4 ${short(tau)}${rest}. The answer is plain CLIP's.`];
-  const spent = ` ${passes} encoder passes were spent of at most ${cost.most}${constant ? " (always the same, so that time tells nothing)" : ""}.`;
+  return gated ? ["The gate opened", `: ${sum} ${above}${rest}. The answer is corrected.`]
+    : ["The gate stayed closed", `: ${sum} ${below}${rest}. The answer is plain CLIP's.`];
+}
+
+function explain(diagnostics) {
+  const { r, J, score, sigma, gated, passes } = diagnostics;
+  const { tau, name, sigma: range, passes: cost, constant_work: constant } = info.defence;
+  const words = gateWords(diagnostics);
+  const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}${constant ? " (always the same, so that time tells nothing)" : ""}.`;
   by("gate").replaceChildren(make("b", { className: gated ? "open" : "", textContent: words[0] }), words[1] + spent);
   const reach = Math.max(2, 1.25 * (tau ?? 0));
-  const line = (name, about, value, text, low, high, mark) => make("div", {},
-    make("dt", { textContent: name }, make("small", { textContent: about })),
-    make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(name, value, text, low, high, mark)));
-  by("scales").replaceChildren(
+  const line = (title, about, value, text, low, high, mark) => make("div", {},
+    make("dt", { textContent: title }, make("small", { textContent: about })),
+    make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(title, value, text, low, high, mark)));
+  const measured = name === "second_look" ? [line("r", "distance of photo and smaller copy", r, number(r), 0, 2, tau)] : [
     line("r", "drift between two noises", r, number(r), 0, reach, tau),
     line("J", "unsteadiness of the answer", J, J === null ? "not needed" : number(J), 0, Math.LN2, null),
     line("r + J", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
-    line("\u03c3", "noise of the correction", sigma, number(sigma), range.least, range.most, null),
-    line("passes", "runs of the encoder", passes, String(passes), 0, cost.most, null));
+    line("\u03c3", "noise of the correction", sigma, number(sigma), range.least, range.most, null)];
+  by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, cost.most, null));
 }
 
 function scale(name, value, text, low, high, tau) {
