@@ -1,4 +1,4 @@
-"""How SecondLook's rule was chosen: on train photos only, from stored features of many views.
+"""Compare rules for SecondLook on train photos, from stored features of many views.
 
     python benchmarks/second_look_search.py views DATA HEADS VIEWS [--sets NAME ...]  encode the views (on a GPU)
     python benchmarks/second_look_search.py rules VIEWS RESULT.json  compare rules on them (a CPU takes a minute)
@@ -190,7 +190,7 @@ def one_gate(
 
 
 def rules(views: Views) -> Iterator[tuple[str, str, Rule]]:
-    """What was tried: a group, the value, and the rule."""
+    """The rules to compare: name of the varied constant, its value, and the rule."""
     gate = views.quantile("160", 0.0, 0.97)
     yield "rule", "plain CLIP", lambda features, logits: (logits[:, 0], torch.ones(len(logits)))
     yield "rule", "two gates with J, full-size views and noise (the prototype)", two_gates(0.44, 0.42)

@@ -127,10 +127,10 @@ def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixel
     parts: Any
     if isinstance(defense, SecondLook):
         parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence, logits_of(clf))
-        # Where only the best classes differ the gate stays closed: the blended answer is part of `closed`.
+        # `closed` holds the answer of images below the threshold, blended ones included.
         gate = {"threshold": torch.full_like(parts.score, defense.threshold), "gated": parts.attacked}
     else:
-        # Where there is no gate, `lazy` skips only what the answer does not need.
+        # Without a gate every image is corrected, so `lazy` skips only views that do not enter the answer.
         complete = defense if defense.tau is None else defense.replace(lazy=False)
         parts = complete.correct(clf.encoder, pixels, keys, divergence)
         gate = {"threshold": parts.threshold, "gated": parts.gated}

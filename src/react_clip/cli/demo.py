@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     budgets: tuple[int, ...] = ALL_BUDGETS if args.full else BUDGETS
     attacked = dict.fromkeys(files, budgets)
     if not (args.photos_in or args.full):
-        # Of the bundled photos the second one is attacked with the larger budget only: this has to take a minute.
+        # The second bundled photo is attacked with the larger budget only, which keeps the demo under a minute.
         attacked = {files[0]: budgets, files[1]: budgets[-1:]}
     results: list[PhotoResult] = []
     steps = args.steps * sum(map(len, attacked.values()))

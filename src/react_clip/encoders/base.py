@@ -160,7 +160,7 @@ class Encoder(nn.Module):
         return features
 
     def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        """Projected features of images of another size, with the position embeddings of that size."""
+        """Projected features at another size, with its position embeddings; overridden where there is a patch size."""
         raise NotImplementedError
 
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
@@ -207,7 +207,10 @@ class Encoder(nn.Module):
         self._tables[size] = PositionTable(positions, version)
 
     def _learned_positions(self) -> Tensor:
-        """Position embeddings ``[1 + patches, width]`` at ``image_size``; the first is that of the class token."""
+        """Position embeddings ``[1 + patches, width]`` at ``image_size``; the first is that of the class token.
+
+        Encoders with a ``patch_size`` override it.
+        """
         raise NotImplementedError
 
     # ------------------------------------------------------------------ checks

@@ -125,7 +125,7 @@ class LabelledDefense(Configuration):
 
 
 class Images(Configuration):
-    """How a run stores adversarial images."""
+    """Storage of adversarial images: ``float16``, ``uint8`` or ``none``."""
 
     store: Store = "float16"
 
@@ -146,7 +146,7 @@ class Recipe(Configuration):
     limit: Count | None = None
     """Most images per set."""
     draws: Count = 1
-    """How often each defence answers, with seeds ``seed``, ``seed + 1``, ..."""
+    """Answers of each defence per image, with seeds ``seed``, ``seed + 1``, ..."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     scoring: Annotated[str, _one_of(("leakage_free", "attack_all"))] = "leakage_free"
     threat: Annotated[str, _one_of(THREATS)] = OBLIVIOUS

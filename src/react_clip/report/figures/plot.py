@@ -79,7 +79,7 @@ def panels(
         style_axes(axes)
         draw(axes, number)
         axes.set_title(title, fontsize=TEXT if lines == 1 else SMALL, color=INK, loc="left", pad=3)
-        # Where the last row is not full, the panels above its gap have no other labels below them.
+        # The lowest panel of each column carries the labels of the x axis; the last row may be shorter.
         axes.tick_params(labelbottom=number + columns >= len(titles))
     return figure
 
