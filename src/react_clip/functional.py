@@ -65,13 +65,15 @@ def relative_drift(drift_low: Tensor, drift_high: Tensor) -> Tensor:
 def js_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     r"""Prediction instability :math:`J = \tfrac12 [KL(p \Vert m) + KL(q \Vert m)]` with :math:`m = (p + q)/2`, in nats.
 
-    Takes logits, so that tiny probabilities keep their logarithms. The result lies in :math:`[0, \ln 2]`.
+    Takes logits, so that tiny probabilities keep their logarithms; a class of minus infinity in both adds nothing. The
+    result lies in :math:`[0, \ln 2]`.
 
     >>> p, q = torch.tensor([[90.0, 0.0]]), torch.tensor([[0.0, 90.0]])
     >>> js_divergence(p, p), js_divergence(p, q)
     (tensor([0.]), tensor([0.6931]))
     """
-    log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
+    # Below the bound exp is 0: it only keeps the difference of two infinities out.
+    log_p, log_q = logits_p.log_softmax(-1).clamp_min(-1e4), logits_q.log_softmax(-1).clamp_min(-1e4)
     log_m = torch.logaddexp(log_p, log_q) - MAX_INSTABILITY
     divergence = 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1)
     return divergence.clamp(0.0, MAX_INSTABILITY)

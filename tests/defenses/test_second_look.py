@@ -16,7 +16,7 @@ from react_clip import attacks, functional, noise
 from react_clip.augment import smaller_copy
 from react_clip.defenses import SecondLook, default_for, look_calibration
 from react_clip.defenses.look_calibration import LookCalibration
-from react_clip.defenses.react import divergence_of, logits_of
+from react_clip.defenses.react import logits_of
 from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
 from toys import ToyEncoder, patch_encoder, toy_classifier, toy_images
 
@@ -96,20 +96,17 @@ def test_images_with_their_own_classes_are_corrected_together(setting: Any) -> N
     second = classifier(classes=3, seed=2)
     mine = torch.arange(len(images)) % 2 == 0
 
-    def divergence(rows: Tensor, features: Tensor, views: Tensor) -> Tensor:
-        both = [divergence_of(clf)(rows, features, views) for clf in (first, second)]
-        return torch.where(mine[rows], *both)
-
     def logits(rows: Tensor, features: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(logits_of(second)(rows, features), (0, 2), value=-torch.inf)
         return torch.where(mine[rows, None, None], logits_of(first)(rows, features), padded)
 
     keys = noise.stream_keys(images, 0)
-    together = guard.correct(first.encoder, images, keys, divergence, logits)
+    together = guard.correct(first.encoder, images, keys, logits)
     for clf, rows in ((first, mine), (second, ~mine)):
         alone = guard(clf, images[rows])
         assert torch.equal(alone.branch, together.branch[rows])
         assert torch.allclose(alone.features, together.features[rows], atol=1e-9)
+        assert torch.allclose(alone.instability, together.instability[rows], atol=1e-9)
 
 
 def test_without_classes_the_distances_decide(setting: Any) -> None:
@@ -184,7 +181,7 @@ def test_gradients_pass_through_every_branch(setting: Any) -> None:
     keys = noise.stream_keys(images[rows], 0)
 
     def logits(pixels: Tensor) -> Tensor:
-        out = guard.correct(clf.encoder, pixels, keys, divergence_of(clf), logits_of(clf))
+        out = guard.correct(clf.encoder, pixels, keys, logits_of(clf))
         return clf.logits(out.features)
 
     pixels = images[rows].clone().requires_grad_()

@@ -122,17 +122,17 @@ def take_draw(defended: DefendedModule, pixels: Tensor, labels: Tensor, clean_fe
 
 def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixels: Tensor) -> dict[str, Any]:
     clf, pixels = defended.clf, defended.clf.encoder.prepare(pixels)
-    keys, divergence = noise.stream_keys(pixels, defended.next_seed()), divergence_of(clf)
+    keys = noise.stream_keys(pixels, defended.next_seed())
     # Without `lazy` both branches and the whole score of every image are computed.
     parts: Any
     if isinstance(defense, SecondLook):
-        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, divergence, logits_of(clf))
+        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, logits_of(clf))
         # `closed` holds the answer of images below the threshold, blended ones included.
         gate = {"threshold": torch.full_like(parts.score, defense.threshold), "gated": parts.attacked}
     else:
         # Without a gate every image is corrected, so `lazy` skips only views that do not enter the answer.
         complete = defense if defense.tau is None else defense.replace(lazy=False)
-        parts = complete.correct(clf.encoder, pixels, keys, divergence)
+        parts = complete.correct(clf.encoder, pixels, keys, divergence_of(clf))
         gate = {"threshold": parts.threshold, "gated": parts.gated}
     return {
         "closed": Answer(parts.closed, clf.logits(parts.closed)),

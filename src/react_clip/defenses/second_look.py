@@ -29,7 +29,7 @@ from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense
-from react_clip.defenses.react import Divergence, Logits, divergence_of, logits_of
+from react_clip.defenses.react import Logits, logits_of
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -202,7 +202,7 @@ class SecondLook(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
-            out = self.correct(encoder, pixels, keys, divergence_of(clf), logits_of(clf), wait=check.wait)
+            out = self.correct(encoder, pixels, keys, logits_of(clf), wait=check.wait)
             nan = torch.full_like(out.drift, torch.nan)
             return SecondLooked(
                 features=out.features,
@@ -228,7 +228,6 @@ class SecondLook(Defense):
         encoder: Encoder,
         pixels: Tensor,
         keys: Tensor,
-        divergence: Divergence | None = None,
         logits: Logits | None = None,
         *,
         wait: Callable[[], None] = lambda: None,
@@ -239,8 +238,7 @@ class SecondLook(Defense):
             encoder: the image encoder.
             pixels: ``[B, 3, S, S]`` in [0, 1], checked, on the encoder's device.
             keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`.
-            divergence: measures J of the rows it is given, each over its own classes; without it J is NaN.
-            logits: the logits of rows over their own classes; without it no best classes are compared.
+            logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
             wait: called before the first decision, while a GPU may still be at work.
         """
         everyone = torch.arange(len(pixels), device=pixels.device)
@@ -251,10 +249,7 @@ class SecondLook(Defense):
         look = self._encode(encoder, everyone, self._look(encoder, pixels, noise.fork(keys, LOOK), size))
         drift = functional.drift(plain, look)
         attacked = drift >= self.threshold
-        disagrees = _different_answers(everyone, plain, look, logits)
-        instability = torch.full_like(drift, torch.nan)
-        if divergence is not None:
-            instability = divergence(everyone, plain.detach(), look.detach())
+        disagrees, instability = _compare_answers(everyone, plain.detach(), look.detach(), logits)
         wait()
 
         # Step 2: the moved look.
@@ -315,9 +310,9 @@ def _whole_patches(encoder: Encoder, share: float) -> int | None:
     return size
 
 
-def _different_answers(rows: Tensor, plain: Tensor, views: Tensor, logits: Logits | None) -> Tensor:
-    """Mask ``[n]``: which rows have different best classes for two features."""
+def _compare_answers(rows: Tensor, plain: Tensor, look: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
+    """Mask ``[n]``: which rows have different best classes for two features; and J ``[n]``, NaN without classes."""
     if logits is None:
-        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    one, other = logits(rows, torch.stack([plain, views], 1).detach()).argmax(-1).unbind(1)
-    return one != other
+        return torch.zeros_like(rows, dtype=torch.bool), torch.full_like(plain[:, 0], torch.nan)
+    one, other = logits(rows, torch.stack([plain, look], 1)).unbind(1)
+    return one.argmax(-1) != other.argmax(-1), functional.js_divergence(one, other)

@@ -205,9 +205,11 @@ class Engine:
         pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
         keys = torch.stack([image.photo.key for image in batch]).to(device)
         lists = _BatchClasses(batch, device)
-        # SecondLook compares best classes for every caller; ReACT uses logits for its early stop only.
-        logits = lists.logits if isinstance(self.guard, SecondLook) else lists.early_stop_logits
-        out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, logits)
+        out: Any
+        if isinstance(self.guard, SecondLook):
+            out = self.guard.correct(self.encoder, pixels, keys, lists.logits)
+        else:
+            out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, lists.early_stop_logits)
         if not bool(torch.isfinite(out.features).all()):
             raise ArithmeticError("features are not finite")
         unknown = torch.full_like(out.drift, torch.nan)
