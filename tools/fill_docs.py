@@ -6,7 +6,7 @@
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->``, ``<!-- by-attack: RUN -->``, ``<!-- rules: search -->``, ``<!-- threats: SECTION -->``,
+``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- threats: SECTION -->``,
 ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their measurements are not
 there); everything up to ``<!-- end -->`` is replaced.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from doc_tables import table
-from look_docs import rules, run_by_attack
+from look_docs import look
 from performance_docs import performance
 from scale_docs import overhead
 from threat_docs import threats
@@ -35,7 +35,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|by-attack|rules"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -177,8 +177,7 @@ def filled(text: str) -> str:
             "performance": lambda section: performance(section, RESULTS / "bench"),
             "scale": lambda _: overhead(RESULTS),
             "threats": lambda section: threats(section, RESULTS),
-            "by-attack": lambda run: run_by_attack(run, RESULTS),
-            "rules": lambda _: rules(RESULTS),
+            "look": lambda section: look(section, RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -1,4 +1,4 @@
-"""Tables of docs/second-look.md: the rules that were tried, and runs with one row per attack or kind of damage."""
+"""Tables about SecondLook in README.md and docs/second-look.md: accuracies, data sets, speed, and rules tried."""
 
 from __future__ import annotations
 
@@ -9,6 +9,79 @@ from doc_tables import table
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
+from react_clip.evaluation.result import Row
+
+RUN = "second-look"
+PLAIN, OURS = "CLIP", "SecondLook"
+
+
+def look(section: str, results: Path) -> str:
+    """One section: holes, attacks, sets, speed or rules."""
+    return {"holes": holes, "attacks": attacks, "sets": sets, "speed": speed, "rules": rules}[section](results)
+
+
+def holes(results: Path) -> str:
+    """Clean and noisy photos and three attacks, for CLIP, the paper's defence and ours."""
+    result, cells = _cells(results)
+    defenses = (PLAIN, "ReACT (paper)", OURS)
+    columns = {
+        "clean photos": ("clean", 0.0),
+        "clean photos with camera noise of 0.02, which opens ReACT's gate": ("noise-0.02", 0.0),
+        "FAB at 4/255, which stops at the decision boundary": ("fab-t-100", 4 / 255),
+        "Square at 8/255, a black-box attack with 300 queries": ("square-300", 8 / 255),
+        "PGD-10 at 4/255": ("pgd-10", 4 / 255),
+    }
+    rows = [
+        [title, *(f"{100 * cells[*column, defense, MEAN].accuracy:.1f}" for defense in defenses)]
+        for title, column in columns.items()
+    ]
+    passes = [
+        [cells[*columns[title], d, MEAN].passes for title in ("clean photos", "PGD-10 at 4/255")] for d in defenses
+    ]
+    title = "encoder passes, clean / attacked with PGD-10 at 4/255"
+    rows.append([title, *(f"{clean:.1f} / {attacked:.1f}" for clean, attacked in passes)])
+    return "\n".join([*table(["", *defenses], rows), "", _note(result)]) + "\n"
+
+
+def sets(results: Path) -> str:
+    """Plain CLIP and SecondLook on each data set."""
+    result, cells = _cells(results)
+    columns = {
+        "clean": ("clean", 0.0),
+        "brightness-0.4": ("brightness-0.4", 0.0),
+        "contrast-0.4": ("contrast-0.4", 0.0),
+        "PGD-10 4/255": ("pgd-10", 4 / 255),
+        "FAB 4/255": ("fab-t-100", 4 / 255),
+        "Square-300 8/255": ("square-300", 8 / 255),
+    }
+    rows = []
+    for name in (*sorted(info.name for info in result.sets), MEAN):
+        pairs = [[cells[*column, d, name].accuracy for d in (PLAIN, OURS)] for column in columns.values()]
+        rows.append([name, *(f"{100 * plain:.0f} → {100 * ours:.0f}" for plain, ours in pairs)])
+    return "\n".join([*table(["CLIP → SecondLook", *columns], rows), "", _note(result)]) + "\n"
+
+
+def speed(results: Path) -> str:
+    """Time of SecondLook over that of plain CLIP and over its encoder passes, clean and attacked."""
+    rows, made = [], []
+    for path in sorted((results / "bench").glob("*-second-look-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        times = {item["label"]: item for item in report["contenders"]}
+        bare, ours = times["bare encoder"], times["second_look"]
+        rows.append(
+            [
+                f"{report['device']}, {report['dtype']}, batch {report['batch']}",
+                f"attacked with {report['eps']}" if report["attacked"] else "clean",
+                f"{ours['passes']:.2f}",
+                f"{ours['milliseconds'] / bare['milliseconds']:.2f}",
+                f"{ours['overhead']:.2f} ({ours['overhead_range'][0]:.2f} to {ours['overhead_range'][1]:.2f})",
+                f"{times['ReACT']['milliseconds'] / ours['milliseconds']:.1f}",
+            ]
+        )
+        made.append(f"`{path.name}` by `{report['command']}`")
+    head = ["device", "photos", "passes", "time / plain CLIP", "time / passes (of rounds)", "x as fast as ReACT"]
+    note = f"*Side by side in one run, {report['classes']:,} classes; `benchmarks/results/bench`: {'; '.join(made)}.*"
+    return "\n".join([*table(head, rows, words=2), "", note]) + "\n"
 
 
 def rules(results: Path) -> str:
@@ -33,26 +106,34 @@ def rules(results: Path) -> str:
     return "\n".join([*table(head, rows, words=2), "", note]) + "\n"
 
 
-def run_by_attack(run: str, results: Path) -> str:
-    """Accuracy and passes of every defence of a run, one row per attack."""
-    result = EvaluationResult.load(results / run / "result.json")
-    means = result.select(dataset=MEAN)
-    defenses = list(dict.fromkeys(row.defense for row in means))
-    columns = list(dict.fromkeys((row.attack, row.eps) for row in means))
-    cells = {(row.attack, row.eps, row.defense): row for row in means}
+def attacks(results: Path) -> str:
+    """Accuracy and passes of every defence, one row per attack or kind of damage."""
+    result, cells = _cells(results)
+    defenses = list(dict.fromkeys(row.defense for row in result.rows))
     rows = [
         [
             f"{attack} {format_eps(eps)}" if eps else attack,
-            *(f"{100 * cells[attack, eps, defense].accuracy:.1f}" for defense in defenses),
-            " / ".join(f"{cells[attack, eps, defense].passes:.1f}" for defense in defenses),
+            *(f"{100 * cells[attack, eps, defense, MEAN].accuracy:.1f}" for defense in defenses),
+            " / ".join(f"{cells[attack, eps, defense, MEAN].passes:.1f}" for defense in defenses),
         ]
-        for attack, eps in columns
+        for attack, eps in dict.fromkeys((row.attack, row.eps) for row in result.rows)
     ]
+    return "\n".join([*table(["", *defenses, "passes"], rows), "", _note(result)]) + "\n"
+
+
+def _cells(results: Path) -> tuple[EvaluationResult, dict[tuple[str, float, str, str], Row]]:
+    """The run, and its rows by attack, budget, defence and data set."""
+    result = EvaluationResult.load(results / RUN / "result.json")
+    return result, {(row.attack, row.eps, row.defense, row.dataset): row for row in result.rows}
+
+
+def _note(result: EvaluationResult) -> str:
+    """What the numbers are and which command made them."""
+    means = result.select(dataset=MEAN)
     widest = max(50 * (row.high - row.low) for row in means)
     images = sum(info.images for info in result.sets)
-    note = (
-        f"*Accuracy in %, mean over {len(result.sets)} sets ({images} test photos), ± {widest:.1f} or less; "
-        f"{result.device}, towers in {result.dtype}; `benchmarks/results/{run}/result.json`, made by "
+    return (
+        f"*Accuracy in %, {len(result.sets)} sets ({images} test photos), means ± {widest:.1f} or less; "
+        f"{result.device}, towers in {result.dtype}; `benchmarks/results/{RUN}/result.json`, made by "
         f"`{result.command}`.*"
     )
-    return "\n".join([*table(["", *defenses, "passes"], rows), "", note]) + "\n"

@@ -19,7 +19,7 @@ from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import Row
 from react_clip.report.run import read_run
 
-SUITES = ("adaptive-ReACT", "adaptive-AOM", "adaptive-Defend-CLIP", "adaptive-TTC")
+SUITES = ("adaptive-ReACT", "adaptive-AOM", "adaptive-Defend-CLIP", "adaptive-TTC", "adaptive-SecondLook")
 TRANSFER = "transfer"
 OBLIVIOUS = "adaptive-transfer"
 

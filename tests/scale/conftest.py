@@ -27,7 +27,17 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # by default workers give way to everything else on the machine
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        patch.setenv("RAY_worker_register_timeout_seconds", "600")
+        for _ in range(5):
+            cluster = Cluster()
+            try:
+                cluster.add_node(num_cpus=1, include_dashboard=False)
+                break
+            except Exception as error:  # a node has 30 s to start
+                cluster.shutdown()
+                late = error
+        else:
+            raise late
         try:
             yield cluster
         finally:

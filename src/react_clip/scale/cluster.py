@@ -17,6 +17,16 @@ from react_clip.optional import require
 
 _CONNECT_TIMEOUT = 5.0
 """Seconds; without a check of our own Ray would try for a minute."""
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # no warnings about Ray's internals
+    # On a busy machine processes need more than the 60 and 5 seconds after which Ray starts them anew.
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+"""Environment variables of clusters that are started here, unless they are set already."""
+_STARTS = 4
+"""Most attempts to start a cluster here: Ray gives a node 30 s, which a busy machine may exceed once or twice."""
 
 
 @contextmanager
@@ -25,25 +35,32 @@ def connected(address: str | None = None) -> Iterator[Any]:
 
     A session that is already connected is used and left open.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # warnings about Ray's internals
+    os.environ.update(_SETTINGS | os.environ)
     ray = require("ray", "working on a cluster", extra="scale")
     if ray.is_initialized():
         yield ray
         return
     if address is not None:
         _check_address(address)
-    options: dict[str, Any] = {"address": address} if address else {"address": "local", "include_dashboard": False}
-    try:
-        with _stderr_discarded():  # Ray's C++ part announces there that it will be quiet; errors are raised
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-        where = f"at {address}" if address else "on this machine"
-        raise ReactClipError(f"no Ray cluster could be used {where}: {first_line(error)}") from None
+        _start(ray, f"at {address}", address=address)
+    else:
+        _start(ray, "on this machine", attempts=_STARTS, address="local", include_dashboard=False)
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _start(ray: Any, where: str, *, attempts: int = 1, **options: Any) -> None:
+    """Call ``ray.init``, again if the processes that it starts do not answer in time."""
+    try:
+        with _stderr_discarded():  # Ray's C++ part announces there that it will be quiet; errors are raised
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception when a node is late
+        ray.shutdown()
+        if attempts > 1 and "timed out during startup" in str(error):
+            return _start(ray, where, attempts=attempts - 1, **options)
+        raise ReactClipError(f"no Ray cluster could be used {where}: {first_line(error)}") from None
 
 
 def require_versions(driver: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ NAME = "react-clip"
 
 _HEALTH_CHECK_PERIOD = 2.0
 """Seconds until a dead replica is noticed and replaced; requests avoid it at once."""
+_PROXY_START = 600.0
+"""Seconds that Ray's proxy may take to start on a busy machine."""
 
 
 def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: bool) -> Any:
@@ -113,10 +116,21 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
 def _deploy(serve: Any, app: Any) -> None:
     try:
         serve.run(app, name=NAME, route_prefix="/")
+    except TimeoutError:
+        # The replicas run, but Ray waits for its proxy for a minute only.
+        _wait_for_proxy(serve)
     except RuntimeError as error:
         # The replica's own message is somewhere in Ray's report.
         message = re.search(r"ReactClipError: (.+)", str(error))
         raise ReactClipError(message[1] if message else f"no replica could be started: {error}") from None
+
+
+def _wait_for_proxy(serve: Any) -> None:
+    until = time.monotonic() + _PROXY_START
+    while "HEALTHY" not in serve.status().proxies.values():
+        if time.monotonic() > until:
+            raise ReactClipError(f"Ray's proxy did not start in {_PROXY_START:.0f} s; is this machine too busy?")
+        time.sleep(0.5)
 
 
 def _shut_down(serve: Any) -> None:
