@@ -29,7 +29,7 @@ from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier, data, functional, load, noise, storage
 from react_clip.attacks import PGD
-from react_clip.defenses.react import FIRST_VIEWS, anchor_views, divergence_of
+from react_clip.defenses.react import FIRST_VIEWS, anchor_views, logits_of
 from react_clip.evaluation.sets import class_source
 from react_clip.preprocess import to_pixels
 
@@ -46,7 +46,7 @@ def encode(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor, seed: int, bat
     with torch.no_grad():
         for piece in pixels.split(batch):
             keys = noise.stream_keys(piece, seed)
-            decision = guard.decide(clf.encoder, piece, keys, divergence_of(clf))
+            decision = guard.decide(clf.encoder, piece, keys, logits_of(clf))
             views = anchor_views(clf.encoder, piece, decision.streams, decision.sigma, guard.max_batch)
             found = {"plain": decision.plain, "gated": decision.gated, "passes": decision.passes, "views": views}
             parts.append({name: tensor.cpu() for name, tensor in found.items()})

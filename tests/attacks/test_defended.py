@@ -112,7 +112,7 @@ class Brightness(rc.Encoder):
 class RightHalf(rc.ReACT):
     """A gate that opens where the right half is bright; the correction knows the answer."""
 
-    def decide(self, encoder: Any, pixels: Tensor, keys: Any, divergence: Any) -> Decision:
+    def decide(self, encoder: Any, pixels: Tensor, keys: Any, logits: Any) -> Decision:
         plain, tau = encoder.encode_views(pixels), float(self.tau or 0.0)
         score = pixels[..., pixels.shape[-1] // 2 :].mean((1, 2, 3)) - 0.5
         rest = dict.fromkeys(("drift_low", "drift_high", "drift", "instability", "sigma"), score)
@@ -122,7 +122,7 @@ class RightHalf(rc.ReACT):
             streams=passes[:, None], **rest,
         )  # fmt: skip
 
-    def act(self, encoder: Any, pixels: Tensor, decision: Decision, logits: Any = None) -> Correction:
+    def act(self, encoder: Any, pixels: Tensor, decision: Decision, logits: Any, may_stop: Any = True) -> Correction:
         opened = torch.eye(2)[0].expand_as(decision.plain) + 0.0 * decision.plain
         features = torch.where(decision.gated[:, None], opened, decision.plain)
         return Correction(**vars(decision), features=features, opened=opened, closed=decision.plain)

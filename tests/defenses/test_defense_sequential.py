@@ -13,7 +13,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import functional, noise
 from react_clip.defenses import AOM, DefendCLIP
-from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, divergence_of, logits_of
+from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, logits_of
 from react_clip.functional import settled
 from react_clip.serve.engine import Engine, Photo
 from react_clip.serve.settings import Settings
@@ -119,17 +119,17 @@ def test_settled_images_stop_and_passes_are_counted(guard: rc.ReACT) -> None:
     assert set(out.passes.tolist()) == {most - guard.views + FIRST_VIEWS, most}, "some must stop early, others not"
 
 
-def test_without_classes_or_laziness_all_views_are_encoded() -> None:
+def test_images_that_may_not_stop_and_complete_runs_encode_all_views() -> None:
     clf, images = toy_classifier(), toy_images(6)
     keys = noise.stream_keys(images, 0)
     whole = GUARD.replace(sequential=None)(clf, images)
     with torch.no_grad():
-        blind = GUARD.correct(clf.encoder, images, keys, divergence_of(clf))
-        decision = GUARD.decide(clf.encoder, images, keys, divergence_of(clf))
-        halves = [GUARD.act(clf.encoder, images, decision, logits) for logits in (None, logits_of(clf))]
-    assert torch.equal(blind.features, whole.features)
-    assert torch.equal(halves[0].features, whole.features)
-    assert torch.equal(halves[1].features, GUARD(clf, images).features)
+        whole_anchor = GUARD.correct(clf.encoder, images, keys, logits_of(clf), may_stop=False)
+        some = torch.arange(6) < 3
+        mixed = GUARD.correct(clf.encoder, images, keys, logits_of(clf), may_stop=some)
+    assert torch.equal(whole_anchor.features, whole.features)
+    expected = torch.where(some[:, None], GUARD(clf, images).features, whole.features)
+    assert torch.allclose(mixed.features, expected, atol=1e-6)
     assert set(GUARD.replace(lazy=False)(clf, images).passes.tolist()) == {GUARD.cost()[0]}
 
 

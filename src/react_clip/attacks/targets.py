@@ -21,7 +21,7 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.attacks.losses import margin
 from react_clip.defenses.base import DefendedModule, Defense, derived_seed, gradients, straight_through
-from react_clip.defenses.react import ReACT, divergence_of, logits_of
+from react_clip.defenses.react import ReACT, logits_of
 from react_clip.defenses.second_look import SecondLook
 
 Model = Callable[[Tensor], Tensor]
@@ -132,7 +132,7 @@ def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixel
     else:
         # Without a gate every image is corrected, so `lazy` skips only views that do not enter the answer.
         complete = defense if defense.tau is None else defense.replace(lazy=False)
-        parts = complete.correct(clf.encoder, pixels, keys, divergence_of(clf))
+        parts = complete.correct(clf.encoder, pixels, keys, logits_of(clf), may_stop=False)
         gate = {"threshold": parts.threshold, "gated": parts.gated}
     return {
         "closed": Answer(parts.closed, clf.logits(parts.closed)),

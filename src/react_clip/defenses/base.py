@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from react_clip.encoders.base import Encoder, Gradients
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
+
+MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma")
+"""Fields of :class:`Defended` with one number per image that say why it was corrected or not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,30 +105,34 @@ def answer(
     *,
     passes: tuple[Tensor | int, Tensor | int],
     logits: Tensor | None = None,
-    score: Tensor | None = None,
-    gated: Tensor | None = None,
+    **measured: Tensor,
 ) -> Defended:
-    """The result of a defence that measures neither r nor J; these fields are NaN.
+    """The result of a defence; :data:`MEASUREMENTS` that are not given are NaN, and ``gated`` is true for all images.
 
     ``passes`` are forward and backward passes, each one number for all images or one per image ``[B]``. ``logits`` are
-    those of the features by default, ``gated`` is true for all images.
+    those of the features by default.
     """
     nan = torch.full((len(features),), torch.nan, device=features.device)
     zero = torch.zeros_like(nan, dtype=torch.long)
     return Defended(
         features=features,
         logits=clf.logits(features) if logits is None else logits,
-        drift_low=nan,
-        drift_high=nan,
-        drift=nan,
-        instability=nan,
-        score=nan if score is None else score,
-        gated=zero == 0 if gated is None else gated,
-        sigma=nan,
         passes=zero + passes[0],
         backward_passes=zero + passes[1],
         class_names=clf.names,
+        **(dict.fromkeys(MEASUREMENTS, nan) | {"gated": zero == 0} | measured),
     )
+
+
+def diagnostics(out: Any) -> list[dict[str, Any]]:
+    """:data:`MEASUREMENTS` and passes of each image as JSON values, ``None`` for what was not measured.
+
+    ``out`` is a :class:`Defended`, or a correction that has some of these fields.
+    """
+    nothing = dict.fromkeys((*MEASUREMENTS, "passes"))
+    known = [name for name in nothing if hasattr(out, name)]
+    rows = zip(*(getattr(out, name).tolist() for name in known), strict=True)
+    return [nothing | {name: value for name, value in zip(known, row, strict=True) if value == value} for row in rows]
 
 
 class Undefended(Defense):

@@ -30,7 +30,7 @@ from torch import Tensor
 from react_clip import functional, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.base import Defended, Defense
+from react_clip.defenses.base import MEASUREMENTS, Defended, Defense, answer
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.mappings import Constant, Linear, Mapping
@@ -61,16 +61,12 @@ _CALIBRATIONS = {
 # Options beyond the paper: written to files only where they are used, so that other configurations stay the same.
 _BEYOND = {"jitter": 0.0, "alpha_closed": 0.0, "sequential": None}
 
-Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(rows [n], features [n, D], augmented features [n, D]) -> J [n]``, each row over its own classes."""
-
 Logits = Callable[[Tensor, Tensor], Tensor]
-"""``(rows [n], features [n, k, D]) -> logits [n, k, K]``, minus infinity for classes that a row does not have."""
+"""``(rows [n], features [n, ..., D]) -> logits [n, ..., K]``, each row over its own classes; minus infinity for those
+that a row does not have."""
 
-
-def divergence_of(clf: ZeroShotClassifier) -> Divergence:
-    """J where all images are of one classifier."""
-    return lambda rows, features, augmented: functional.js_divergence(clf.logits(features), clf.logits(augmented))
+Mask = Tensor | bool
+"""One value for all images, or one per image ``[B]``."""
 
 
 def logits_of(clf: ZeroShotClassifier) -> Logits:
@@ -210,28 +206,18 @@ class ReACT(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
-            decision = self.decide(encoder, pixels, keys, divergence_of(clf))
+            decision = self.decide(encoder, pixels, keys, logits_of(clf))
             check.wait()
             # Computed while a GPU is still at work on J: most images keep their features.
-            logits, backward_passes = clf.logits(decision.plain), torch.zeros_like(decision.passes)
-            corrected = self.act(encoder, pixels, decision, logits_of(clf))
-            return Defended(
-                features=corrected.features,
-                logits=logits if corrected.features is decision.plain else clf.logits(corrected.features),
-                drift_low=corrected.drift_low,
-                drift_high=corrected.drift_high,
-                drift=corrected.drift,
-                instability=corrected.instability,
-                score=corrected.score,
-                gated=corrected.gated,
-                sigma=corrected.sigma,
-                passes=corrected.passes,
-                backward_passes=backward_passes,
-                class_names=clf.names,
-            )
+            logits = clf.logits(decision.plain)
+            out = self.act(encoder, pixels, decision, logits_of(clf))
+            if out.features is not decision.plain:
+                logits = clf.logits(out.features)
+            measured = {name: getattr(out, name) for name in MEASUREMENTS}
+            return answer(clf, out.features, logits=logits, passes=(out.passes, 0), **measured)
 
     def correct(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence, logits: Logits | None = None
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor, logits: Logits, may_stop: Mask = True
     ) -> Correction:
         """The defence of images that may have different class lists: :meth:`decide`, then :meth:`act`.
 
@@ -239,12 +225,12 @@ class ReACT(Defense):
             encoder: the image encoder.
             pixels: ``[B, 3, S, S]`` in [0, 1], checked, on the encoder's device.
             keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`.
-            divergence: measures J of the rows it is given, each over its own classes.
-            logits: for ``sequential``, the logits of rows over their own classes; without it all views are encoded.
+            logits: the logits of rows over their own classes.
+            may_stop: mask ``[B]`` of the images for which ``sequential`` may leave out views; ``False`` encodes all.
         """
-        return self.act(encoder, pixels, self.decide(encoder, pixels, keys, divergence), logits)
+        return self.act(encoder, pixels, self.decide(encoder, pixels, keys, logits), logits, may_stop)
 
-    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor, divergence: Divergence) -> Decision:
+    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor, logits: Logits) -> Decision:
         """Encode, probe, gate: the part of Algorithm 2 that needs no anchor view; arguments as in :meth:`correct`."""
         streams = noise.fork(keys, torch.arange(GATE + 1, device=keys.device)[:, None])  # one row per purpose: [5, B]
         plain, low, high = self._probe(encoder, pixels, streams[LOW : HIGH + 1])
@@ -252,7 +238,7 @@ class ReACT(Defense):
         drift = functional.relative_drift(drift_low, drift_high)
         sigma = self.mapping(drift.detach() if encoder.gradients.detach_sigma else drift).to(pixels.dtype)
         threshold = self._threshold(streams[GATE], drift)
-        instability = self._instability(encoder, pixels, streams[AUGMENT], plain, drift, threshold, divergence)
+        instability = self._instability(encoder, pixels, streams[AUGMENT], plain, drift, threshold, logits)
         score = functional.intervention_score(drift, instability.nan_to_num(0.0))
         encoded = 1 + 2 * self.probe_samples if self._needs_drift else 1
         return Decision(
@@ -269,7 +255,9 @@ class ReACT(Defense):
             streams=noise.fork(streams[ANCHOR][:, None], torch.arange(self.views, device=keys.device)),
         )
 
-    def act(self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits | None = None) -> Correction:
+    def act(
+        self, encoder: Encoder, pixels: Tensor, decision: Decision, logits: Logits, may_stop: Mask = True
+    ) -> Correction:
         """Anchor and extrapolate: the correction of the images that the gate lets through."""
         plain, gated, passes = decision.plain, decision.gated, decision.passes
         if self.lazy and not self.alpha_closed:
@@ -277,7 +265,7 @@ class ReACT(Defense):
         else:
             needed = torch.arange(len(plain), device=plain.device)
         features = opened = closed = plain
-        for rows, views in self._anchor_views(encoder, pixels, decision, needed, logits):
+        for rows, views in self._anchor_views(encoder, pixels, decision, needed, logits, may_stop):
             anchors = functional.anchor(views)
             if_open = functional.extrapolate(plain[rows], anchors, self.alpha)
             if_closed = functional.extrapolate(plain[rows], anchors, self.alpha_closed)
@@ -333,7 +321,7 @@ class ReACT(Defense):
         plain: Tensor,
         drift: Tensor,
         threshold: Tensor,
-        divergence: Divergence,
+        logits: Logits,
     ) -> Tensor:
         """J(x) where it can still change the gate, NaN elsewhere."""
         result = torch.full_like(drift, torch.nan)
@@ -353,10 +341,11 @@ class ReACT(Defense):
             return encoder.backend(self.augmentation, pixels[chosen], keys[chosen])
 
         augmented = encoder.encode_in_batches(len(rows), self.max_batch, views)
-        return result.index_copy(0, rows, divergence(rows, plain[rows], augmented))
+        divergence = functional.js_divergence(logits(rows, plain[rows]), logits(rows, augmented))
+        return result.index_copy(0, rows, divergence.to(result.dtype))
 
     def _anchor_views(
-        self, encoder: Encoder, pixels: Tensor, decision: Decision, rows: Tensor, logits: Logits | None
+        self, encoder: Encoder, pixels: Tensor, decision: Decision, rows: Tensor, logits: Logits, may_stop: Mask
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and features ``[n, k, D]`` of their anchor views: all M, or with ``sequential`` two and then all.
 
@@ -364,26 +353,24 @@ class ReACT(Defense):
         """
         if not len(rows):
             return
-        plain, first = decision.plain, self.views
-        if self.sequential is not None and self.lazy and logits is not None:
-            first = min(FIRST_VIEWS, self.views)
 
         def encode(rows: Tensor, start: int, stop: int) -> Tensor:
             keys, sigma = decision.streams[rows, start:stop], decision.sigma[rows]
             return anchor_views(encoder, pixels[rows], keys, sigma, self.max_batch)
 
-        views = encode(rows, 0, first)
-        yield rows, views
-        if first == self.views or logits is None or self.sequential is None:
+        if self.sequential is None or not self.lazy or may_stop is False or self.views <= FIRST_VIEWS:
+            yield rows, encode(rows, 0, self.views)
             return
+        views = encode(rows, 0, FIRST_VIEWS)
+        yield rows, views
         with torch.no_grad():
             alpha = torch.where(decision.gated[rows], self.alpha, self.alpha_closed)
-            moved = torch.lerp(plain[rows, None], views, alpha[:, None, None].to(views.dtype))
+            moved = torch.lerp(decision.plain[rows, None], views, alpha[:, None, None].to(views.dtype))
             final = functional.settled(logits(rows, moved), self.views, self.sequential)
-            left = (~final).nonzero().flatten()
+            left = (~(final if may_stop is True else final & may_stop[rows])).nonzero().flatten()
         if len(left):
             rows, views = rows[left], views[left]
-            yield rows, torch.cat([views, encode(rows, first, self.views)], 1)
+            yield rows, torch.cat([views, encode(rows, FIRST_VIEWS, self.views)], 1)
 
     @property
     def _needs_drift(self) -> bool:

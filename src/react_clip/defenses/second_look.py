@@ -28,7 +28,7 @@ from torch import Tensor
 from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.base import Defended, Defense
+from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.defenses.react import Logits, logits_of
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -203,20 +203,9 @@ class SecondLook(Defense):
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
             out = self.correct(encoder, pixels, keys, logits_of(clf), wait=check.wait)
-            nan = torch.full_like(out.drift, torch.nan)
+            measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             return SecondLooked(
-                features=out.features,
-                logits=clf.logits(out.features),
-                drift_low=nan,
-                drift_high=nan,
-                drift=out.drift,
-                instability=out.instability,
-                score=out.score,
-                gated=out.gated,
-                sigma=nan,
-                passes=out.passes,
-                backward_passes=torch.zeros_like(out.branch),
-                class_names=clf.names,
+                **vars(answer(clf, out.features, passes=(out.passes, 0), **measured)),
                 disagrees=out.disagrees,
                 branch=out.branch,
                 look_size=out.look_size,

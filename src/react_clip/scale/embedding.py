@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from react_clip.defenses import default_for
-from react_clip.defenses.base import Defended, Defense
+from react_clip.defenses.base import MEASUREMENTS, Defended, Defense, diagnostics
 from react_clip.encoders import load
 from react_clip.environment import __version__, device_name
 from react_clip.errors import ReactClipError
@@ -48,8 +48,6 @@ _THREADS = {"cpu": 2, "cuda": 4}
 
 _WORKERS_PER_GPU = 2
 """Two, so that one reads and writes while the other computes."""
-
-_MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma", "passes")
 
 log = logging.getLogger("react_clip.scale")
 
@@ -318,14 +316,13 @@ def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
 
 
 def _add_answers(rows: list[Row], defended: Defended, clf: ZeroShotClassifier, top: int) -> None:
-    """Add features, answers and measurements to the rows of decoded images; NaN is left out."""
+    """Add features, answers and measurements to the rows of decoded images."""
     best = defended.probs.topk(min(top, len(clf.names)), dim=-1)
     features, probs = defended.features.float().cpu().numpy(), best.values.float().cpu().numpy()
-    measurements = {name: getattr(defended, name).tolist() for name in _MEASUREMENTS}
+    measured = diagnostics(defended)
     for i, (row, classes) in enumerate(zip(rows, best.indices.tolist(), strict=True)):
         labels = [clf.names[k] for k in classes]
-        row |= {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i]}
-        row |= {name: column[i] for name, column in measurements.items() if column[i] == column[i]}
+        row |= {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i], **measured[i]}
 
 
 def _table(rows: list[Row], dim: int) -> Any:
@@ -333,5 +330,5 @@ def _table(rows: list[Row], dim: int) -> Any:
     pa = require("pyarrow", "writing Parquet", extra="scale")
     columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), dim)}
     columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
-    columns |= dict.fromkeys(_MEASUREMENTS, pa.float32()) | {"gated": pa.bool_()}
+    columns |= dict.fromkeys((*MEASUREMENTS, "passes"), pa.float32()) | {"gated": pa.bool_()}
     return pa.Table.from_pylist(rows, pa.schema(columns))

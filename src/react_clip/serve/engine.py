@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from react_clip import functional
-from react_clip.defenses.react import ReACT
+from react_clip.defenses.base import diagnostics
+from react_clip.defenses.react import Logits, ReACT
 from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.serve.errors import busy, late
@@ -35,9 +35,6 @@ _MAX_TASKS = 32
 
 _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
-
-_DIAGNOSTICS = ("drift_low", "drift_high", "drift", "instability", "score", "sigma", "gated", "passes")
-"""Fields of a correction that an answer carries; SecondLook has no ``drift_low``, ``drift_high`` and ``sigma``."""
 
 T = TypeVar("T")
 
@@ -61,7 +58,7 @@ class Answer:
     plain_probs: Tensor
     """Probabilities ``[K]`` of plain CLIP."""
     diagnostics: dict[str, Any]
-    """The fields of ``Defended`` that are in ``_DIAGNOSTICS``; NaN for what was not measured."""
+    """As :func:`react_clip.defenses.base.diagnostics` gives them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,64 +198,40 @@ class Engine:
 
     @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
-        device = self.encoder.device
+        device, guard = self.encoder.device, self.guard
         pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
         keys = torch.stack([image.photo.key for image in batch]).to(device)
-        lists = _BatchClasses(batch, device)
+        logits = _logits_of(batch, device)
         out: Any
-        if isinstance(self.guard, SecondLook):
-            out = self.guard.correct(self.encoder, pixels, keys, lists.logits)
+        if isinstance(guard, SecondLook):
+            out = guard.correct(self.encoder, pixels, keys, logits)
         else:
-            out = self.guard.correct(self.encoder, pixels, keys, lists.divergence, lists.early_stop_logits)
+            may_stop = torch.tensor([not image.all_views for image in batch], device=device)
+            out = guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
         if not bool(torch.isfinite(out.features).all()):
             raise ArithmeticError("features are not finite")
-        unknown = torch.full_like(out.drift, torch.nan)
-        measured = zip(*(getattr(out, name, unknown).tolist() for name in _DIAGNOSTICS), strict=True)
-        diagnostics = [dict(zip(_DIAGNOSTICS, values, strict=True)) for values in measured]
-        columns = (out.features.cpu(), lists.probs(out.features), lists.probs(out.plain), diagnostics)
-        return [Answer(*values) for values in zip(*columns, strict=True)]
+        everyone = torch.arange(len(batch), device=device)
+        defended, plain = (logits(everyone, features).softmax(-1).cpu() for features in (out.features, out.plain))
+        counts = [len(image.classes.names) for image in batch]
+        return [
+            Answer(feature, probs[:count], plain_probs[:count], values)
+            for feature, probs, plain_probs, count, values in zip(
+                out.features.cpu(), defended, plain, counts, diagnostics(out), strict=True
+            )
+        ]
 
 
-class _BatchClasses:
-    """The label lists of one batch: computes for each image with its own list."""
+def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
+    """The logits of the images of a batch, each over its own label list."""
+    lists = list(dict.fromkeys(image.classes for image in batch))
+    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
+    longest = max(len(classes.names) for classes in lists)
 
-    def __init__(self, batch: list[_QueuedImage], device: torch.device) -> None:
-        self.lists = list(dict.fromkeys(image.classes for image in batch))
-        self._list_of = torch.tensor([self.lists.index(image.classes) for image in batch], device=device)
-        self._all_views = torch.tensor([image.all_views for image in batch], device=device)
-
-    def _groups(self, rows: Tensor) -> list[tuple[ZeroShotClassifier, Tensor]]:
-        """Each label list with the positions in ``rows`` of its images."""
-        groups = [(classes, (self._list_of[rows] == i).nonzero().flatten()) for i, classes in enumerate(self.lists)]
-        return [(classes, positions) for classes, positions in groups if len(positions)]
-
-    def divergence(self, rows: Tensor, features: Tensor, augmented: Tensor) -> Tensor:
-        """JS divergence ``[R]`` between the predictions for two features ``[R, D]`` of the images ``rows``."""
-        out = features.new_zeros(len(rows))
-        for classes, at in self._groups(rows):
-            pair = classes.logits(features[at]), classes.logits(augmented[at])
-            out[at] = functional.js_divergence(*pair).to(out.dtype)
-        return out
-
-    def logits(self, rows: Tensor, features: Tensor) -> Tensor:
-        """Logits ``[R, V, K]`` of ``V`` features of each image, -inf beyond the end of shorter lists."""
-        longest = max(len(classes.names) for classes in self.lists)
+    def logits(rows: Tensor, features: Tensor) -> Tensor:
         out = features.new_full((*features.shape[:-1], longest), -torch.inf)
-        for classes, at in self._groups(rows):
+        for number, classes in enumerate(lists):
+            at = (list_of[rows] == number).nonzero().flatten()
             out[at, ..., : len(classes.names)] = classes.logits(features[at])
         return out
 
-    def early_stop_logits(self, rows: Tensor, features: Tensor) -> Tensor:
-        """:meth:`logits` with one class left for images that need all views: without a margin none is skipped."""
-        out = self.logits(rows, features)
-        out[..., 1:].masked_fill_(self._all_views[rows, None, None], -torch.inf)
-        return out
-
-    def probs(self, features: Tensor) -> list[Tensor]:
-        """Probabilities ``[K]`` of every image of the batch over its own list, on the CPU."""
-        out = [features] * len(features)
-        for classes, at in self._groups(torch.arange(len(features), device=features.device)):
-            rows = classes.logits(features[at]).softmax(-1).cpu()
-            for position, row in zip(at.tolist(), rows, strict=True):
-                out[position] = row
-        return out
+    return logits

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -252,10 +251,9 @@ class Diagnostics(Schema):
 
     @classmethod
     def of(cls, answer: Answer) -> Diagnostics:
-        """Diagnostics of one image, NaN written as null."""
+        """Diagnostics of one image."""
         values = answer.diagnostics | {"r": answer.diagnostics["drift"], "J": answer.diagnostics["instability"]}
-        values["passes"] = round(values["passes"], 4)
-        return cls.model_validate({name: value if math.isfinite(value) else None for name, value in values.items()})
+        return cls.model_validate(values | {"passes": round(values["passes"], 4)})
 
 
 class Result(Schema):
