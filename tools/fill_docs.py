@@ -6,9 +6,9 @@
 A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- threats: SECTION -->``,
-``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their measurements are not
-there); everything up to ``<!-- end -->`` is replaced.
+``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
+``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty
+while their measurements are not there); everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from react_clip.config import pop_kind
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import merge
+from react_clip.report.ranking import rank
 from react_clip.report.run import read_run
 from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -46,6 +47,14 @@ def run_table(run: str, name: str) -> str:
     caption, _, body = found.markdown().partition("\n\n")
     device = f"{result.device}, towers in {result.dtype}"
     return f"{body}\n*{caption} {device}; `benchmarks/results/{run}/result.json`, made by `{result.command}`.*\n"
+
+
+def ranking_table(*runs: str) -> str:
+    """The ranking of the defences of several runs."""
+    ranking = rank([RESULTS / run for run in runs])
+    caption, _, body = ranking.table.markdown().partition("\n\n")
+    command = f"react-clip rank {' '.join(f'benchmarks/results/{run}' for run in runs)}"
+    return f"{body}\n*{caption} Made by `{command}`.*\n"
 
 
 def paper_table(name: str) -> str:
@@ -178,6 +187,7 @@ def filled(text: str) -> str:
             "scale": lambda _: overhead(RESULTS),
             "threats": lambda section: threats(section, RESULTS),
             "look": lambda section: look(section, RESULTS),
+            "ranking": ranking_table,
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

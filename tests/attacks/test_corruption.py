@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 import pytest
@@ -52,7 +53,37 @@ def test_blur_spreads_a_point_and_keeps_its_light() -> None:
     assert blurred[0, 0].sum() == pytest.approx(1.0, abs=0.3)  # rounding to 8 bits loses the faint rim
 
 
-@pytest.mark.parametrize("wrong", [{"severity": 0}, {"type": "fog"}, {"eps": 4 / 255}])
+@pytest.mark.parametrize(("kind", "severity"), [("defocus", 3), ("motion", 9)])
+def test_lens_and_motion_spread_a_point_over_their_reach(kind: str, severity: float) -> None:
+    point = torch.zeros(2, 3, 33, 33)
+    point[0, :, 16, 16] = point[1, :, 15, 16] = 1.0
+    spread = damaged(kind, severity, point)
+    far = torch.hypot(torch.arange(33.0)[:, None] - 16, torch.arange(33.0)[None] - 16) > severity + 1
+    assert spread[0, 0].sum() == pytest.approx(1.0, abs=0.1)
+    assert spread[0, 0, far].max() == 0
+    count = int((spread[0, 0] > 0.5 * spread[0, 0].max()).sum())
+    area = math.pi * severity**2 if kind == "defocus" else severity
+    assert count == pytest.approx(area, rel=0.4)
+    directions_differ = not torch.allclose(spread[0, :, 1:], spread[1, :, :-1])
+    assert directions_differ == (kind == "motion")
+
+
+def test_shot_noise_has_the_variance_of_counted_photons() -> None:
+    grey = torch.full((1, 3, 64, 64), 0.5)
+    noisy = damaged("shot", 60, grey)
+    assert noisy.mean() == pytest.approx(0.5, abs=0.01)
+    assert noisy.var() == pytest.approx(0.5 / 60, rel=0.1)
+
+
+def test_fog_adds_white_light_and_pixels_become_blocks(photo: Tensor) -> None:
+    foggy = damaged("fog", 0.6, photo)
+    assert (foggy >= photo * 0.4 + 0.3 - 1 / 255).all()
+    assert foggy.std() < photo.std()
+    blocks = damaged("pixelate", 0.25, photo).unfold(2, 4, 4).unfold(3, 4, 4).flatten(4)
+    assert torch.equal(blocks.amin(-1), blocks.amax(-1))
+
+
+@pytest.mark.parametrize("wrong", [{"severity": 0}, {"type": "rain"}, {"eps": 4 / 255}])
 def test_bad_values_get_one_line(wrong: dict[str, object]) -> None:
     with pytest.raises(ReactClipError, match=next(iter(wrong))):
         Corruption(**wrong)  # type: ignore[arg-type]

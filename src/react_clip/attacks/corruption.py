@@ -1,12 +1,14 @@
-"""Photos that nobody attacked but that were taken or stored badly: noise, JPEG, blur, contrast and brightness."""
+"""Photos that nobody attacked but that were taken or stored badly: noise, blur, fog, bad light, JPEG, few pixels."""
 
 from __future__ import annotations
 
 import io
+import math
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageFilter
 from pydantic import Field
 from torch import Tensor
@@ -22,8 +24,16 @@ from react_clip.preprocess import to_image
 class Corruption(Attack):
     """Damage every image in the same natural way and round it to 8 bits; the labels and the model play no part.
 
-    ``severity`` is the standard deviation of the noise (pixels in [0, 1]), the quality of the JPEG file, the radius of
-    the Gaussian blur in pixels, or the factor of contrast or brightness (1 changes nothing).
+    ``severity`` depends on the type:
+
+    - ``noise``: standard deviation of Gaussian noise, for pixels in [0, 1];
+    - ``shot``: photons that a white pixel collects (Poisson noise; fewer are worse);
+    - ``jpeg``: quality of the file, 1 to 100;
+    - ``blur``, ``defocus``: radius in pixels of a Gaussian, of a disk;
+    - ``motion``: length in pixels of a straight movement in a random direction;
+    - ``contrast``, ``brightness``: factor (1 changes nothing);
+    - ``fog``: largest share of the light that comes from an uneven white haze;
+    - ``pixelate``: share of the side that is left before the image is enlarged again.
 
     It has no budget (``eps`` is 0), and an evaluation applies it to all images, also to those that CLIP gets wrong.
 
@@ -35,8 +45,10 @@ class Corruption(Attack):
 
     kind: ClassVar[str] = "corruption"
     natural: ClassVar[bool] = True
-    type: Literal["noise", "jpeg", "blur", "contrast", "brightness"] = "noise"
-    severity: Annotated[float, Field(gt=0, le=100)] = 0.02
+    type: Literal["noise", "shot", "jpeg", "blur", "defocus", "motion", "contrast", "brightness", "fog", "pixelate"] = (
+        "noise"
+    )
+    severity: Annotated[float, Field(gt=0, le=1000)] = 0.02
     eps: Literal[0] = 0
 
     @property
@@ -51,11 +63,25 @@ class Corruption(Attack):
 
     def search(self, problem: Problem) -> Tensor:
         """The damaged images."""
+        x, keys, severity = problem.x, problem.keys, self.severity
         if self.type == "noise":
-            sigma = torch.full_like(problem.x[:, 0, 0, 0], self.severity)
-            return noise.noisy_view(problem.x, problem.keys, sigma).clamp(0.0, 1.0).mul(255.0).round().div(255.0)
-        damaged = [np.asarray(self._damaged(to_image(pixels))) for pixels in problem.x]
-        return torch.from_numpy(np.stack(damaged)).permute(0, 3, 1, 2).div(255.0).to(problem.x)
+            damaged = noise.noisy_view(x, keys, torch.full_like(x[:, 0, 0, 0], severity))
+        elif self.type == "shot":
+            damaged = _shot_noise(x, keys, severity)
+        elif self.type == "defocus":
+            damaged = _filtered(x, _disk(severity).expand(len(x), -1, -1))
+        elif self.type == "motion":
+            directions = math.pi * noise.uniform(keys, 1).flatten()
+            damaged = _filtered(x, torch.stack([_line(severity, float(direction)) for direction in directions]))
+        elif self.type == "fog":
+            # Haze of at least half of the severity everywhere, smooth over a seventh of the side.
+            coarse = 0.5 + 0.5 * noise.uniform(keys, 49).to(x.dtype).reshape(-1, 1, 7, 7)
+            haze = severity * F.interpolate(coarse, x.shape[2:], mode="bicubic").clamp(0.5, 1.0)
+            damaged = x * (1.0 - haze) + haze
+        else:
+            photos = [np.asarray(self._damaged(to_image(pixels))) for pixels in x]
+            damaged = torch.from_numpy(np.stack(photos)).permute(0, 3, 1, 2).div(255.0).to(x)
+        return damaged.clamp(0.0, 1.0).mul(255.0).round().div(255.0)
 
     def _damaged(self, photo: Image.Image) -> Image.Image:
         if self.type == "jpeg":
@@ -64,5 +90,44 @@ class Corruption(Attack):
             return Image.open(file)
         if self.type == "blur":
             return photo.filter(ImageFilter.GaussianBlur(self.severity))
+        if self.type == "pixelate":
+            side = max(1, round(self.severity * photo.width))
+            return photo.resize((side, side), Image.Resampling.BOX).resize(photo.size, Image.Resampling.NEAREST)
         enhance = ImageEnhance.Contrast if self.type == "contrast" else ImageEnhance.Brightness
         return enhance(photo).enhance(self.severity)
+
+
+def _shot_noise(x: Tensor, keys: Tensor, photons: float) -> Tensor:
+    """Images of counted photons: each pixel has a Poisson distribution with mean ``x * photons``."""
+    counted = [
+        np.random.default_rng(int(key) % 2**64).poisson(pixels.double().cpu().numpy() * photons)
+        for pixels, key in zip(x, keys, strict=True)
+    ]
+    return torch.from_numpy(np.stack(counted)).to(x).div(photons)
+
+
+def _filtered(x: Tensor, kernels: Tensor) -> Tensor:
+    """Each image filtered with its own kernel ``[k, k]`` of sum 1, its border repeated."""
+    reach = kernels.shape[-1] // 2
+    padded = F.pad(x, (reach,) * 4, mode="replicate")
+    planes = padded.reshape(1, -1, *padded.shape[2:])
+    weights = kernels.to(x).repeat_interleave(x.shape[1], 0)[:, None]
+    return F.conv2d(planes, weights, groups=planes.shape[1]).reshape(x.shape)
+
+
+def _disk(radius: float) -> Tensor:
+    """A disk of sum 1, with a soft edge of one pixel."""
+    reach = math.ceil(radius)
+    at = torch.arange(-reach, reach + 1.0)
+    weights = (radius + 0.5 - torch.hypot(at[:, None], at[None])).clamp(0.0, 1.0)
+    return weights / weights.sum()
+
+
+def _line(length: float, direction: float) -> Tensor:
+    """A line of sum 1 through the centre, ``direction`` in radians, with a soft edge of one pixel."""
+    reach = math.ceil(length / 2)
+    at = torch.arange(-reach, reach + 1.0)
+    along = (at[None] * math.cos(direction) + at[:, None] * math.sin(direction)).abs()
+    across = (at[None] * math.sin(direction) - at[:, None] * math.cos(direction)).abs()
+    weights = (1.0 - across).clamp(0.0, 1.0) * (length / 2 + 0.5 - along).clamp(0.0, 1.0)
+    return weights / weights.sum()

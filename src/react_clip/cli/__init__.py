@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": "Measure accuracy of defences as a recipe says; continues a run that was interrupted.",
     "calibrate": "Fit a defence to an encoder: SecondLook to clean photos without labels, ReACT to labelled ones.",
     "report": "Write a self-contained HTML page and the figures (SVG, PNG) of one or several runs, finished or not.",
+    "rank": "Rank defences over clean, damaged and attacked photos, from runs, or measure one of your own.",
     "bench": "Time the bare encoder, the 14-pass algorithm, ReACT and published Defend-CLIP on the same images.",
     "finetune": "Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",
     "export": "Write the image tower for ONNX Runtime or OpenVINO and check it against the original.",

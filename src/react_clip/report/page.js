@@ -35,7 +35,8 @@ const collator = new Intl.Collator("en", { numeric: true });
 
 // ---------------------------------------------------------------- tables of the result
 for (const table of document.querySelectorAll("table.sortable")) {
-  const heads = [...table.tHead.rows[0].cells];
+  // Groups of columns may stand above the titles.
+  const heads = [...[...table.tHead.rows].at(-1).cells].filter((cell) => cell.tagName === "TH");
   heads.forEach((head, column) => {
     const button = element("button", { type: "button", textContent: head.textContent });
     head.replaceChildren(button);
@@ -46,22 +47,36 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const chosen = head.getAttribute("aria-sort") === first ? other : first;
       heads.forEach((each) => each.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", chosen);
-      const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
-      const rows = [...table.tBodies[0].rows].sort((a, b) => {
+      // A table has one body with a row per entry, or a body per entry whose first row counts.
+      const entries = table.tBodies.length > 1 ? [...table.tBodies] : [...table.tBodies[0].rows];
+      const value = (entry) => {
+        const cell = (entry.rows?.[0] ?? entry).cells[column];
+        return cell.dataset.value ?? cell.textContent;
+      };
+      const sorted = entries.sort((a, b) => {
         const [left, right] = [value(a), value(b)];
         if ((left === "") !== (right === "")) return left === "" ? 1 : -1;
         const numbers = isNumber(left) && isNumber(right);
         const order = numbers ? left - right : collator.compare(left, right);
         return chosen === "ascending" ? order : -order;
       });
-      table.tBodies[0].append(...rows);
+      sorted[0].parentElement.append(...sorted);
     });
   });
+}
+for (const input of document.querySelectorAll("input[data-filters]")) {
+  input.addEventListener("input", () => {
+    const wanted = input.value.trim().toLowerCase();
+    for (const body of document.getElementById(input.dataset.filters).tBodies) {
+      body.hidden = !body.rows[0].cells[0].dataset.value.toLowerCase().includes(wanted);
+    }
+  });
+  input.hidden = false;
 }
 function isNumber(text) { return text !== "" && Number.isFinite(Number(text)); }
 
 // ---------------------------------------------------------------- figures
-{
+if (document.getElementById("enlarged")) {
   const dialog = document.getElementById("enlarged");
   for (const button of document.querySelectorAll("button.drawing")) {
     button.addEventListener("click", () => {

@@ -68,7 +68,8 @@ def write_report(
     fitted = _calibration(run, calibration, missing)
     drawn, not_drawn = _draw(run, fitted, out / FIGURES, progress)
     result = run.result
-    page = _render(
+    page = render(
+        "page.html",
         run=run,
         result=result,
         summary=page_data.summary(run),
@@ -90,13 +91,14 @@ def write_report(
     return Report(out / PAGE, tuple(written), tuple(missing), tuple(not_drawn))
 
 
-def _render(**values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """A page of this package with its style and script inlined."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("react_clip.report", ""), autoescape=True)
     environment.filters |= {"hash": _hash, "number": lambda value: "" if math.isnan(value) else f"{value:.6g}"}
     style, script = (files("react_clip.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    page = environment.get_template("page.html").render(style=style, script=script, **values)
+    page = environment.get_template(template).render(style=style, script=script, **values)
     # A path may hold bytes that are no text.
     return page.encode("utf-8", "replace").decode()
 
