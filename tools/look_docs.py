@@ -10,6 +10,7 @@ from doc_tables import table
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import Row
+from react_clip.report.ranking import ALL, rank
 
 RUN = "second-look"
 PLAIN, OURS = "CLIP", "SecondLook"
