@@ -36,6 +36,10 @@ def holes(results: Path) -> str:
         [title, *(f"{100 * cells[*column, defense, MEAN].accuracy:.1f}" for defense in defenses)]
         for title, column in columns.items()
     ]
+    ranking = rank([results / RUN])
+    worst = {entry.label: entry.cells[ranking.columns.index(ALL)].value for entry in ranking.entries}
+    budgets = {(row.attack, row.eps) for row in result.rows if row.eps}
+    rows.append([f"worst case per photo over all {len(budgets)} attacks", *(f"{worst[name]:.1f}" for name in defenses)])
     passes = [
         [cells[*columns[title], d, MEAN].passes for title in ("clean photos", "PGD-10 at 4/255")] for d in defenses
     ]
