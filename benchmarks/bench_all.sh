@@ -24,6 +24,7 @@ bench() { # MODEL PART OPTION...
   if [[ $model == vit-b-32 ]]; then weights=(--shapes ViT-B-32); fi
   python3 -m react_clip bench "${weights[@]}" --device "$where" --dtype "$dtype" --quiet \
     --out "$out/$device-$model-$part.json" "$@"
+  if [[ $part == sweep-batch ]]; then python3 benchmarks/roofline.py "$out/$device-$model-$part.json"; fi
   echo "-- $device-$model-$part: $((SECONDS - begin)) s"
 }
 

@@ -30,7 +30,7 @@ from _common import Server, where, write
 from torch import Tensor
 
 from react_clip import ReACT, ZeroShotClassifier
-from react_clip.bench import Comparison, Contender, measure
+from react_clip.bench import Comparison, measure
 from react_clip.cli import parse_args
 from react_clip.cli.common import build_classifier, build_guard, bundled_photos, expand_inputs, load_encoder
 from react_clip.cli.serve import settings_of
@@ -61,14 +61,14 @@ class Library:
         encoder = load_encoder(args)
         clf = build_classifier(args, encoder)
         guard = build_guard(args, encoder).replace(max_batch=batch, lazy=not args.constant_work)
-        self._contender = Contender("ReACT", lambda pixels: answer(clf, guard, pixels))
+        self._contenders = {"ReACT": lambda pixels: answer(clf, guard, pixels)}
         self.model, self.dtype, self.classes = encoder.name, str(encoder.dtype).removeprefix("torch."), len(clf.names)
         self._images: Tensor = torch.stack([to_pixels(photo, encoder.image_size) for photo in photos]).to(clf.device)
         self._batch = batch
 
     def measure(self) -> tuple[float, float]:
         """Images a second, and passes an image."""
-        comparison = Comparison([self._contender], self._images, batch=self._batch)
+        comparison = Comparison(self._contenders, self._images, batch=self._batch)
         for _ in measure([comparison], rounds=1, singles=1):
             pass
         [timing] = comparison.timings()

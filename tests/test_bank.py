@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from react_clip.bank import BANK_FILE, TENSOR, LabelBank, match_key
 from react_clip.encoders import Encoder
@@ -21,26 +20,23 @@ def bank() -> LabelBank:
     return LabelBank.load()
 
 
-def stored_metadata() -> dict[str, str]:
-    with safe_open(BANK_FILE, framework="pt") as stored:
-        return dict(stored.metadata())
-
-
 def test_file_is_small_and_says_what_it_holds():
     assert BANK_FILE.stat().st_size < 3_000_000
-    said = {key: json.loads(text) for key, text in stored_metadata().items()}
+    with safe_open(BANK_FILE, framework="pt") as stored:
+        features = stored.get_tensor(TENSOR)
+        said = {key: json.loads(text) for key, text in stored.metadata().items()}
     assert set(said) == {"encoder", "names", "groups", "vocabulary", "photos", "sets", "preprocessing"}
     assert said["encoder"] == "clip-vit-b-16"
     assert len(said["photos"]) == len(said["names"])
     assert min(said["photos"]) >= 1
-    with safe_open(BANK_FILE, framework="pt") as stored:
-        features = stored.get_tensor(TENSOR)
     assert features.dtype == torch.float16
+    assert bool(torch.isfinite(features).all())
     assert features.shape == (len(said["names"]), 512)
 
 
-def test_names_are_unique_and_lower_case(bank: LabelBank):
+def test_names_are_unique_and_lower_case_and_have_features(bank: LabelBank):
     labels = {*bank.names, *bank.groups}
+    assert {member for members in (*bank.groups.values(), *bank.sets.values()) for member in members} <= {*bank.names}
     assert len(set(bank.names)) == len(bank.names) >= 1200
     assert len({match_key(label) for label in labels}) == len(labels)
     for label in labels:
@@ -149,17 +145,6 @@ def test_labels_must_be_a_list(bank: LabelBank, labels: list[str] | str):
         bank.features(labels)
 
 
-def bank_with(folder: Path, *, features: torch.Tensor | None = None, drop: str = "", **changed: object) -> Path:
-    said = {**stored_metadata(), **{key: json.dumps(value) for key, value in changed.items()}}
-    said.pop(drop, None)
-    if features is None:
-        with safe_open(BANK_FILE, framework="pt") as stored:
-            features = stored.get_tensor(TENSOR)
-    file = folder / "bank.safetensors"
-    save_file({TENSOR: features}, file, metadata=said)
-    return file
-
-
 def test_damaged_files_say_so_in_one_line(tmp_path: Path):
     whole = BANK_FILE.read_bytes()
     cut, noise, empty = tmp_path / "cut", tmp_path / "noise", tmp_path / "empty"
@@ -172,25 +157,6 @@ def test_damaged_files_say_so_in_one_line(tmp_path: Path):
         assert "\n" not in str(caught.value)
     with pytest.raises(ReactClipError, match="is missing"):
         LabelBank.load(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"drop": "names"},
-        {"drop": "vocabulary"},
-        {"names": ["cat"]},
-        {"names": 3},
-        {"groups": {"cat": ["no such cat"]}},
-        {"vocabulary": ["no such cat"]},
-        {"features": torch.zeros(3, 512)},
-        {"features": torch.full((1, 1), float("nan"))},
-    ],
-    ids=lambda change: "-".join(map(str, change)),
-)
-def test_inconsistent_files_are_refused(tmp_path: Path, change: dict[str, object]):
-    with pytest.raises(ReactClipError, match="is damaged"):
-        LabelBank.load(bank_with(tmp_path, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.tower

@@ -263,7 +263,7 @@ def main() -> int:
         print(f"{asked.out}: {bank}, {asked.out.stat().st_size:,} bytes, vocabulary of {len(bank.vocabulary())}")
         if asked.measure:
             numbers = measure(bank, asked.data, asked.heads, asked.photo_features, asked.dtype)
-            write_text(asked.measure, json.dumps(describe(bank, asked.dtype) | numbers, indent=1) + "\n")
+            write_text(asked.measure, json.dumps(describe(bank, asked.data, asked.dtype) | numbers, indent=1) + "\n")
             print(f"{asked.measure}: ImageNet top-1 {numbers['imagenet_top1']}")
     except ReactClipError as error:
         print(error, file=sys.stderr)
@@ -271,7 +271,7 @@ def main() -> int:
     return 0
 
 
-def describe(bank: LabelBank, dtype: str) -> dict[str, object]:
+def describe(bank: LabelBank, data: Path, dtype: str) -> dict[str, object]:
     """Command, versions, device and size of the bank."""
     return {
         "command": "python tools/make_label_bank.py data/ --heads heads/ --measure benchmarks/results/label-bank.json",
@@ -282,7 +282,7 @@ def describe(bank: LabelBank, dtype: str) -> dict[str, object]:
             "names": len(bank.names),
             "groups": len(bank.groups),
             "vocabulary": len(bank.vocabulary()),
-            "photos": sum(bank.photos.values()),
+            "photos": len(photos_of(data, "train")),
         },
     }
 

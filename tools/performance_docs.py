@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from doc_tables import table
@@ -26,7 +27,7 @@ from performance_figures import (
     where,
 )
 
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS, Ratio
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
 
 Row = dict[str, Any]
 FULL_BATCH = {"gpu": 256, "cpu": 1}
@@ -117,7 +118,7 @@ def _cost_table(report: Report) -> list[str]:
         latencies = [item["latency_p50"], item["latency_p99"]] if "singles" in report else []
         cells += [f"{milliseconds:,.1f}" for milliseconds in latencies] or ["", ""]
         cells.append(_memory(item))
-        cells.append("" if label == OURS else f"{speedup(report, label).middle:.2f} x")
+        cells.append("" if label == OURS else f"{speedup(report, label):.2f} x")
         rows.append([label, *cells])
     return table(head, rows)
 
@@ -131,16 +132,18 @@ def _overhead(item: Row) -> str:
 
 def _memory(item: Row) -> str:
     """Beyond weights and waiting images; older files counted those too."""
-    return "" if item["peak_bytes"] is None or "host_syncs" not in item else f"{item['peak_bytes'] / 2**20:,.0f}"
+    return (
+        "" if item["peak_bytes"] is None or "round_milliseconds" not in item else f"{item['peak_bytes'] / 2**20:,.0f}"
+    )
 
 
-def speedup(report: Report, other: str) -> Ratio:
-    """ReACT's speed divided by another contender's, round by round where rounds are known."""
+def speedup(report: Report, other: str) -> float:
+    """ReACT's speed divided by another contender's, round by round where rounds are known (their median)."""
     ours, theirs = contender(report, OURS), contender(report, other)
     if "round_milliseconds" not in ours:
-        return Ratio.of([theirs["milliseconds"] / ours["milliseconds"]])
+        return float(theirs["milliseconds"] / ours["milliseconds"])
     pairs = zip(ours["round_milliseconds"], theirs["round_milliseconds"], strict=True)
-    return Ratio.of([b / a for a, b in pairs])
+    return median(b / a for a, b in pairs)
 
 
 def _setting(report: Report) -> str:
@@ -177,7 +180,7 @@ def _aims_of(report: Report) -> Iterator[tuple[str, float, bool]]:
             limits = f"{OVERHEAD['gpu']:.2f} on a GPU at batch {FULL_BATCH['gpu']}, {OVERHEAD['cpu']:.2f} on a CPU"
             yield f"overhead on {TABLES[part]} at most {limits}", overhead, overhead <= OVERHEAD[device]
         for other, least in FASTER.items() if part == "table-clean" else ():
-            ratio = speedup(report, other).middle
+            ratio = speedup(report, other)
             yield f"on clean photos at least {least:g} x as fast as {other}", ratio, ratio >= least
     elif part == "sweep-images":
         points = series(report, "images", OURS)
@@ -256,7 +259,7 @@ def roofline(reports: Sequence[Report]) -> str:
     head.append("ReACT TFLOP/s")
     words = (
         "An encoder call can be no faster than its operations at the speed of large matrix products, nor than reading "
-        "its weights once. Both speeds were measured in the run itself; a multiply-add counts as two operations. The "
+        "its weights once. Both speeds were measured on the same machine; a multiply-add counts as two operations. The "
         "last two columns are the best over all batches, and their share of the matrix products."
     )
     files = "*`benchmarks/results/bench/*-sweep-batch.json`.*"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from react_clip.bench.timing import Comparison, Contender, Progress, Ratio, Timing, measure
+from react_clip.bench.timing import Comparison, Timing, measure
 from react_clip.bench.workload import (
     BARE,
     OURS,
@@ -28,17 +28,9 @@ _BATCHES = (1, 4, 16, 64, 256, 1024)
 _DIVISORS = (8, 4, 2, 1)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One value of a sweep and the timings there."""
-
-    value: float
-    contenders: tuple[Timing, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """Weights, images and length of a measurement; a sweep changes one field at a time.
+    """Weights and images of a measurement; a sweep changes one field at a time.
 
     Where the traffic has no attack (random weights), tau is set so that the gate opens for the attacked share.
     """
@@ -49,26 +41,23 @@ class Bench:
     images: int = 64
     batch: int = 64
     attacked: float = 0.0
-    rounds: int = 5
-    singles: int = 20
     defenses: Mapping[str, Defense] = field(default_factory=dict)
 
-    def table(self) -> Comparison:
-        """Every contender on the same images."""
-        return self._comparison(left_out=())
+    def table(self, *left_out: str) -> Comparison:
+        """Every contender but those left out, on the same images."""
+        images, guard = self.traffic.images(self.images, self.attacked), self.guard
+        if self.traffic.attack is None:
+            scores = gate_scores(self.clf, guard, images, batch=self.batch)
+            guard = open_gate_for(guard, scores, self.attacked)
+        compared = contenders(self.clf, guard, batch=self.batch, defenses=self.defenses)
+        return Comparison({k: v for k, v in compared.items() if k not in left_out}, images, batch=self.batch)
 
     def sweep(self, axis: str) -> dict[float, Comparison]:
         """The bare encoder, ReACT and ``defenses`` at each value of an axis.
 
         The plain algorithm and Defend-CLIP do the same work for any traffic, so they are in the table only.
         """
-        return {value: self._at(axis, value)._comparison(left_out=(PLAIN, PUBLISHED)) for value in self.values(axis)}
-
-    def measure(self, comparisons: Mapping[float, Comparison], progress: Progress) -> Iterator[list[Point]]:
-        """After every round, the timings so far of each comparison."""
-        ordered = list(comparisons.values())
-        for _ in measure(ordered, rounds=self.rounds, singles=self.singles, progress=progress):
-            yield [Point(value, tuple(comparison.timings())) for value, comparison in comparisons.items()]
+        return {value: self._at(axis, value).table(PLAIN, PUBLISHED) for value in self.values(axis)}
 
     def values(self, axis: str) -> list[float]:
         """Values of an axis: batches up to the number of images, an eighth of the images up to all of them."""
@@ -83,14 +72,6 @@ class Bench:
             return replace(self, clf=with_classes(self.clf, int(value)))
         return replace(self, **{axis: value})  # type: ignore[arg-type]
 
-    def _comparison(self, left_out: tuple[str, ...]) -> Comparison:
-        images, guard = self.traffic.images(self.images, self.attacked), self.guard
-        if self.traffic.attack is None:
-            scores = gate_scores(self.clf, guard, images, batch=self.batch)
-            guard = open_gate_for(guard, scores, self.attacked)
-        compared = contenders(self.clf, guard, batch=self.batch, defenses=self.defenses)
-        return Comparison([one for one in compared if one.label not in left_out], images, batch=self.batch)
-
 
 __all__ = ["BARE", "OURS", "PLAIN", "PUBLISHED", "SHAPES", "SWEEPS"]
-__all__ += ["Bench", "Comparison", "Contender", "Point", "Ratio", "Timing", "Traffic", "measure"]
+__all__ += ["Bench", "Comparison", "Timing", "Traffic", "measure"]

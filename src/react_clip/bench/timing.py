@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from react_clip.bench.hardware import host_syncs, peak_memory, seconds_of
-
 Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes ``[B]`` that each image took."""
 
 Progress = Callable[[str], None]
 """Called with a label after every measurement."""
-
-_SYNC_IMAGES = 2
-"""Images in the batch whose host synchronisations are counted; their number does not depend on it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Contender:
-    """One way to answer images."""
-
-    label: str
-    answer: Answer
 
 
 @dataclass(frozen=True)
@@ -50,67 +41,47 @@ class Timing:
     """Milliseconds for one image alone."""
     peak_bytes: int
     """Most bytes of tensors during one pass over all images, beyond the weights and the images."""
-    host_syncs: int
-    """Number of times that the host waits for the device in one batch."""
     round_milliseconds: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio measured round by round: median, smallest and largest."""
-
-    middle: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Ratio:
-        """
-        >>> Ratio.of([3.0, 1.0, 2.0])
-        Ratio(middle=2.0, low=1.0, high=3.0)
-        """
-        return cls(float(np.median(values)), min(values), max(values))
-
-
-def speedup(ours: Timing, theirs: Timing) -> Ratio:
-    """Our images per second divided by theirs, round by round."""
-    return Ratio.of([b / a for a, b in zip(ours.round_milliseconds, theirs.round_milliseconds, strict=True)])
+def speedup(ours: Timing, theirs: Timing) -> tuple[float, float, float]:
+    """Our images per second divided by theirs, round by round: median, smallest and largest."""
+    ratios = [b / a for a, b in zip(ours.round_milliseconds, theirs.round_milliseconds, strict=True)]
+    return float(np.median(ratios)), min(ratios), max(ratios)
 
 
 class Comparison:
-    """Contenders on the same images. The first one is the bare encoder, to which overheads refer."""
+    """Contenders by label, on the same images. The first one is the bare encoder, to which overheads refer."""
 
-    def __init__(self, contenders: Sequence[Contender], images: Tensor, *, batch: int) -> None:
-        self.contenders, self.images, self.batch = list(contenders), images, batch
+    def __init__(self, contenders: Mapping[str, Answer], images: Tensor, *, batch: int) -> None:
+        self.contenders, self.images, self.batch = contenders, images, batch
         # A busy CPU slows contenders alike when they alternate batch by batch. A GPU computes one batch while the host
         # prepares the next, so there contenders alternate over all images.
         self.chunks = torch.split(images, batch if images.device.type == "cpu" else len(images))
         # For each round: seconds, images, forward and backward passes ``[contenders, 4]``.
         self._rounds: list[NDArray[np.float64]] = []
-        self._syncs: list[int] = []
         self._peaks: list[int] = []
         self._latencies: list[list[float]] = [[] for _ in contenders]
 
     def measure_once(self, singles: int, progress: Progress) -> None:
-        """Host synchronisations, memory, and the latency of ``singles`` single images."""
-        for contender in self.contenders:
-            self._syncs.append(len(host_syncs(lambda c=contender: c.answer(self.images[:_SYNC_IMAGES]))))  # type: ignore[misc]
+        """Memory, and the latency of ``singles`` single images."""
+        for label, answer in self.contenders.items():
             # Over all images, so that memory kept from batch to batch is seen.
-            self._peaks.append(peak_memory(lambda c=contender: self._answer(c, self.images), self.images.device))  # type: ignore[misc]
-            progress(f"warm-up: {contender.label}")
+            self._peaks.append(peak_memory(lambda a=answer: self._answer(a, self.images), self.images.device))  # type: ignore[misc]
+            progress(f"warm-up: {label}")
         for number in range(singles):
             image = self.images[number % len(self.images)][None]
-            for latencies, contender in zip(self._latencies, self.contenders, strict=True):
-                latencies.append(1000 * self._run(contender, image)[0])
+            for latencies, answer in zip(self._latencies, self.contenders.values(), strict=True):
+                latencies.append(1000 * self._run(answer, image)[0])
             progress("one image alone")
 
     def measure_chunk(self, chunk: Tensor, first: bool, progress: Progress) -> None:
         """Every contender once on some of the images; ``first`` begins a new round."""
         if first:
             self._rounds.append(np.zeros((len(self.contenders), 4)))
-        for number, contender in enumerate(self.contenders):
-            self._rounds[-1][number] += self._run(contender, chunk)
-            progress(f"round {len(self._rounds)}: {contender.label}")
+        for number, (label, answer) in enumerate(self.contenders.items()):
+            self._rounds[-1][number] += self._run(answer, chunk)
+            progress(f"round {len(self._rounds)}: {label}")
 
     def timings(self) -> list[Timing]:
         """Measurements of every contender in the rounds so far."""
@@ -121,7 +92,7 @@ class Comparison:
         p50, p99 = np.percentile(self._latencies, [50, 99], axis=1, method="inverted_cdf")
         return [
             Timing(
-                label=contender.label,
+                label=label,
                 images_per_second=float(1000 / middle[i]),
                 milliseconds=float(middle[i]),
                 passes=float(forward[0, i] / images[0, i]),
@@ -131,23 +102,22 @@ class Comparison:
                 latency_p50=float(p50[i]),
                 latency_p99=float(p99[i]),
                 peak_bytes=self._peaks[i],
-                host_syncs=self._syncs[i],
                 round_milliseconds=tuple(milliseconds[:, i].tolist()),
             )
-            for i, contender in enumerate(self.contenders)
+            for i, label in enumerate(self.contenders)
         ]
 
     def steps(self, rounds: int, singles: int) -> int:
         """Number of times that ``progress`` is called."""
         return len(self.contenders) * (1 + rounds * len(self.chunks)) + singles
 
-    def _answer(self, contender: Contender, images: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [contender.answer(part) for part in torch.split(images, self.batch)]
+    def _answer(self, answer: Answer, images: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [answer(part) for part in torch.split(images, self.batch)]
 
-    def _run(self, contender: Contender, images: Tensor) -> tuple[float, int, float, float]:
+    def _run(self, answer: Answer, images: Tensor) -> tuple[float, int, float, float]:
         """Seconds, images, forward passes and backward passes."""
         passes: list[tuple[Tensor, Tensor]] = []
-        seconds = seconds_of(lambda: passes.extend(self._answer(contender, images)), images.device)
+        seconds = seconds_of(lambda: passes.extend(self._answer(answer, images)), images.device)
         forward, backward = (sum(part[kind].double().sum().item() for part in passes) for kind in (0, 1))
         return seconds, len(images), forward, backward
 
@@ -170,3 +140,37 @@ def measure(
         for _, index, number in schedule:
             comparisons[index].measure_chunk(comparisons[index].chunks[number], number == 0, progress)
         yield
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock time of a call, including the work that it leaves to a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Most bytes of tensors alive at once during ``call``, beyond those that were alive before it.
+
+    Exact on every machine: CUDA's allocator keeps a peak, and on a CPU the profiler reports every allocation of torch.
+    Resident pages of the process would depend on the C allocator and on when they are looked at.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints a line for every start otherwise
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        call()
+    results: Any = profiler.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return int(max(accumulate((event.nbytes() for event in changes), initial=0)))

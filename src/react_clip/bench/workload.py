@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from react_clip.attacks import Attack
-from react_clip.bench.timing import Answer, Contender
+from react_clip.bench.timing import Answer
 from react_clip.defenses import DefendCLIP, Defense, ReACT
 from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
 from react_clip.encoders.hf import HFEncoder
@@ -164,16 +164,16 @@ def _tokenize(prompts: list[str], *, max_length: int, **_: object) -> Any:
 
 
 def contenders(
-    clf: ZeroShotClassifier, guard: ReACT, *, batch: int, defenses: Mapping[str, Defense] | None = None
-) -> list[Contender]:
+    clf: ZeroShotClassifier, guard: ReACT, *, batch: int, defenses: Mapping[str, Defense]
+) -> dict[str, Answer]:
     """The bare encoder, all 14 passes, ReACT as shipped, published Defend-CLIP, then ``defenses``."""
-    built_in = [
-        Contender(BARE, _bare(clf)),
-        Contender(PLAIN, _defended(clf, guard.replace(lazy=False, max_batch=batch))),
-        Contender(OURS, _defended(clf, guard.replace(max_batch=batch))),
-        Contender(PUBLISHED, _published(clf, DefendCLIP())),
-    ]
-    return built_in + [Contender(label, _defended(clf, defense)) for label, defense in (defenses or {}).items()]
+    return {
+        BARE: _bare(clf),
+        PLAIN: _defended(clf, guard.replace(lazy=False, max_batch=batch)),
+        OURS: _defended(clf, guard.replace(max_batch=batch)),
+        PUBLISHED: _published(clf, DefendCLIP()),
+        **{label: _defended(clf, defense) for label, defense in defenses.items()},
+    }
 
 
 def _bare(clf: ZeroShotClassifier) -> Answer:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, attacks, bench, defenses, storage
-from react_clip.bench.hardware import roofline
 from react_clip.bench.timing import speedup
 from react_clip.bench.workload import random_encoder, synthetic_photos
 from react_clip.cli import common
@@ -60,21 +59,25 @@ def run(args: argparse.Namespace) -> int:
     job = _bench(args, reader)
     report = _report(args, job.clf)
     axes = bench.SWEEPS if args.sweep == "all" else (args.sweep,)
-    comparisons = {axis: job.sweep(axis) if axis else {0.0: job.table()} for axis in axes}
-    steps = sum(one.steps(args.rounds, args.singles) for each in comparisons.values() for one in each.values())
-    tables: dict[str | None, list[bench.Point]] = {}
+    swept = {axis: job.sweep(axis) if axis else {0.0: job.table()} for axis in axes}
+    steps = sum(one.steps(args.rounds, args.singles) for points in swept.values() for one in points.values())
     with Progress(quiet=args.quiet, unit="step", total=steps) as progress:
-        for axis, each in comparisons.items():
-            for tables[axis] in job.measure(each, lambda label: progress.advance(note=label)):
-                points = [dataclasses.asdict(point) for point in tables[axis]]
+        for axis, points in swept.items():
+            for _ in bench.measure(
+                list(points.values()),
+                rounds=args.rounds,
+                singles=args.singles,
+                progress=lambda label: progress.advance(note=label),
+            ):
+                rows = {value: [dataclasses.asdict(row) for row in one.timings()] for value, one in points.items()}
                 if axis:
-                    report["sweeps"][axis] = points
+                    report["sweeps"][axis] = [{"value": value, "contenders": each} for value, each in rows.items()]
                 else:
-                    report["contenders"] = points[0]["contenders"]
+                    report["contenders"] = rows[0.0]
                 if args.out:
                     storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
     notices = [f"written to {args.out}"] if args.out else []
-    common.print_result(args, report, _lines(report, tables), notices)
+    common.print_result(args, report, _lines(report, swept), notices)
     return reader.exit_code if reader else 0
 
 
@@ -99,10 +102,13 @@ def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench
     others = {name: _defense(name, args.batch) for name in map(str.strip, args.defenses.split(",")) if name}
     if args.shapes:
         encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
-        clf, guard = _random_classifier(encoder), ReACT() if args.config is None else common.build_guard(args, encoder)
+        clf, guard = _random_classifier(encoder), ReACT()
     else:
         encoder = common.load_encoder(args)
-        clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
+        clf = common.build_classifier(args, encoder)
+        guard = ReACT() if args.config else ReACT.for_encoder(encoder)
+    if args.config not in (None, "paper"):
+        guard = ReACT.load(args.config)
     if args.compile:
         encoder.accelerate()
     size = encoder.image_size
@@ -115,8 +121,6 @@ def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench
         images=args.images,
         batch=args.batch,
         attacked=args.attacked,
-        rounds=args.rounds,
-        singles=args.singles,
         defenses=others,
     )
 
@@ -155,22 +159,24 @@ def _report(args: argparse.Namespace, clf: ZeroShotClassifier) -> dict[str, Any]
         **{name: getattr(args, name) for name in _OPTIONS},
         "notes": notes,
         "versions": versions(),
-        "roofline": dataclasses.asdict(roofline(clf.encoder)),
         "contenders": [],
         "sweeps": {},
     }
 
 
-def _lines(report: dict[str, Any], tables: dict[str | None, list[bench.Point]]) -> Iterator[str]:
+def _lines(report: dict[str, Any], swept: dict[str | None, dict[float, bench.Comparison]]) -> Iterator[str]:
     """Lines of the terminal."""
-    for axis, points in tables.items():
+    for axis, points in swept.items():
         if axis:
             yield f"\nalong {axis}:"
-            yield from _table({f"{p.value:>7,g}  {row.label}": row for p in points for row in p.contenders}, axis)
+            rows = {f"{value:>7,g}  {row.label}": row for value, one in points.items() for row in one.timings()}
+            yield from _table(rows, axis)
         else:
-            by_label = {timing.label: timing for timing in points[0].contenders}
+            by_label = {timing.label: timing for timing in points[0.0].timings()}
             yield from _table(by_label, "")
-            yield from _ratios(by_label, report["roofline"])
+            for other in (bench.BARE, bench.PLAIN, bench.PUBLISHED):
+                middle, low, high = speedup(by_label[bench.OURS], by_label[other])
+                yield f"ReACT runs at {middle:.2f} x the speed of {other} ({low:.2f} to {high:.2f})"
     for note in report["notes"]:
         yield f"note: {note}"
 
@@ -184,7 +190,6 @@ _COLUMNS = {
     "of rounds": "{0.overhead_range[0]:.2f}-{0.overhead_range[1]:.2f}",
     "p50 ms": "{.latency_p50:.1f}",
     "p99 ms": "{.latency_p99:.1f}",
-    "syncs": "{.host_syncs}",
 }
 
 
@@ -194,15 +199,3 @@ def _table(rows: dict[str, bench.Timing], axis: str) -> Iterator[str]:
     for label, timing in rows.items():
         cells = [*(column.format(timing) for column in _COLUMNS.values()), f"{timing.peak_bytes / 2**20:.0f}"]
         yield f"{label:{width}}" + "".join(f"{cell:>11}" for cell in cells)
-
-
-def _ratios(by_label: dict[str, bench.Timing], limits: dict[str, float]) -> Iterator[str]:
-    for other in (bench.BARE, bench.PLAIN, bench.PUBLISHED):
-        ratio = speedup(by_label[bench.OURS], by_label[other])
-        yield f"ReACT runs at {ratio.middle:.2f} x the speed of {other} ({ratio.low:.2f} to {ratio.high:.2f})"
-    if limits["pass_flops"]:
-        share = by_label[bench.BARE].images_per_second * limits["pass_flops"] / limits["matmul_flops"]
-        yield (
-            f"one pass is {limits['pass_flops'] / 1e9:.1f} GFLOP; the bare encoder reaches {share:.0%} of the "
-            f"{limits['matmul_flops'] / 1e12:.3g} TFLOP/s of a large matrix product here"
-        )

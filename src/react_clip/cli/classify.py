@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo."""
     reader = common.PhotoReader(args)
     encoder = common.load_encoder(args)
-    clf, guard = common.build_classifier(args, encoder), common.build_any_guard(args, encoder)
+    clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     common.notice(args, common.defense_line(guard))
     rows: list[dict[str, Any]] = []
     for paths, pixels in reader.batches(encoder.image_size):

@@ -193,28 +193,18 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
     return list(bank.vocabulary())
 
 
-def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT:
-    """ReACT: --config where given, else with the constants for the encoder.
-
-    With ``features`` the anchors are made of all views, because features are stored and not only classified.
-    """
-    from react_clip.defenses import ReACT
-
-    if args.config is None:
-        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
-    return ReACT() if args.config == "paper" else ReACT.load(args.config)
-
-
-def build_any_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
+def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
     """The defence: --config or --defense where given, else the default for the encoder.
 
-    ``features`` as in :func:`build_guard`.
+    With ``features`` ReACT makes its anchors of all views, because features are stored and not only classified.
     """
     from react_clip.defenses import Defense, ReACT, SecondLook, default_for
 
     if args.config is not None and args.defense is not None:
         raise ReactClipError(f"--config {args.config} and --defense {args.defense} are both given; choose one of them")
-    if args.config not in (None, "paper"):
+    if args.config == "paper":
+        return ReACT()
+    if args.config is not None:
         guard = Defense.load(args.config)
         if not isinstance(guard, ReACT | SecondLook):
             raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
@@ -222,8 +212,8 @@ def build_any_guard(args: argparse.Namespace, encoder: Encoder, *, features: boo
         return guard
     if args.defense == "second_look":
         return SecondLook.for_encoder(encoder)
-    if args.defense == "react" or args.config == "paper":
-        return build_guard(args, encoder, features=features)
+    if args.defense == "react":
+        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return default_for(encoder, features=features)
 
 

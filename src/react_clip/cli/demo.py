@@ -105,7 +105,7 @@ def _guards(args: argparse.Namespace, encoder: Encoder) -> list[ReACT | SecondLo
     """ReACT and SecondLook, those with constants for the encoder; --config replaces the one of its kind."""
     from react_clip.defenses import ReACT, SecondLook, default_for
 
-    given = None if args.config is None else common.build_any_guard(args, encoder)
+    given = None if args.config is None else common.build_guard(args, encoder)
     guards: list[ReACT | SecondLook] = []
     for kind in (ReACT, SecondLook):
         if isinstance(given, kind):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from react_clip import ZeroShotClassifier
 from react_clip.attacks import PGD
-from react_clip.cli.common import build_any_guard, build_classifier, defense_line, load_encoder, notice
+from react_clip.cli.common import build_classifier, build_guard, defense_line, load_encoder, notice
 from react_clip.optional import require
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> Fast
         torch.set_num_threads(settings.threads)
     encoder = load_encoder(args).accelerate()
     preset = build_classifier(args, encoder)
-    guard = build_any_guard(args, encoder)
+    guard = build_guard(args, encoder)
     notice(args, defense_line(guard))
     engine = Engine(encoder, guard, preset, secret=secret, settings=settings)
     engine.start()
