@@ -121,11 +121,6 @@ def task() -> Task:
 
 
 @pytest.fixture(scope="session")
-def task_of() -> Callable[[int], Task]:
-    return train
-
-
-@pytest.fixture(scope="session")
 def toy() -> tuple[Any, Tensor, Tensor]:
     """A tiny zero-shot classifier, images, and its answers on them as labels."""
     clf, x = toy_classifier(), toy_images(5)

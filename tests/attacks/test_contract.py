@@ -17,7 +17,7 @@ from react_clip import attacks
 from react_clip.attacks import Attack, autoattack
 from react_clip.linf import Ball
 
-from .conftest import Record, Task, one_by_one
+from .conftest import Record, Task, one_by_one, train
 
 PLAIN: list[Attack] = [
     attacks.PGD(steps=5),
@@ -201,9 +201,9 @@ def test_the_planned_cost_is_that_of_an_unbreakable_image(attack: Attack, passes
     ],
     ids=lambda attack: attack.name,
 )
-def test_few_classes(attack: Attack, classes: int, task_of: Callable[[int], Task]) -> None:
+def test_few_classes(attack: Attack, classes: int) -> None:
     """There are fewer wrong classes than targets, and DLR's denominator needs three or four."""
-    task = task_of(classes)
+    task = train(classes)
     x, y = task.clear_cut(5)
     assert attack(task.net, x, y, eps=EPS).success.tolist() == [True] * 5 + [False] * 5
 
@@ -272,7 +272,5 @@ def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
     forward, backward = attack.cost(GUARD)
     assert int(result.queries.max()) <= forward
     assert int(result.backward.max()) <= backward
-    assert attacks.from_dict(attack.to_dict()).to_dict() == attack.to_dict()
-    assert repr(attack).startswith(f"{type(attack).__name__}(eps=8/255, ")
     with pytest.raises(rc.ReactClipError, match=r"the target is a ZeroShotClassifier.*give rc\.as_module"):
         attack(clf, x, y)

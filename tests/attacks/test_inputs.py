@@ -135,6 +135,9 @@ SUITE = {"kind": "adaptive-suite"}
         ("apgd, autoattack, corruption, cw, fab, pgd, square", {"kind": "deepfool"}),
         ("choose one of adaptive-both", {"eps": 0.1}),
         ("step_size is 'eps/3'", {"kind": "pgd", "step_size": "eps/3"}),
+        ("severity is 0", {"kind": "corruption", "severity": 0}),
+        ("type is 'rain'", {"kind": "corruption", "type": "rain"}),
+        ("eps is", {"kind": "corruption", "eps": "4/255"}),
         ("lambdas is empty", {"kind": "adaptive-evade", "lambdas": []}),
         ("no members", SUITE | {"members": []}),
         ("members is 'adaptive-both'", SUITE | {"members": "adaptive-both"}),
@@ -147,11 +150,3 @@ SUITE = {"kind": "adaptive-suite"}
 )
 def test_bad_configurations(text: str, config: dict[str, Any]) -> None:
     refuse(text, lambda: attacks.from_dict(config))
-
-
-def test_names_for_tables_tell_attacks_apart() -> None:
-    table = [PGD(), PGD(step_size="eps/4"), CW(), APGD(), APGD(loss="dlr-targeted"), FAB(), Square()]
-    found = [attack.name for attack in (*table, AutoAttack(version="ttc"), Both(combine="min", loss="margin"))]
-    assert found[:4] == ["pgd-10", "pgd-10-quarter", "cw-10", "apgd-ce-100"]
-    assert found[4:] == ["apgd-t-100", "fab-t-100", "square-5000", "autoattack-ttc", "adaptive-both-20-margin-min"]
-    assert repr(PGD()) == "PGD(eps=4/255, steps=10, step_size=1/255, loss=ce, random_start=True, margin=0.0)"

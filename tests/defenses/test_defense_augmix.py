@@ -145,14 +145,3 @@ def test_every_operation_is_drawn_and_chains_have_one_to_three(monkeypatch: pyte
     levels = torch.stack([level for _, level in drawn])
     assert 0.1 <= levels.min() < 0.12
     assert 0.98 < levels.max() <= 1.0
-
-
-def test_a_view_depends_on_its_image_and_its_stream_alone() -> None:
-    images = pictures(5).double()
-    views = AugMix()(images, keys(5, 7))
-    assert views.dtype == torch.float64
-    for i in range(5):
-        assert torch.allclose(AugMix()(images[i : i + 1], keys(1, 7 + i))[0], views[i], atol=1e-12)
-    assert (AugMix()(images, keys(5, 8)) - views).abs().flatten(1).amax(1).min() > 1e-3
-    assert views.min() >= 0
-    assert views.max() <= 1

@@ -113,10 +113,20 @@ def test_answers_are_the_same_without_gradients(name: str, tiny_folder: Path) ->
         assert_same(trial.run(made_here), plain, atol=1e-6)
 
 
-@every_toy_defense
-def test_passes_are_those_of_the_encoder(name: str) -> None:
-    images, guard = toy_images(6), defenses.from_dict(name)
-    for part in (images, *images.split(1)):
+@pytest.mark.parametrize(
+    "guard",
+    [
+        *[defenses.from_dict(name) for name in defenses.names() if name not in SMALL],
+        rc.ReACT(tau=-1e9, sequential=0.9),
+        defenses.AOM(sequential=0.9),
+    ],
+    ids=repr,
+)
+def test_passes_are_those_of_the_encoder_and_calls_are_no_larger_than_max_batch(guard: Any) -> None:
+    images = toy_images(12)
+    limit = 5 if hasattr(guard, "max_batch") else len(images)
+    guard = guard if limit > 5 else guard.replace(max_batch=limit)
+    for part in (images, images[:1]):
         clf, encoder = watched_classifier()
         out = guard(clf, part)
         assert encoder.encoded == int(out.passes.sum())
@@ -124,16 +134,9 @@ def test_passes_are_those_of_the_encoder(name: str) -> None:
         forward, backward = guard.cost()
         assert int(out.passes.max()) <= forward
         assert int(out.backward_passes.max()) <= backward
-
-
-@every_toy_defense
-def test_max_batch_limits_the_views_of_one_call(name: str) -> None:
-    guard = defenses.from_dict(name)
-    if not hasattr(guard, "max_batch"):
-        pytest.skip("encodes what it is given")
-    clf, encoder = watched_classifier()
-    guard.replace(max_batch=3)(clf, toy_images(7))
-    assert max(len(pixels) for pixels in encoder.seen) <= 3
+        assert max(len(pixels) for pixels in encoder.seen) <= limit
+    if getattr(guard, "sequential", None):
+        assert len(set(guard(clf, images).passes.tolist())) == 2, "some images must stop early, others not"
 
 
 @every_defense
@@ -165,6 +168,13 @@ def test_bad_pixels_are_refused(name: str) -> None:
         *[(name, "steps", 0, "whole number >= 1") for name in ("ttc", "doc", "mac", "hd", "anti-adv")],
         *[(name, "max_batch", 0, "max_batch is 0") for name in defenses.names() if name != "undefended"],
         *[(name, "tau", float("nan"), "tau is nan") for name in ("react", "ttc", "doc", "mac")],
+        ("react", "sigma_low", 0.05, "need 0 < sigma_low < sigma_high"),
+        ("react", "sigma_low", -0.1, "need 0 < sigma_low"),
+        ("react", "alpha", -1.0, "alpha is -1.0; it must be >= 0"),
+        *[("react", "sequential", share, f"sequential is {share}") for share in (0.4, 1.0)],
+        ("second_look", "threshold", 2.2, "threshold is 2.2; it must be <= 2"),
+        ("second_look", "threshold", -0.1, "threshold is -0.1; it must be >= 0"),
+        ("second_look", "look", 1.0, "look is 1.0; it must be < 1"),
         ("doc", "momentum", -1, "momentum is -1; it must be >= 0"),
         ("doc", "diversity", -1, "diversity is -1"),
         ("doc", "probes", 0, "probes is 0"),

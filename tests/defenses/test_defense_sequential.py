@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from statistics import NormalDist, fmean, variance
 
 import pytest
@@ -11,19 +10,14 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip import functional, noise
-from react_clip.defenses import AOM, DefendCLIP
+from react_clip import noise
 from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, logits_of
 from react_clip.functional import settled
-from react_clip.serve.engine import Engine, Photo
-from react_clip.serve.settings import Settings
-from toys import ToyEncoder, toy_classifier, toy_images
+from toys import toy_classifier, toy_images
 
 from .watching import F64
 
 GUARD = rc.ReACT(tau=-1e9, views=9, sequential=0.9)
-NEVER = 1 - 2**-53
-"""No confidence lies closer to one, and two views of five classes cannot give it."""
 
 
 # ---------------------------------------------------------------------- a second implementation
@@ -96,29 +90,6 @@ def test_missing_classes_change_nothing() -> None:
 # ---------------------------------------------------------------------- drawing
 
 
-def test_an_unreachable_confidence_draws_all_views() -> None:
-    clf, images = toy_classifier(), toy_images(20)
-    guard = rc.ReACT(tau=2.0, views=4)
-    whole, drawn = guard(clf, images), guard.replace(sequential=NEVER)(clf, images)
-    assert 0 < int(whole.gated.sum()) < 20, "both sides of the gate must be tried"
-    assert torch.equal(drawn.passes, whole.passes)
-    assert torch.equal(drawn.labels, whole.labels)
-    assert torch.allclose(drawn.features, whole.features, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "guard", [GUARD, AOM(sequential=0.9), DefendCLIP(tau=-1e9, sequential=0.9)], ids=lambda g: g.name
-)
-def test_settled_images_stop_and_passes_are_counted(guard: rc.ReACT) -> None:
-    clf, images = toy_classifier(), toy_images(20)
-    encoder = clf.encoder
-    assert isinstance(encoder, ToyEncoder)
-    out = guard(clf, images)
-    assert encoder.encoded == int(out.passes.sum())
-    most = guard.cost()[0] - (guard.instability and guard.tau is not None)
-    assert set(out.passes.tolist()) == {most - guard.views + FIRST_VIEWS, most}, "some must stop early, others not"
-
-
 def test_images_that_may_not_stop_and_complete_runs_encode_all_views() -> None:
     clf, images = toy_classifier(), toy_images(6)
     keys = noise.stream_keys(images, 0)
@@ -131,14 +102,6 @@ def test_images_that_may_not_stop_and_complete_runs_encode_all_views() -> None:
     expected = torch.where(some[:, None], GUARD(clf, images).features, whole.features)
     assert torch.allclose(mixed.features, expected, atol=1e-6)
     assert set(GUARD.replace(lazy=False)(clf, images).passes.tolist()) == {GUARD.cost()[0]}
-
-
-def test_a_closed_gate_stops_by_its_own_strength() -> None:
-    clf, images = toy_classifier(), toy_images(12)
-    closed = rc.ReACT(tau=1e9, views=9, alpha_closed=0.5, sequential=0.9)
-    expected = rc.ReACT(tau=-1e9, views=9, alpha=0.5, sequential=0.9)
-    assert torch.equal(closed(clf, images).passes, expected(clf, images).passes)
-    assert torch.allclose(closed(clf, images).features, expected(clf, images).features, atol=1e-6)
 
 
 def test_gradients_are_those_of_the_views_that_were_drawn() -> None:
@@ -156,22 +119,3 @@ def test_gradients_are_those_of_the_views_that_were_drawn() -> None:
         fixed = slope(GUARD.replace(sequential=None, views=count))
         assert torch.allclose(found[drawn == count], fixed[drawn == count], rtol=1e-6)
     assert len(set(drawn.tolist())) >= 2
-
-
-def test_lists_of_different_lengths_share_a_batch() -> None:
-    encoder, images = ToyEncoder(), toy_images(12)
-    features = functional.normalize(torch.randn(7, 12, generator=torch.Generator().manual_seed(2)))
-    lists = [rc.ZeroShotClassifier.from_features(encoder, [*"abcdefg"[:size]], features[:size]) for size in (7, 3, 1)]
-    keys = noise.stream_keys(images, b"secret")
-    engine = Engine(encoder, GUARD, lists[0], secret=b"secret", settings=Settings(deadline=1e6))
-    release = threading.Event()
-    engine.run(release.wait)  # until it ends, images wait, so that they share a batch
-    futures = [engine.submit([Photo(images[i], keys[i])], lists[i % 3])[0] for i in range(12)]
-    release.set()
-    answers = [future.result() for future in futures]
-    engine.stop()
-    for i, answer in enumerate(answers):
-        alone = GUARD(lists[i % 3], images[i : i + 1], seed=b"secret")
-        assert answer.diagnostics["passes"] == int(alone.passes[0])
-        assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
-    assert len({answer.diagnostics["passes"] for answer in answers}) >= 2
