@@ -252,41 +252,6 @@ def test_finds_the_exact_distance_of_a_linear_model() -> None:
     torch.testing.assert_close((result.images - x).abs().amax((1, 2, 3)), distance, rtol=0.06, atol=0)
 
 
-def test_steps_follow_the_formula() -> None:
-    """On a curved boundary, so that the pull towards the original is sometimes capped and sometimes not."""
-    generator = torch.Generator().manual_seed(2)
-    weight = 3 * torch.randn(3, 12, generator=generator, dtype=torch.float64)
-    pulls, breaks = [], []
-
-    def wavy(x: Tensor) -> Tensor:
-        return (x.double().flatten(1) @ weight.T).sin()
-
-    for x in torch.rand(8, 1, 3, 2, 2, generator=generator):
-        y, target = wavy(x).topk(2).indices.T
-        record = Record(wavy)
-        FAB(eps=1.0, steps=8, targets=1)(record, x, y)
-        # Between the clean pass and the two last ones: the point of the gradient and the point reached, in turn.
-        points, reached = record.seen[1:-2:2], record.seen[2:-2:2]
-        assert torch.equal(points[0], x)
-        for point, after in zip(points, reached, strict=True):
-            pixels = point.clone().requires_grad_()
-            gap = (wavy(pixels)[0, target] - wavy(pixels)[0, y]).float()
-            normal = torch.autograd.grad(gap.sum(), pixels)[0]
-            d_k = onto_plane(point, normal, gap.detach())
-            d_0 = onto_plane(x, normal, gap.detach() + (normal * (x - point)).sum())
-            pull = min((d_k.abs().max() / (d_k.abs().max() + d_0.abs().max())).item(), 0.1)
-            expected = (1 - pull) * (point + 1.05 * d_k) + pull * (x + 1.05 * d_0)
-            torch.testing.assert_close(after, expected.clamp(0, 1), rtol=0, atol=1e-5)
-            # At the first step both moves are one, whatever the pull.
-            pulls += [pull] if point is not points[0] else []
-        for after, following in zip(reached, points[1:], strict=False):
-            breaks.append(bool(wavy(after).argmax(1) != y))
-            torch.testing.assert_close(following, x + 0.9 * (after - x) if breaks[-1] else after, rtol=0, atol=1e-6)
-    assert min(pulls) < 0.1
-    assert pulls.count(0.1) >= 2
-    assert {True, False} == set(breaks)
-
-
 # ---------------------------------------------------------------------- Square
 
 

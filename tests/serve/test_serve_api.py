@@ -282,39 +282,28 @@ def test_other_media_types(server: Any, photos: list[bytes]) -> None:
         check_error(answer, 415, "application/json or multipart/form-data")
 
 
-def damaged_images() -> dict[str, tuple[bytes, int]]:
-    """Files that cannot be used, and the status they must get."""
-
-    def saved(kind: str, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> bytes:
-        stream = io.BytesIO()
-        Image.effect_noise(size, 80).convert(mode).save(stream, kind)
-        return stream.getvalue()
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    def header(width: int, height: int) -> bytes:
-        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-
-    bomb = header(30_000, 30_000) + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
-    return {
-        "truncated jpeg": (saved("JPEG", (90, 90))[:400], 422),
-        "truncated png": (saved("PNG", (90, 90))[:400], 422),
-        "truncated webp": (saved("WEBP", (90, 90))[:100], 422),
-        "bomb": (bomb, 422),
-        "huge header": (header(2**31 - 1, 2**31 - 1), 422),
-        "no pixels": (header(0, 0), 422),
-        "gif": (saved("GIF", mode="P"), 415),
-        "bmp": (saved("BMP"), 415),
-        "tiff": (saved("TIFF"), 415),
-        "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', 415),
-        "text": (b"hello", 415),
-        "jpeg start only": (b"\xff\xd8\xff\xe0", 422),
-    }
+def saved(kind: str) -> bytes:
+    stream = io.BytesIO()
+    Image.effect_noise((90, 90), 80).save(stream, kind)
+    return stream.getvalue()
 
 
-@pytest.mark.parametrize("name", damaged_images())
-def test_damaged_images(server: Any, name: str) -> None:
-    data, status = damaged_images()[name]
+def bomb() -> bytes:
+    """The start of a PNG file that claims 30,000 x 30,000 pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (saved("JPEG")[:400], 422),
+        (bomb(), 422),
+        (saved("GIF"), 415),
+        (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', 415),
+    ],
+    ids=["cut jpeg", "bomb", "gif", "svg"],
+)
+def test_damaged_images(server: Any, data: bytes, status: int) -> None:
     check_error(server.client.post("/v1/classify", **as_form([data])), status, "images[0]")
     check_error(server.client.post("/v1/embed", **as_json([data])), status, "images[0]")
