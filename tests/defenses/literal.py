@@ -1,203 +1,147 @@
-"""The six rival defences once more, for one image, in plain float64 loops with gradients written out by hand.
+"""The six rival defences once more, for one image, in float64 numpy with gradients written out by hand.
 
-Nothing here comes from ``react_clip``: the encoder and its transposed Jacobian are handed in, and so is every draw.
+Nothing here comes from ``react_clip``: the encoder, its transposed Jacobian and every random number are handed in, and
+of a configuration ``c`` only the constants are read. Each function returns fields of ``Defended``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from reference import Vector, add, distance, dot, softmax, unit
+import numpy as np
+from numpy.typing import NDArray
 
-Objective = Callable[[Vector], Vector]
+Array = NDArray[np.float64]
+Objective = Callable[[Array], Array]
 """The gradient of some objective in the raw feature, at a raw feature."""
 
 
 @dataclass
 class Tower:
-    """F and the product of its transposed Jacobian at an image with a vector."""
+    """F, the product of its transposed Jacobian at an image with a vector, and unit class features ``[K, D]``."""
 
-    encode: Callable[[Vector], Vector]
-    pull_back: Callable[[Vector, Vector], Vector]
+    encode: Callable[[Array], Array]
+    pull_back: Callable[[Array, Array], Array]
+    classes: Array
 
-    def slope(self, image: Vector, objective: Objective) -> Vector:
+    def slope(self, image: Array, objective: Objective) -> Array:
         return self.pull_back(image, objective(self.encode(image)))
 
-
-def sign(value: float) -> float:
-    return float((value > 0) - (value < 0))
-
-
-def project(image: Vector, centre: Vector, eps: float) -> Vector:
-    return [min(max(v, c - eps, 0.0), c + eps, 1.0) for v, c in zip(image, centre, strict=True)]
+    def unit_feature(self, image: Array) -> Array:
+        return unit(self.encode(image))
 
 
-def uniform_start(image: Vector, draw: Vector, eps: float) -> Vector:
-    return project([x + eps * (2 * u - 1) for x, u in zip(image, draw, strict=True)], image, eps)
+def unit(vector: Array) -> Array:
+    return vector / np.linalg.norm(vector)
 
 
-def step(image: Vector, direction: Vector, centre: Vector, eps: float, size: float) -> Vector:
-    return project([x + size * sign(d) for x, d in zip(image, direction, strict=True)], centre, eps)
+def project(image: Array, centre: Array, eps: float) -> Array:
+    return np.clip(np.clip(image, centre - eps, centre + eps), 0.0, 1.0)
 
 
-def away_from(anchor: Vector) -> Objective:
+def uniform_start(image: Array, draw: Array, eps: float) -> Array:
+    return project(image + eps * (2 * draw - 1), image, eps)
+
+
+def step(image: Array, direction: Array, centre: Array, c: Any) -> Array:
+    return project(image + c.step_size * np.sign(direction), centre, c.eps)
+
+
+def away_from(anchor: Array) -> Objective:
     """|F - F0|^2"""
-    return lambda feature: [2 * (f - a) for f, a in zip(feature, anchor, strict=True)]
+    return lambda feature: 2 * (feature - anchor)
 
 
-def through_logits(class_features: Sequence[Vector], on_logits: Callable[[Vector], Vector]) -> Objective:
+def through_logits(classes: Array, on_logits: Callable[[Array], Array]) -> Objective:
     """An objective of the logits 100 cos(F, c), by the chain rule through the division by |F|."""
 
-    def slope(feature: Vector) -> Vector:
-        direction, length = unit(feature), math.sqrt(dot(feature, feature))
-        weights = on_logits(softmax([100.0 * dot(direction, c) for c in class_features]))
-        on_unit = [
-            100.0 * sum(w * c[d] for w, c in zip(weights, class_features, strict=True)) for d in range(len(feature))
-        ]
-        along = dot(on_unit, direction)
-        return [(g - along * u) / length for g, u in zip(on_unit, direction, strict=True)]
+    def slope(feature: Array) -> Array:
+        direction = unit(feature)
+        weights = np.exp(100 * (classes @ direction) - (100 * classes @ direction).max())
+        on_unit = 100 * on_logits(weights / weights.sum()) @ classes
+        return (on_unit - (on_unit @ direction) * direction) / np.linalg.norm(feature)
 
     return slope
 
 
-def blend(one: Vector, other: Vector, weight: float) -> Vector:
-    return [(1 - weight) * a + weight * b for a, b in zip(one, other, strict=True)]
-
-
 def sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-value)) if value > 0 else math.exp(value) / (1 + math.exp(value))
+    return float(1 / (1 + np.exp(-value)))
 
 
-def relative(feature: Vector, anchor: Vector) -> float:
-    return distance(feature, anchor) / math.sqrt(dot(anchor, anchor))
+def relative(feature: Array, anchor: Array) -> float:
+    return float(np.linalg.norm(feature - anchor) / np.linalg.norm(anchor))
 
 
-def ttc(
-    tower: Tower, image: Vector, draw: Vector, *, eps: float, steps: int, size: float, tau: float, beta: float
-) -> tuple[Vector, float]:
+def ttc(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
     anchor = tower.encode(image)
-    iterates = [uniform_start(image, draw, eps)]
+    iterates = [uniform_start(image, draw, c.eps)]
     rho = relative(tower.encode(iterates[0]), anchor)
-    if not rho < tau:
-        return unit(tower.encode(iterates[0])), rho
-    for _ in range(steps):
-        slope = tower.slope(iterates[-1], away_from(anchor))
-        iterates.append(step(iterates[-1], slope, image, eps, size))
-    total = sum(math.exp(beta * i) for i in range(steps + 1))
-    delta = [
-        sum(math.exp(beta * i) / total * (iterate[p] - image[p]) for i, iterate in enumerate(iterates))
-        for p in range(len(image))
-    ]
-    return unit(tower.encode(add(image, delta, 1.0))), rho
+    weights = np.exp(c.beta * np.arange(c.steps + 1))
+    if rho < c.tau:
+        for _ in range(c.steps):
+            iterates.append(step(iterates[-1], tower.slope(iterates[-1], away_from(anchor)), image, c))
+    mixture = weights[: len(iterates)] @ np.stack(iterates) / weights[: len(iterates)].sum()
+    return {"features": tower.unit_feature(mixture), "score": rho, "gated": rho < c.tau}
 
 
 def doc(
-    tower: Tower,
-    image: Vector,
-    draw: Vector,
-    probes: Sequence[Vector],
-    detours: Sequence[Vector],
-    *,
-    eps: float,
-    size: float,
-    diversity: float,
-    momentum: float,
-    tau: float,
-    gamma: float,
-) -> tuple[Vector, float]:
+    tower: Tower, c: Any, image: Array, draw: Array, probes: Sequence[Array], detours: Sequence[Array]
+) -> dict[str, Any]:
     anchor = tower.encode(image)
-    cosines = [
-        dot(
-            unit(anchor),
-            unit(tower.encode(project([x + eps * sign(n) for x, n in zip(image, noise, strict=True)], image, eps))),
-        )
-        for noise in probes
-    ]
-    shift = 1 - sum(cosines) / len(cosines)
-    start = moved = uniform_start(image, draw, eps)
-    velocity = [0.0] * len(image)
+    noisy = [project(image + c.eps * np.sign(probe), image, c.eps) for probe in probes]
+    shift = 1 - float(np.mean([unit(anchor) @ tower.unit_feature(view) for view in noisy]))
+    start = moved = uniform_start(image, draw, c.eps)
+    velocity = np.zeros_like(image)
     for noise in detours:
-        feature = tower.encode(moved)
         # The gradient of the distance itself, not of its square.
-        towards = [(f - a) / distance(feature, anchor) for f, a in zip(feature, anchor, strict=True)]
-        slope = unit(tower.pull_back(moved, towards))
-        along = dot(noise, slope)
-        orthogonal = unit([n - along * s for n, s in zip(noise, slope, strict=True)])
-        velocity = [momentum * v + s + diversity * o for v, s, o in zip(velocity, slope, orthogonal, strict=True)]
-        moved = step(moved, velocity, image, eps, size)
-    return unit(tower.encode(blend(start, moved, sigmoid(gamma * (tau - shift))))), shift
+        slope = unit(tower.slope(moved, lambda feature: unit(feature - anchor)))
+        velocity = c.momentum * velocity + slope + c.diversity * unit(noise - (noise @ slope) * slope)
+        moved = step(moved, velocity, image, c)
+    output = start + sigmoid(c.gamma * (c.tau - shift)) * (moved - start)
+    return {"features": tower.unit_feature(output), "score": shift, "gated": shift < c.tau}
 
 
-def mac_view(
-    tower: Tower,
-    view: Vector,
-    augmented: Vector,
-    draw: Vector,
-    *,
-    eps: float,
-    steps: int,
-    size: float,
-    tau: float,
-    temperature: float,
-) -> tuple[Vector, float]:
-    anchor = tower.encode(view)
-    ratio = relative(tower.encode(augmented), anchor)
-    moved = uniform_start(view, draw, eps)
-    for _ in range(steps):
-        moved = step(moved, tower.slope(moved, away_from(anchor)), view, eps, size)
-    return unit(tower.encode(blend(view, moved, sigmoid((ratio - tau) / temperature)))), ratio
+def mac(tower: Tower, c: Any, views: Sequence[tuple[Array, Array, Array]]) -> dict[str, Any]:
+    """``views`` are the image and its augmentations, each with its own augmentation and the draw of its start."""
+    features, ratios = [], []
+    for view, augmented, draw in views:
+        anchor = tower.encode(view)
+        ratios.append(relative(tower.encode(augmented), anchor))
+        moved = uniform_start(view, draw, c.eps)
+        for _ in range(c.steps):
+            moved = step(moved, tower.slope(moved, away_from(anchor)), view, c)
+        weight = sigmoid((ratios[-1] - c.tau) / c.temperature)
+        features.append(tower.unit_feature(view + weight * (moved - view)))
+    mean, score = np.mean(features, 0), max(ratios)
+    return {"features": unit(mean), "logits": 100 * tower.classes @ mean, "score": score, "gated": score >= c.tau}
 
 
-def anti_adv(tower: Tower, class_features: Sequence[Vector], image: Vector, *, steps: int, size: float) -> Vector:
-    scores = [dot(tower.encode(image), c) for c in class_features]
-    label = scores.index(max(scores))
+def anti_adv(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
+    label = np.argmax(tower.classes @ tower.encode(image))
     # CE = -log p_y, so dCE/dz = p - e_y.
-    loss = through_logits(class_features, lambda p: [p_c - (c == label) for c, p_c in enumerate(p)])
+    loss = through_logits(tower.classes, lambda p: p - np.eye(len(p))[label])
     moved = image
-    for _ in range(steps):
-        slope = tower.slope(moved, loss)
-        moved = [min(max(x - size * sign(s), 0.0), 1.0) for x, s in zip(moved, slope, strict=True)]
-    return unit(tower.encode(moved))
+    for _ in range(c.steps):
+        moved = np.clip(moved - c.step_size * np.sign(tower.slope(moved, loss)), 0.0, 1.0)
+    return {"features": tower.unit_feature(moved)}
 
 
-def hd(
-    tower: Tower, class_features: Sequence[Vector], image: Vector, draw: Vector, *, eps: float, steps: int, size: float
-) -> Vector:
+def hd(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
     # d/dz of -sum_c log p_c is K p - 1.
-    loss = through_logits(class_features, lambda p: [len(p) * p_c - 1 for p_c in p])
-    moved = uniform_start(image, draw, eps)
-    for _ in range(steps):
-        moved = step(moved, tower.slope(moved, loss), image, eps, size)
-    return unit(tower.encode(moved))
+    loss = through_logits(tower.classes, lambda p: len(p) * p - 1)
+    moved = uniform_start(image, draw, c.eps)
+    for _ in range(c.steps):
+        moved = step(moved, tower.slope(moved, loss), image, c)
+    return {"features": tower.unit_feature(moved)}
 
 
-def tte(
-    tower: Tower,
-    class_features: Sequence[Vector],
-    image: Vector,
-    corners: Sequence[tuple[int, int]],
-    *,
-    size: int,
-    margin: int,
-) -> tuple[Vector, Vector]:
-    """Logits and feature; ``image`` is 3 x size x size, flat, and corners are those of the random crops."""
-
-    def pixel(channel: int, row: int, column: int) -> float:
-        inside = 0 <= row < size and 0 <= column < size
-        return image[(channel * size + row) * size + column] if inside else 0.0
-
-    views = []
-    for top, left in [(margin, margin), *corners]:
-        for mirrored in (False, True):
-            view = []
-            for channel in range(3):
-                for row in range(size):
-                    for column in range(size):
-                        across = size - 1 - column if mirrored else column
-                        view.append(pixel(channel, row + top - margin, across + left - margin))
-            views.append(unit(tower.encode(view)))
-    mean = [sum(view[d] for view in views) / len(views) for d in range(len(views[0]))]
-    logits = [sum(100.0 * dot(view, c) for view in views) / len(views) for c in class_features]
-    return logits, unit(mean)
+def tte(tower: Tower, image: Array, corners: Sequence[tuple[int, int]], margin: int) -> dict[str, Any]:
+    """``image`` is ``[3, S, S]``, corners are those of the random crops of the padded image."""
+    size = image.shape[-1]
+    padded = np.pad(image, ((0, 0), (margin, margin), (margin, margin)))
+    crops = [padded[:, top : top + size, left : left + size] for top, left in [(margin, margin), *corners]]
+    views = [tower.unit_feature(view.ravel()) for crop in crops for view in (crop, crop[:, :, ::-1])]
+    mean = np.mean(views, 0)
+    return {"features": unit(mean), "logits": 100 * tower.classes @ mean}

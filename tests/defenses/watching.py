@@ -41,19 +41,18 @@ def watched_classifier(dtype: torch.dtype = torch.float32) -> tuple[ZeroShotClas
 
 
 def literal_tower(clf: ZeroShotClassifier) -> literal.Tower:
-    """The encoder as functions of lists of numbers, one image at a time."""
+    """The encoder as functions of arrays, one image at a time."""
 
     def raw(flat: Tensor) -> Tensor:
         return clf.encoder.raw_features(flat.reshape(1, 3, 16, 16))[0]
 
-    def encode(image: literal.Vector) -> literal.Vector:
-        return [float(value) for value in raw(torch.tensor(image, dtype=F64))]
+    def encode(image: literal.Array) -> literal.Array:
+        return raw(torch.tensor(image)).numpy()
 
-    def pull_back(image: literal.Vector, vector: literal.Vector) -> literal.Vector:
-        _, product = torch.autograd.functional.vjp(raw, torch.tensor(image, dtype=F64), torch.tensor(vector, dtype=F64))
-        return [float(value) for value in product]
+    def pull_back(image: literal.Array, vector: literal.Array) -> literal.Array:
+        return torch.autograd.functional.vjp(raw, torch.tensor(image), torch.tensor(vector))[1].numpy()
 
-    return literal.Tower(encode, pull_back)
+    return literal.Tower(encode, pull_back, clf.class_features.numpy())
 
 
 def branch(keys: Tensor, *path: int) -> Tensor:
@@ -63,14 +62,14 @@ def branch(keys: Tensor, *path: int) -> Tensor:
     return keys
 
 
-def uniform_draws(keys: Tensor) -> literal.Vector:
+def uniform_draws(keys: Tensor) -> literal.Array:
     """One uniform number per pixel of the toy's only image."""
-    return [float(value) for value in noise.uniform(keys, 3 * 16 * 16)[0]]
+    return noise.uniform(keys, 3 * 16 * 16)[0].double().numpy()
 
 
-def normal_draws(keys: Tensor) -> literal.Vector:
+def normal_draws(keys: Tensor) -> literal.Array:
     """One normal number per pixel of the toy's only image."""
-    return [float(value) for value in noise.normal(keys, (3 * 16 * 16,))[0]]
+    return noise.normal(keys, (3 * 16 * 16,))[0].double().numpy()
 
 
 def inside(images: Tensor, centre: Tensor, eps: float) -> bool:

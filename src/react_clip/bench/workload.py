@@ -140,13 +140,8 @@ def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32",
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), where:
         torch.manual_seed(seed)
         model: Any = CLIPModel(config)
-    return HFEncoder(
-        model.to(dtype=resolve_dtype(dtype)),
-        name=f"{name} shapes, random weights",
-        tokenizer=_tokenize,
-        image_size=config.vision_config.image_size,
-        dim=config.projection_dim,
-    ).to(where)
+    model = model.to(dtype=resolve_dtype(dtype))
+    return HFEncoder(model, name=f"{name} shapes, random weights", tokenizer=_tokenize).to(where)
 
 
 def _tokenize(prompts: list[str], *, max_length: int, **_: object) -> Any:

@@ -35,10 +35,17 @@ class HFEncoder(Encoder):
     """
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        text = None if tokenizer is None else HFText(model, tokenizer, name)
-        vision: Any = model
-        patch_size = int(vision.vision_model.embeddings.patch_size)
-        super().__init__(model, name=name, text=text, patch_size=patch_size, **kwargs)
+        config: Any = model.config
+        vision = getattr(config, "vision_config", config)
+        super().__init__(
+            model,
+            name=name,
+            image_size=int(vision.image_size),
+            dim=int(config.projection_dim),
+            patch_size=int(vision.patch_size),
+            text=None if tokenizer is None else HFText(model, tokenizer, name),
+            **kwargs,
+        )
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         model: Any = self.tower
@@ -121,15 +128,7 @@ def load_hf(
     vision = config if tokenizer is None else config.vision_config
     text_activation = None if tokenizer is None else config.text_config.hidden_act
     check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
-    return HFEncoder(
-        model.to(dtype=dtype),
-        name=name,
-        tokenizer=tokenizer,
-        image_size=int(vision.image_size),
-        dim=int(config.projection_dim),
-        mean=mean,
-        std=std,
-    ).to(device)
+    return HFEncoder(model.to(dtype=dtype), name=name, tokenizer=tokenizer, mean=mean, std=std).to(device)
 
 
 def _read(source: str, name: str, revision: str | None) -> tuple[Any, nn.Module, dict[str, Any], Any]:

@@ -128,14 +128,21 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
             model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
     except Exception as error:
         raise loading_error(name, error) from error
-    preprocess = open_clip.get_model_preprocess_cfg(model)
-    size = preprocess.get("size", model.visual.image_size)
+    dim, tokenizer = open_clip.get_model_config(model_name)["embed_dim"], open_clip.get_tokenizer(model_name)
+    return wrap_model(model.to(dtype=dtype), name=name, dim=dim, tokenizer=tokenizer).to(device)
+
+
+def wrap_model(model: nn.Module, *, name: str, dim: int, tokenizer: Any) -> Encoder:
+    """An encoder around a model that open_clip has made, with the model's own image size and normalisation."""
+    preprocess = require("open_clip", repr(name), extra="open_clip").get_model_preprocess_cfg(model)
+    parts: Any = model
+    size = preprocess.get("size", parts.visual.image_size)
     return OpenCLIPEncoder(
-        model.to(dtype=dtype),
+        model,
         name=name,
-        tokenizer=open_clip.get_tokenizer(model_name),
+        tokenizer=tokenizer,
         image_size=int(size[0] if isinstance(size, tuple | list) else size),
-        dim=int(open_clip.get_model_config(model_name)["embed_dim"]),
+        dim=int(dim),
         mean=preprocess.get("mean", CLIP_MEAN),
         std=preprocess.get("std", CLIP_STD),
-    ).to(device)
+    )

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from react_clip.defenses import Defense
 from react_clip.encoders import Encoder, load
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD
-from react_clip.encoders.openclip import OpenCLIPEncoder
+from react_clip.encoders.openclip import OpenCLIPEncoder, wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
 from react_clip.noise import Seed
-from react_clip.optional import require
 
 
 class DefendedOpenCLIP(nn.Module):
@@ -146,21 +144,10 @@ def _wrap(model: nn.Module, tokenizer: Any) -> Encoder:
             f"the model mixes {', '.join(sorted(str(dtype) for dtype in dtypes))}; create it with precision='fp32', "
             "'pure_bf16' or 'pure_fp16'"
         )
-    preprocess = require("open_clip", "DefendedOpenCLIP", extra="open_clip").get_model_preprocess_cfg(model)
     parts: Any = model
-    size = preprocess.get("size", parts.visual.image_size)
-    size = int(size[0] if isinstance(size, tuple | list) else size)
-    like = next(model.parameters())
+    size, like = parts.visual.image_size, next(model.parameters())
+    size = size if isinstance(size, tuple | list) else (size, size)
     with torch.no_grad():
         # Towers store their width in different places; one pass works for all of them.
-        dim = parts.eval().encode_image(torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype)).shape[1]
-    encoder = OpenCLIPEncoder(
-        model,
-        name=f"open_clip:{type(model).__name__}",
-        tokenizer=tokenizer,
-        image_size=size,
-        dim=int(dim),
-        mean=preprocess.get("mean", CLIP_MEAN),
-        std=preprocess.get("std", CLIP_STD),
-    )
-    return encoder.to(like.device)
+        dim = parts.eval().encode_image(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype)).shape[1]
+    return wrap_model(model, name=f"open_clip:{type(model).__name__}", dim=dim, tokenizer=tokenizer).to(like.device)

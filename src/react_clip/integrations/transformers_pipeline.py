@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoImageProcessor,
     AutoModelForZeroShotImageClassification,
@@ -97,10 +97,16 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.encoder = encoder or _wrap(self.model, kwargs.get("tokenizer"), self.image_processor)
+        self.encoder = encoder or self._wrap_model(kwargs.get("tokenizer"))
         self.guard = default_for(self.encoder) if guard is None else guard
         self.seed = seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
+
+    def _wrap_model(self, tokenizer: Any) -> Encoder:
+        """An encoder around the model that transformers has loaded."""
+        model, processor = self.model, self.image_processor
+        name, mean, std = str(model.config._name_or_path), processor.image_mean, processor.image_std
+        return HFEncoder(model, name=name, tokenizer=tokenizer, mean=mean, std=std).to(next(model.parameters()).device)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
@@ -158,21 +164,6 @@ def _with_transformers(encoder: Encoder) -> Encoder:
     copy.tower.load_state_dict(encoder.tower.state_dict())
     copy.base = encoder.base
     return copy
-
-
-def _wrap(model: nn.Module, tokenizer: Any, processor: Any) -> Encoder:
-    """An encoder around a model that transformers has loaded."""
-    config: Any = model.config
-    vision = getattr(config, "vision_config", config)
-    return HFEncoder(
-        model,
-        name=str(config._name_or_path),
-        tokenizer=tokenizer,
-        image_size=int(vision.image_size),
-        dim=int(config.projection_dim),
-        mean=processor.image_mean,
-        std=processor.image_std,
-    ).to(next(model.parameters()).device)
 
 
 def _image_processor(encoder: Encoder) -> Any:

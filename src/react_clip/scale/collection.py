@@ -295,16 +295,15 @@ def _read_rows(chunk: Chunk, column: str) -> Iterator[Item]:
     url = chunk.files[0].url
     with _opened(url) as stream:
         file = _parquet_file(stream, url, column)
-        ends = list(itertools.accumulate(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)))
-        starts = [0, *ends[:-1]]
-        groups = [i for i, end in enumerate(ends) if starts[i] < chunk.stop and end > chunk.start]
-        row = starts[groups[0]] if groups else chunk.stop
-        for batch in file.iter_batches(batch_size=32, row_groups=groups, columns=[column]):
-            for value in batch.column(0):
-                if chunk.start <= row < chunk.stop:
-                    content = value.as_py()
-                    content = content.get("bytes") if isinstance(content, dict) else content
-                    yield f"{url}#{row}", ReactClipError("the row holds no image") if content is None else content
-                row += 1
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        groups = [i for i in range(len(sizes)) if starts[i] < chunk.stop and starts[i + 1] > chunk.start]
+        batches = file.iter_batches(batch_size=32, row_groups=groups, columns=[column])
+        values = (value for batch in batches for value in batch.column(0))
+        for row, value in enumerate(values, starts[min(groups, default=0)]):
             if row >= chunk.stop:
                 return
+            if row >= chunk.start:
+                content = value.as_py()
+                content = content.get("bytes") if isinstance(content, dict) else content
+                yield f"{url}#{row}", ReactClipError("the row holds no image") if content is None else content
