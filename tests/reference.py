@@ -1,89 +1,55 @@
-"""Algorithm 2 of the paper once more, in plain float64 loops: the second implementation that the first must match.
+"""Algorithm 2 of the paper once more, for one image in float64 numpy: the second implementation that ours must match.
 
-Nothing here comes from ``react_clip``; noise and the augmented view are handed in.
+Nothing here comes from ``react_clip``; noise and the augmented view are handed in, and of the configuration ``c`` only
+the constants are read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-Vector = list[float]
+import numpy as np
+from numpy.typing import NDArray
 
-
-@dataclass
-class Answer:
-    feature: Vector
-    label: int
-    drift: float
-    instability: float
-    score: float
-    gated: bool
-    sigma: float
+Array = NDArray[np.float64]
 
 
 def react(
-    encode: Callable[[Vector], Vector],
-    class_features: Sequence[Vector],
-    image: Vector,
-    low_noise: Vector,
-    high_noise: Vector,
-    augmented: Vector,
-    anchor_noise: Sequence[Vector],
-    *,
-    sigma_low: float,
-    sigma_high: float,
+    c: Any,
+    encode: Callable[[Array], Array],
+    classes: Array,
+    image: Array,
+    augmented: Array,
+    probe_noise: tuple[Array, Array],
+    anchor_noise: Sequence[Array],
     scale: Callable[[float], float],
-    alpha: float,
-    tau: float,
-) -> Answer:
+) -> dict[str, Any]:
+    """Fields of ``Defended``; ``classes`` are unit class features ``[K, D]``, ``scale`` maps the drift to sigma."""
     feature = unit(encode(image))
-    drift_low = distance(unit(encode(add(image, low_noise, sigma_low))), feature)
-    drift_high = distance(unit(encode(add(image, high_noise, sigma_high))), feature)
-    drift = (drift_high - drift_low) / drift_low
+    low, high = (
+        np.linalg.norm(unit(encode(image + sigma * noise)) - feature)
+        for sigma, noise in zip((c.sigma_low, c.sigma_high), probe_noise, strict=True)
+    )
+    drift = (high - low) / low
     sigma = max(0.0, scale(drift))
-    views = [unit(encode(add(image, noise, sigma))) for noise in anchor_noise]
-    anchor = [sum(view[d] for view in views) / len(views) for d in range(len(feature))]
-    plain = softmax([100.0 * dot(feature, c) for c in class_features])
-    moved = softmax([100.0 * dot(unit(encode(augmented)), c) for c in class_features])
-    instability = jensen_shannon(plain, moved)
-    score = drift + instability
-    gated = score >= tau
-    output = [f + (alpha * (a - f) if gated else 0.0) for f, a in zip(feature, anchor, strict=True)]
-    output = unit(output)
-    cosines = [dot(output, c) for c in class_features]
-    return Answer(output, cosines.index(max(cosines)), drift, instability, score, gated, sigma)
+    anchor = np.mean([unit(encode(image + sigma * noise)) for noise in anchor_noise], 0)
+    instability = jensen_shannon(*(softmax(100 * classes @ f) for f in (feature, unit(encode(augmented)))))
+    gated = drift + instability >= c.tau
+    output = unit(feature + gated * c.alpha * (anchor - feature))
+    values = {"features": output, "labels": np.argmax(classes @ output), "gated": gated, "sigma": sigma}
+    return values | {"drift": drift, "instability": instability, "score": drift + instability}
 
 
-def add(image: Vector, noise: Vector, sigma: float) -> Vector:
-    return [x + sigma * n for x, n in zip(image, noise, strict=True)]
+def unit(vector: Array) -> Array:
+    return vector / np.linalg.norm(vector)
 
 
-def dot(a: Vector, b: Vector) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+def softmax(logits: Any) -> Array:
+    weights = np.exp(np.asarray(logits) - np.max(logits))
+    return weights / weights.sum()
 
 
-def unit(vector: Vector) -> Vector:
-    length = math.sqrt(dot(vector, vector))
-    return [x / length for x in vector]
-
-
-def distance(a: Vector, b: Vector) -> float:
-    return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
-
-
-def softmax(logits: Vector) -> Vector:
-    top = max(logits)
-    weights = [math.exp(z - top) for z in logits]
-    total = math.fsum(weights)
-    return [w / total for w in weights]
-
-
-def jensen_shannon(p: Vector, q: Vector) -> float:
-    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-    return 0.5 * _kl(p, middle) + 0.5 * _kl(q, middle)
-
-
-def _kl(p: Vector, q: Vector) -> float:
-    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+def jensen_shannon(p: Array, q: Array) -> float:
+    middle = (p + q) / 2
+    return float(sum(0.5 * x * np.log(x / m) for one in (p, q) for x, m in zip(one, middle, strict=True) if x > 0))
