@@ -102,12 +102,12 @@ def test_every_public_name_can_be_imported(package: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import react_clip", {"torch", "transformers", "numpy"}),
+        ("import react_clip", {"torch", "transformers", "numpy", "yaml", "matplotlib"}),
         ("from react_clip.cli import main; main(['--help'])", {"torch", "transformers", "numpy", "tqdm"}),
         (
             "from react_clip import ReACT, ZeroShotClassifier, load, attacks; "
             "from react_clip.integrations import drift_only",
-            {"transformers", "scipy", "pyarrow", "open_clip", "chromadb", "langchain_core", "torchvision"},
+            {"transformers", "scipy", "pyarrow", "open_clip", "chromadb", "langchain_core", "torchvision", "onnx"},
         ),
     ],
 )

@@ -16,7 +16,7 @@ from PIL import Image
 import react_clip as rc
 from react_clip import mappings
 from react_clip.attacks import PGD
-from react_clip.calibration import Calibration, best_scale, calibrate, choose_tau, fit_mappings
+from react_clip.calibration import Calibration, calibrate, choose_tau, fit_mappings
 from react_clip.cli import common, main
 from react_clip.defenses import AOM
 from react_clip.defenses.look_calibration import threshold_for
@@ -106,10 +106,6 @@ def test_a_flat_response_still_gives_a_calibration(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "flat.json") == flat
     with pytest.raises(rc.ReactClipError, match=r"power_law left out: .*; use mapping='linear' or more photos"):
         calibrate(clf, images, labels, budgets=(0.01, 0.1), sigmas=(0.1,), steps=1, mapping="power_law")
-
-
-def test_a_plateau_gives_its_middle() -> None:
-    assert best_scale([1, 2, 3, 4, 5], [0.1, 0.9, 0.9, 0.9, 0.2]) == 3
 
 
 def test_a_calibration_file_is_a_configuration(result: Calibration, tmp_path: Path) -> None:

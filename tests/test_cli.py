@@ -19,17 +19,12 @@ from react_clip.cli.common import bundled_photos
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
 from react_clip.preprocess import to_pixels
-from toys import patch_encoder
+from toys import patch_encoder, write_photos
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for i in range(3):
-        Image.fromarray(rng.integers(0, 255, (50, 40, 3), np.uint8)).save(folder / f"photo{i}.png")
-    return folder
+    return write_photos(tmp_path / "in")
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import react_clip as rc
 import tiny_clip
@@ -18,15 +16,12 @@ from react_clip import attacks, defenses
 from react_clip.cli import main
 from react_clip.encoders import exported as exporting
 from react_clip.encoders.exported import FORMATS
+from toys import write_photos
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    rng = np.random.default_rng(0)
-    for i in range(3):
-        Image.fromarray(rng.integers(0, 255, (40, 50, 3), np.uint8)).save(folder / f"photo{i}.png")
-    return folder
+    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +102,6 @@ def test_what_needs_gradients_says_where_to_get_them(name: str, tiny_folder: Pat
     assert attacks.Square(eps=4 / 255, queries=3)(clf, images, labels, seed=0).images.shape == images.shape
 
 
-def test_commands_take_an_exported_tower(
-    name: str, tiny_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    classes = tmp_path / "classes"
-    for i, label in enumerate(("cat", "dog")):
-        (classes / label).mkdir(parents=True)
-        shutil.copy(photos / f"photo{i}.png", classes / label)
-    answers = []
-    for model in (str(tiny_folder), name):
-        options = ["--model", model, "--photos", str(classes), "--config", "paper", "--device", "cpu", "--quiet"]
-        assert main(["classify", str(photos), *options, "--json"]) == 0
-        answers.append([row["answers"][0]["label"] for row in json.loads(capsys.readouterr().out)["results"]])
-    assert answers[0] == answers[1]
-    assert main(["classify", str(photos), "--model", name, "--labels", "cat, dog", "--config", "paper"]) == 2
-    assert "has no text tower" in capsys.readouterr().err
-
-
 def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folder: Path) -> None:
     for kind, folder in exported.items():
         record = json.loads((folder / "encoder.json").read_text())
@@ -133,18 +111,6 @@ def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folde
         assert 0 <= record["parity"]["max_difference"] < 1e-5
         graphs = [stem + ending for stem in ("encoder", "encoder-small") for ending in FORMATS[kind]]
         assert sorted(path.name for path in folder.iterdir()) == sorted([*graphs, "encoder.json"])
-
-
-def test_an_export_of_an_earlier_version_takes_one_size(exported: dict[str, Path], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(exported["onnx"], copy)
-    (copy / "encoder-small.onnx").unlink()
-    record = json.loads((copy / "encoder.json").read_text())
-    earlier = {key: value for key, value in record.items() if key not in ("patch_size", "small_size")}
-    (copy / "encoder.json").write_text(json.dumps(earlier))
-    encoder = rc.load(f"onnx:{copy}")
-    assert encoder(pixels(1)).shape == (1, tiny_clip.DIM)
-    assert encoder.size_near(176 / 224) is None
 
 
 def test_a_graph_that_differs_from_its_tower_is_not_kept(

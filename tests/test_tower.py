@@ -62,15 +62,6 @@ def test_an_image_gets_the_same_answer_in_any_batch(pets: Pets, images: torch.Te
     assert torch.equal(again.labels, answers.labels[rows])
 
 
-def test_gate_first_equals_the_plain_algorithm(pets: Pets, images: torch.Tensor, answers: rc.Defended) -> None:
-    rows = [0, 2]
-    plain = GUARD.replace(lazy=False)(pets[0], images[rows], seed=b"secret")
-    assert plain.passes.tolist() == [9, 9]
-    assert torch.equal(plain.gated, answers.gated[rows])
-    assert torch.equal(plain.labels, answers.labels[rows])
-    assert torch.allclose(plain.features, answers.features[rows], atol=1e-5)
-
-
 def test_a_second_look_keeps_photos_and_restores_attacked_ones(pets: Pets, images: torch.Tensor) -> None:
     clf, _, labels = pets
     out = rc.SecondLook.for_encoder(clf.encoder)(clf, images, seed=b"secret")

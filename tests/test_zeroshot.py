@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,16 +11,13 @@ from PIL import Image
 import react_clip as rc
 from react_clip.encoders.text import TextTower
 from react_clip.preprocess import as_pixels
-from toys import ToyEncoder, toy_images
+from toys import ToyEncoder, toy_images, write_photos
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
     for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for i in range(3):
-            Image.fromarray(rng.integers(0, 255, (20, 20, 3), np.uint8)).save(tmp_path / "photos" / name / f"{i}.png")
+        write_photos(tmp_path / "photos" / name)
     return tmp_path / "photos"
 
 
@@ -69,7 +65,7 @@ def test_a_folder_gives_mean_features_and_is_cached_by_content(photos: Path, own
     before = encoder.encoded
     rc.ZeroShotClassifier.from_folder(encoder, photos)
     assert encoder.encoded == before
-    Image.new("RGB", (20, 20), "red").save(photos / "cat" / "0.png")
+    Image.new("RGB", (20, 20), "red").save(photos / "cat" / "photo0.png")
     changed = rc.ZeroShotClassifier.from_folder(encoder, photos)
     assert encoder.encoded > before
     assert not torch.allclose(changed.class_features[0], clf.class_features[0])

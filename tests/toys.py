@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from react_clip import Encoder, ZeroShotClassifier
@@ -52,3 +56,12 @@ def toy_classifier(dtype: torch.dtype = torch.float32, classes: int = 5) -> Zero
 
 def toy_images(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.rand(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def write_photos(folder: Path, count: int = 3) -> Path:
+    """Save random photos as ``folder/photo0.png`` and so on; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        Image.fromarray(rng.integers(0, 255, (50, 40, 3), np.uint8)).save(folder / f"photo{i}.png")
+    return folder

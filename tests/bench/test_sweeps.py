@@ -98,20 +98,6 @@ def test_random_weights_read_prompts_and_leave_global_randomness_alone(tiny_shap
     assert encoder(synthetic_photos(3, 32)).shape == (3, 512)
 
 
-def test_the_command_with_random_weights(
-    tiny_shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
-) -> None:
-    out = tmp_path / "bench.json"
-    arguments = ["--shapes", tiny_shapes, "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "1", "--quiet"]
-    assert cli.main(["bench", *arguments, "--attacked", "0.5", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "weights are random: no image is attacked" in printed
-    report = json.loads(out.read_text())
-    by_label = {row["label"]: row for row in report["contenders"]}
-    assert by_label[OURS]["passes"] >= 3 + 10 * 0.5
-    assert not own_cache.exists()
-
-
 def test_a_sweep_writes_every_round_as_soon_as_it_is_measured(
     tiny_shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

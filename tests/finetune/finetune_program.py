@@ -1,6 +1,6 @@
-"""A program that finetunes the tiny CLIP into folders: undisturbed, killed, raced by a twin, starved of disk.
+"""A program that finetunes the tiny CLIP into folders: undisturbed, killed, starved of disk.
 
-``finetune_program.py MODEL ROOT`` leaves a folder for each of the four and prints what became of its children. All in
+``finetune_program.py MODEL ROOT`` leaves a folder for each of the three and prints what became of its children. All in
 one process, because starting one costs more than training the tiny CLIP.
 """
 
@@ -79,8 +79,6 @@ if __name__ == "__main__":
     print("plain ended", exit_code(child(model, root / "plain")), flush=True)
     kill(model, root / "killed", 3)
     print("killed ended", exit_code(child(model, root / "killed")), flush=True)
-    twins = [child(model, root / "raced", lambda done, total, loss: time.sleep(0.1)) for _ in range(2)]
-    print("raced ended", *sorted(exit_code(pid) for pid in twins), flush=True)
     print("starved ended", exit_code(child(model, root / "starved", starve)), flush=True)
     print("starved left", *sorted(path.name for path in (root / "starved").iterdir()), flush=True)
     print("starved ended", exit_code(child(model, root / "starved")), flush=True)

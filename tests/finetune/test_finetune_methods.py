@@ -16,7 +16,7 @@ import tiny_clip
 from react_clip.encoders.checkpoints import image_parameters, is_image_key
 from react_clip.finetune import CLIPFT, FARE, PMGAFT, Finetuned, InnerAttack, Settings, TeCoA, finetune, get, names
 from react_clip.finetune.folder import read_log
-from react_clip.finetune.methods import Batch, Method, contrastive, kl_divergence
+from react_clip.finetune.methods import Batch, Method
 from react_clip.finetune.photos import Photos, augmented, check_memory, stream_keys
 from react_clip.finetune.training import Task, gradients
 from toys import ToyEncoder
@@ -37,15 +37,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------------- losses, against slow literal references
 
 
-def test_kl_divergence_agrees_with_its_sum() -> None:
-    p, q = random(5, 7).double(), random(5, 7, seed=1).double()
-    for row in range(5):
-        a, b = p[row].softmax(0).tolist(), q[row].softmax(0).tolist()
-        slow = sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
-        assert kl_divergence(p, q)[row].item() == pytest.approx(slow)
-    assert not torch.allclose(kl_divergence(p, q), kl_divergence(q, p))
-
-
 def slow_contrastive(features: Tensor, classes: Tensor, labels: list[int]) -> list[float]:
     unit = [row / row.norm() for row in features]
     scores = [[100 * float(f @ classes[y]) for y in labels] for f in unit]
@@ -59,14 +50,6 @@ def slow_contrastive(features: Tensor, classes: Tensor, labels: list[int]) -> li
             total += (scores[i][j] - row) + (scores[j][i] - column)
         values.append(-total / (2 * len(positives)))
     return values
-
-
-def test_contrastive_agrees_with_its_sums() -> None:
-    features = random(6, 8).double()
-    classes = torch.nn.functional.normalize(random(4, 8, seed=1).double(), dim=1)
-    labels = [0, 1, 1, 3, 0, 0]
-    fast = contrastive(features, classes, torch.tensor(labels))
-    assert fast.tolist() == pytest.approx(slow_contrastive(features, classes, labels))
 
 
 def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class_features: Tensor) -> None:
@@ -241,22 +224,6 @@ def test_augmentation_mirrors_half_and_crops_inside(photos: Any) -> None:
     assert torch.equal(augmented(ramp[5:7], keys[5:7], "crop"), cropped[5:7])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"batch": 0}, "batch is 0"),
-        ({"lr": math.nan}, "lr is nan"),
-        ({"warmup": 300}, "warmup is 300; it lies in 0 to 299"),
-        ({"dtype": "fp16"}, "must be one of fp32, bf16"),
-        ({"augment": "rotate"}, "must be one of none, flip, crop"),
-        ({"attack": {"eps": 2.0}}, "write 2/255"),
-    ],
-)
-def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(rc.ReactClipError, match=message):
-        Settings(**values)
-
-
 def test_what_cannot_be_trained_is_refused(
     encoder: rc.Encoder, photos: Any, class_features: Tensor, tmp_path: Path
 ) -> None:
@@ -285,6 +252,6 @@ def test_what_cannot_be_trained_is_refused(
         check_memory(1_281_167, 224, available=64 * 2**30)
     with pytest.raises(rc.ReactClipError, match="tecoa has no field 'clean_weight'"):
         get("tecoa", clean_weight=1.0)
-    with pytest.raises(rc.ReactClipError, match="clean_weight is -1"):
-        PMGAFT(clean_weight=-1)
+    with pytest.raises(rc.ReactClipError, match="warmup is 300; it lies in 0 to 299"):
+        Settings(warmup=300)
     assert names() == sorted(method.kind for method in EVERY)

@@ -44,14 +44,6 @@ def test_killed_again_and_again_it_ends_with_the_same_tower(ended: tuple[Path, s
     assert left == {".lock", "finetune.json", "log.csv", "settings.json", "tower.safetensors"}
 
 
-def test_of_two_runs_on_one_folder_one_is_refused(ended: tuple[Path, str]) -> None:
-    root, output = ended
-    assert "raced ended 0 2" in output
-    assert "raced refused:" in output
-    assert "is in use by process" in output
-    assert content(root / "raced") == content(root / "plain")
-
-
 def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(ended: tuple[Path, str]) -> None:
     root, output = ended
     refused = [line for line in output.splitlines() if line.startswith("starved refused:")]

@@ -259,21 +259,20 @@ def _read_torch(path: Path) -> Any:
 # in OpenAI's, three in Hugging Face's) and in the projection, which is stored transposed. Keys of OpenAI's layout are
 # written without the ``visual.`` prefix here.
 
-_STARTS = (
+_NAMES = (
     ("class_embedding", "vision_model.embeddings.class_embedding"),
     ("positional_embedding", "vision_model.embeddings.position_embedding.weight"),
     ("conv1.", "vision_model.embeddings.patch_embedding."),
     ("ln_pre.", "vision_model.pre_layrnorm."),
     ("ln_post.", "vision_model.post_layernorm."),
     ("transformer.resblocks.", "vision_model.encoder.layers."),
-)
-_BLOCK_PARTS = (
     (".attn.out_proj.", ".self_attn.out_proj."),
     (".ln_1.", ".layer_norm1."),
     (".ln_2.", ".layer_norm2."),
     (".mlp.c_fc.", ".mlp.fc1."),
     (".mlp.c_proj.", ".mlp.fc2."),
 )
+"""Parts of keys in OpenAI's layout and in Hugging Face's."""
 _MERGED = re.compile(r"(.+)\.attn\.in_proj_(weight|bias)")
 _SPLIT = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 
@@ -318,18 +317,12 @@ def to_openai(state: Mapping[str, Tensor]) -> State:
 
 
 def _hf_name(key: str) -> str:
-    return _renamed(key, _STARTS, _BLOCK_PARTS)
+    for openai, hf in _NAMES:
+        key = key.replace(openai, hf)
+    return key
 
 
 def _openai_name(key: str) -> str:
-    return _renamed(key, [(hf, openai) for openai, hf in _STARTS], [(hf, openai) for openai, hf in _BLOCK_PARTS])
-
-
-def _renamed(key: str, starts: Iterable[tuple[str, str]], parts: Iterable[tuple[str, str]]) -> str:
-    for old, new in starts:
-        if key.startswith(old):
-            key = new + key.removeprefix(old)
-            break
-    for old, new in parts:
-        key = key.replace(old, new)
+    for openai, hf in _NAMES:
+        key = key.replace(hf, openai)
     return key

@@ -6,8 +6,7 @@
 """
 
 from react_clip.finetune.methods import CLIPFT, FARE, PMGAFT, Method, TeCoA, get, names
-from react_clip.finetune.run import Finetuned, finetune
-from react_clip.finetune.training import InnerAttack, Settings
+from react_clip.finetune.training import Finetuned, InnerAttack, Settings, finetune
 
 __all__ = ["CLIPFT", "FARE", "PMGAFT", "Finetuned", "InnerAttack", "Method", "Settings", "TeCoA", "finetune"]
 __all__ += ["get", "names"]
