@@ -62,6 +62,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_clip.write_hf(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def open_clip_weights(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of the small CLIP for open_clip, whose registry then knows the model."""
+    return tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
+
+
+@pytest.fixture(scope="session")
+def open_clip_name(open_clip_weights: Path) -> str:
+    """The small CLIP through open_clip."""
+    return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{open_clip_weights}"
+
+
 @pytest.fixture
 def tiny_copy(tiny_folder: Path, tmp_path: Path) -> Path:
     """A copy of the small CLIP that a test may damage."""

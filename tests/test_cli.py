@@ -75,18 +75,13 @@ def test_classify_gives_json_with_diagnostics(
         assert row["gated"] == (row["score"] >= 0.7)
 
 
-@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
 def test_embed_writes_defended_features(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path, suffix: str
+    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out" / f"features.{suffix}"
+    out = tmp_path / "out" / "features.safetensors"
     assert run(capsys, "embed", photos, *tiny, "--out", out)[0] == 0
-    if suffix == "npy":
-        features = torch.from_numpy(np.load(out, allow_pickle=False))
-        files = json.loads(out.with_suffix(".files.json").read_text())["files"]
-    else:
-        with safe_open(out, "pt") as stream:
-            features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
+    with safe_open(out, "pt") as stream:
+        features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
     clf = rc.ZeroShotClassifier(rc.load(tiny_folder), ["cat", "dog", "teapot"])
     expected = rc.ReACT()(clf, sorted(photos.iterdir()), seed=0).features
@@ -126,7 +121,8 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     code, _, err = run(capsys, "embed", photos, "--photos", "classes", *options, "--out", "features.npy")
     assert code == 0
     assert err.count(line) == err.count("the defence is") == 1
-    assert np.allclose(np.load("features.npy"), expected.features.numpy(), atol=1e-5)
+    assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
+    assert len(json.loads(Path("features.files.json").read_text())["files"]) == 3
 
     code, out, err = run(capsys, "classify", photos, "--photos", "classes", *options, "--json")
     assert code == 0
@@ -245,7 +241,6 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
     [
         (["--labels", ""], "--labels is empty"),
         (["--labels", " , "], "--labels is empty"),
-        (["--labels", "cat, cat"], "label 'cat' is given 2 times"),
         (["--labels", "cat,,dog"], "label 2 of 3 is blank"),
         (["--labels-file", "missing.txt"], "missing.txt cannot be read"),
         (["--photos", "missing"], "missing is no folder"),
@@ -292,18 +287,11 @@ def test_bad_attacks_get_one_line(
     assert not (tmp_path / "adv").exists()
 
 
-def test_labels_come_from_a_file_or_a_folder_too(
+def test_labels_come_from_a_file_too(
     capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "labels.txt").write_text("cat\n\ndog\n")
     options = ["--model", tiny_folder, "--config", "paper", "--quiet", "--json", "--top", 5]
-    base = ["classify", photos / "photo0.png", *options]
-    code, out, _ = run(capsys, *base, "--labels-file", tmp_path / "labels.txt")
+    code, out, _ = run(capsys, "classify", photos / "photo0.png", *options, "--labels-file", tmp_path / "labels.txt")
     assert code == 0
     assert {answer["label"] for answer in json.loads(out)["results"][0]["answers"]} == {"cat", "dog"}
-    for name in ("red", "blue"):
-        (tmp_path / "classes" / name).mkdir(parents=True)
-        Image.new("RGB", (40, 40), name).save(tmp_path / "classes" / name / "0.png")
-    code, out, _ = run(capsys, *base, "--photos", tmp_path / "classes")
-    assert code == 0
-    assert {answer["label"] for answer in json.loads(out)["results"][0]["answers"]} == {"red", "blue"}

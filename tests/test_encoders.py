@@ -17,12 +17,6 @@ from react_clip.encoders.vision import VisionEncoder, VisionTower
 from toys import ToyEncoder, on_a_gpu, toy_images
 
 
-@pytest.fixture(scope="module")
-def open_clip_name(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    checkpoint = tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
-    return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"
-
-
 def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path, open_clip_name: str) -> None:
     one, other = rc.load(tiny_folder), rc.load(open_clip_name)
     pixels = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 import react_clip as rc
-import tiny_clip
 from react_clip import Encoder
 
 from .prompt_toys import F64, classifier
 
 
 @pytest.fixture(scope="module")
-def places(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    checkpoint = tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
-    return {"hf": str(tiny_folder), "open_clip": f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"}
+def places(tiny_folder: Path, open_clip_name: str) -> dict[str, str]:
+    return {"hf": str(tiny_folder), "open_clip": open_clip_name}
 
 
 @pytest.fixture(scope="module", params=["hf", "open_clip"])

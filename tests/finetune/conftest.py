@@ -21,13 +21,6 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def open_clip_name(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny CLIP through open_clip."""
-    weights = tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
-    return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{weights}"
-
-
-@pytest.fixture(scope="package")
 def other_openai(other_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The other CLIP's weights in OpenAI's layout, by a conversion that is not ours."""
     return tiny_clip.write_open_clip(other_folder, tmp_path_factory.mktemp("other_openai"))

@@ -93,22 +93,6 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert Image.open(tuned / "loss.png").size[0] > 300
 
 
-def test_the_folder_is_a_model_for_the_other_commands(
-    tuned: Path, tiny_folder: Path, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    encoder = rc.load(tuned, device="cpu")
-    assert encoder.has_text
-    photo = root / "stripes" / "train" / "reed" / "00.png"
-    arguments = ["classify", str(photo), "--labels", ", ".join(NAMES), "--config", "paper", "--device", "cpu", "--json"]
-    answers = {}
-    for model in (tuned, f"{tiny_folder}+{tuned / 'tower.safetensors'}", tiny_folder):
-        assert main([*arguments, "--model", str(model)]) == 0
-        (row,) = json.loads(capsys.readouterr().out)["results"]
-        answers[str(model)] = row["answers"][0]["probability"]
-    finetuned, by_file, plain = answers.values()
-    assert finetuned == by_file != plain
-
-
 def test_the_same_command_again_says_that_it_is_done(
     tuned: Path, root: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,17 +33,6 @@ def encoder(hf_folder: Path) -> rc.Encoder:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights for open_clip, whose registry then knows the model."""
-    return tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))
-
-
-@pytest.fixture(scope="session")
-def open_clip_name(checkpoint: Path) -> str:
-    return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"
-
-
-@pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Wide, tall, large and exactly fitting photos, as files."""
     folder = tmp_path_factory.mktemp("photos")

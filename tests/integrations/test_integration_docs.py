@@ -39,7 +39,7 @@ def test_the_examples_run(
     name: str,
     example: str,
     hf_folder: Path,
-    checkpoint: Path,
+    open_clip_weights: Path,
     photos: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,7 +51,7 @@ def test_the_examples_run(
     for large, small in {
         '"openai/clip-vit-base-patch32"': repr(str(hf_folder)),
         '"ViT-B-32-quickgelu"': repr(tiny_clip.OPEN_CLIP_NAME),
-        'pretrained="openai"': f"pretrained={str(checkpoint)!r}",
+        'pretrained="openai"': f"pretrained={str(open_clip_weights)!r}",
     }.items():
         example = example.replace(large, small)
     space: dict[str, Any] = {}

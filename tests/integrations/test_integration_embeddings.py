@@ -61,10 +61,10 @@ def test_a_chroma_collection_of_images_and_texts(encoder: rc.Encoder, photos: li
     assert ranking == [photos[i].name for i in similarity[0].argsort(descending=True)]
 
 
-def test_a_closed_guard_is_chromas_own_clip(open_clip_name: str, checkpoint: Path, fitting: list[Path]) -> None:
+def test_a_closed_guard_is_chromas_own_clip(open_clip_name: str, open_clip_weights: Path, fitting: list[Path]) -> None:
     from chromadb.utils.embedding_functions import OpenCLIPEmbeddingFunction
 
-    stock = OpenCLIPEmbeddingFunction(tiny_clip.OPEN_CLIP_NAME, str(checkpoint))
+    stock = OpenCLIPEmbeddingFunction(tiny_clip.OPEN_CLIP_NAME, str(open_clip_weights))
     function = rc.integrations.ChromaEmbeddings(open_clip_name, NEVER)
     mixed = [*arrays(fitting), *TEXTS]
     assert np.allclose(function(mixed), stock(mixed), atol=1e-5)

@@ -24,18 +24,18 @@ LABELS = ["cat", "dog", "teapot"]
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Path) -> tuple[Any, Any]:
+def made(open_clip_weights: Path) -> tuple[Any, Any]:
     """A model and its preprocessing, as open_clip's users make them."""
     import open_clip
 
     model, _, preprocess = open_clip.create_model_and_transforms(
-        tiny_clip.OPEN_CLIP_NAME, pretrained=str(checkpoint), device="cpu"
+        tiny_clip.OPEN_CLIP_NAME, pretrained=str(open_clip_weights), device="cpu"
     )
     return model.eval(), preprocess
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Any:
+def tokenizer(open_clip_weights: Path) -> Any:
     import open_clip
 
     return open_clip.get_tokenizer(tiny_clip.OPEN_CLIP_NAME)
@@ -126,11 +126,11 @@ def test_gradients_reach_the_images(made: Any, fitting: list[Path]) -> None:
     assert float(images.grad.abs().sum()) > 0
 
 
-def test_half_precision_keeps_the_dtype(checkpoint: Path, tokenizer: Any, fitting: list[Path]) -> None:
+def test_half_precision_keeps_the_dtype(open_clip_weights: Path, tokenizer: Any, fitting: list[Path]) -> None:
     import open_clip
 
     model, _, preprocess = open_clip.create_model_and_transforms(
-        tiny_clip.OPEN_CLIP_NAME, pretrained=str(checkpoint), precision="pure_bf16", device="cpu"
+        tiny_clip.OPEN_CLIP_NAME, pretrained=str(open_clip_weights), precision="pure_bf16", device="cpu"
     )
     defended = DefendedOpenCLIP(model, drift_only(OPEN))
     images = batch(preprocess, fitting).bfloat16()

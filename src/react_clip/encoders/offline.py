@@ -26,6 +26,7 @@ from torch import Tensor
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.vision import VisionEncoder, VisionTower
 from react_clip.errors import ReactClipError
+from react_clip.optional import require
 from react_clip.storage import cache_dir, sha256_of
 
 NAME = "clip-vit-b-16"
@@ -132,16 +133,9 @@ def _download(folder: Path) -> Path:
 
 def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
     """Dequantise: ``W = (int8 - zero point) * scale``, each matrix named after the bias added to its product."""
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError:
-        raise ReactClipError(
-            "converting the weights needs onnx; install it with `pip install 'react-clip[offline]'`"
-        ) from None
-
+    onnx = require("onnx", "converting the weights", extra="offline")
     graph = onnx.load(str(onnx_file)).graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     consumers: dict[str, list[Any]] = {}
     for node in graph.node:
         for name in node.input:
