@@ -120,23 +120,3 @@ def test_the_command_on_a_tiny_model(
     assert [row["label"] for row in report["contenders"]][-1] == "aom"
     assert all(row["milliseconds"] > 0 for row in report["contenders"])
     assert all(len(row["round_milliseconds"]) == 2 for row in report["contenders"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--images", "0"], "--images is 0; it must be at least 1"),
-        (["--rounds", "-1"], "--rounds is -1; it must be at least 1"),
-        (["--attacked", "1.5"], "--attacked is 1.5; it is a share between 0 and 1"),
-        (["--defenses", "magic"], "defence 'magic' does not exist"),
-        (["--shapes", "ViT-Z-1"], "no shapes are called 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16"),
-        (["--shapes", "ViT-B-32", "--model", "x/y"], "--shapes ViT-B-32 and --model x/y are both given"),
-        (["--shapes", "ViT-B-32", "--labels", "cat"], "for which --labels means nothing"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert cli.main(["bench", *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
