@@ -124,44 +124,45 @@ def mean_of(values: list[Any]) -> Any:
     return sum(values[1:], values[0]) / len(values)
 
 
-def surest(logits: list[Tensor], count: int) -> list[int]:
-    return sorted(range(len(logits)), key=lambda v: float(literal_entropy(logits[v].detach())))[:count]
+Loss = Callable[[list[Tensor], list[int]], Tensor]
+"""From the logits of all views and the numbers of the surest ones to the value that the prompt is tuned on."""
+
+
+def literal_answer(
+    guard: PromptTuning, clf: rc.ZeroShotClassifier, f: list[Tensor], weights: list[float], loss: Loss
+) -> tuple[Tensor, Tensor]:
+    """Logits and feature: the weighted mean of the views' features, scored with prompts after one step."""
+    context = clf.encoder.text.embed([WORDS])[0][0, 1:5].clone().requires_grad_()
+    text = hooked_features(clf.encoder, context)
+    logits = [100 * text @ feature for feature in f]
+    surest = sorted(range(len(f)), key=lambda v: float(literal_entropy(logits[v].detach())))[: guard.selected]
+    (slope,) = torch.autograd.grad(loss(logits, surest), [context])
+    text = hooked_features(clf.encoder, step_of_adamw(context.detach(), slope, guard.learning_rate))
+    mean = sum((w * feature for w, feature in zip(weights, f, strict=True)), torch.zeros(clf.encoder.dim))
+    return 100 * text @ mean, mean / mean.norm()
 
 
 def literal_rtpt(guard: RTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     f = [clf.encoder.encode_views(view)[0] for view, _ in literal_views(guard, image, seed)]
-    context = clf.encoder.text.embed([WORDS])[0][0, 1:5].clone().requires_grad_()
-    text = hooked_features(clf.encoder, context)
-    logits = [100 * text @ feature for feature in f]
-    chosen = surest(logits, guard.selected)
-    loss = mean_of([literal_entropy(logits[v]) for v in chosen])
-    (slope,) = torch.autograd.grad(loss, [context])
-    text = hooked_features(clf.encoder, step_of_adamw(context.detach(), slope, guard.learning_rate))
     trust = []
     for v in range(guard.views):
         cosines = sorted((float(f[v] @ f[u]) for u in range(guard.views) if u != v), reverse=True)
         trust.append(math.exp(mean_of(cosines[: guard.neighbours]) / guard.temperature))
     weights = [t / sum(trust) for t in trust]
-    out = sum((w * 100 * text @ feature for w, feature in zip(weights, f, strict=True)), torch.zeros(len(NAMES)))
-    mean = sum((w * feature for w, feature in zip(weights, f, strict=True)), torch.zeros(clf.encoder.dim))
-    return out, mean / mean.norm()
+    return literal_answer(
+        guard, clf, f, weights, lambda logits, surest: mean_of([literal_entropy(logits[v]) for v in surest])
+    )
 
 
 def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     views = literal_views(guard, image, seed)
     f = [clf.encoder.encode_views(view)[0] for view, _ in views]
-    streams = [noise.fork(stream, prompt_tuning._VARIANTS) for _, stream in views]
-    moved = [
-        clf.encoder.encode_views(guard.augmentation(view, stream))[0]
-        for (view, _), stream in zip(views, streams, strict=True)
-    ]
-    context = clf.encoder.text.embed([WORDS])[0][0, 1:5].clone().requires_grad_()
-    text = hooked_features(clf.encoder, context)
-    logits = [100 * text @ feature for feature in f]
+    text = hooked_features(clf.encoder, clf.encoder.text.embed([WORDS])[0][0, 1:5])
     suit, stab = [], []
-    for v in range(guard.views):
+    for v, (view, stream) in enumerate(views):
         suit.append(1 / (mean_of([2 - 2 * float(f[v] @ f[u]) for u in range(guard.views) if u != v]) + 1e-8))
-        p, q = logits[v].detach().softmax(0), (100 * text @ moved[v]).detach().softmax(0)
+        moved = clf.encoder.encode_views(guard.augmentation(view, noise.fork(stream, prompt_tuning._VARIANTS)))[0]
+        p, q = (100 * text @ f[v]).softmax(0), (100 * text @ moved).softmax(0)
         m = (p + q) / 2
         stab.append(1 / (float((p * (p / m).log() + q * (q / m).log()).sum()) / 2 + 1e-8))
 
@@ -174,19 +175,16 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
         total = sum(math.exp(score / 0.25) for score in scores.values())
         return {v: math.exp(score / 0.25) / total for v, score in scores.items()}
 
-    chosen = surest(logits, guard.selected)
-    weights = weigh(chosen)
-    terms = []
-    for v in chosen:
-        rest = [u for u in chosen if u != v]
-        target = sum((weights[u] * logits[u].softmax(0) for u in rest), torch.zeros(len(NAMES)))
-        target = (target / sum(weights[u] for u in rest)).detach()
-        terms.append(literal_entropy(logits[v]) + (target * (target.log() - logits[v].log_softmax(0))).sum())
-    (slope,) = torch.autograd.grad(mean_of(terms), [context])
-    text = hooked_features(clf.encoder, step_of_adamw(context.detach(), slope, guard.learning_rate))
-    weights = weigh(list(range(guard.views)))
-    mean = sum((weights[v] * f[v] for v in range(guard.views)), torch.zeros(clf.encoder.dim))
-    return 100 * text @ mean, mean / mean.norm()
+    def loss(logits: list[Tensor], surest: list[int]) -> Tensor:
+        weights, terms = weigh(surest), []
+        for v in surest:
+            rest = [u for u in surest if u != v]
+            target = sum((weights[u] * logits[u].softmax(0) for u in rest), torch.zeros(len(NAMES)))
+            target = (target / sum(weights[u] for u in rest)).detach()
+            terms.append(literal_entropy(logits[v]) + (target * (target.log() - logits[v].log_softmax(0))).sum())
+        return mean_of(terms)
+
+    return literal_answer(guard, clf, f, list(weigh(list(range(guard.views))).values()), loss)
 
 
 @both

@@ -121,19 +121,6 @@ def test_output_can_be_an_object_store(clf: rc.ZeroShotClassifier, photos: Path,
     assert defend(photos, url, clf, resume=True) == first
 
 
-def test_finished_parts_are_never_made_again(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    whole = defend(photos, out, clf)
-    rows = read_parts(out)
-    (out / "part-000000-000001.parquet").unlink()
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
-    with pytest.raises(rc.ReactClipError, match="2 finished parts of this job; continue it with --resume"):
-        defend(photos, out, clf)
-    assert defend(photos, out, clf, resume=True) == whole
-    assert read_parts(out).equals(rows)
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-
-
 @pytest.mark.parametrize("what", ["seed", "top", "chunk", "guard", "classes", "photos"])
 def test_a_folder_of_another_job_is_refused(
     clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, what: str
