@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,31 +36,29 @@ def keys(count: int, start: int = 0) -> Tensor:
     return torch.arange(start, start + count)
 
 
-@pytest.mark.parametrize("bits", [1, 3, 4, 8])
-def test_posterize_equals_pillow(bits: int) -> None:
-    for image in pictures():
-        ours = posterize(image[None], torch.tensor([bits]))[0]
-        assert torch.equal(ours, from_pillow(ImageOps.posterize(to_pillow(image), bits)))
+FLAT = torch.full((3, SIDE, SIDE), 102 / 255)
+TWO_LEVELS = torch.where(torch.arange(SIDE) < 20, 51 / 255, 153 / 255).expand(3, SIDE, SIDE)
 
 
-@pytest.mark.parametrize("threshold", [0, 90, 128, 256])
-def test_solarize_equals_pillow(threshold: int) -> None:
-    for image in pictures():
-        ours = solarize(image[None], torch.tensor([threshold]))[0]
-        assert torch.allclose(ours, from_pillow(ImageOps.solarize(to_pillow(image), threshold)), atol=1e-6)
-
-
-def test_equalize_equals_pillow() -> None:
-    flat = torch.full((3, SIDE, SIDE), 0.4)
-    two_levels = torch.where(torch.arange(SIDE) < 20, 0.2, 0.6).expand(3, SIDE, SIDE)
-    for image in (*pictures(), flat, two_levels, torch.zeros(3, SIDE, SIDE), torch.ones(3, SIDE, SIDE)):
-        image = (255 * image).round() / 255
-        assert torch.allclose(equalize(image[None])[0], from_pillow(ImageOps.equalize(to_pillow(image))), atol=1e-6)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (equalize, ImageOps.equalize),
+        *[(partial(posterize, bits=torch.tensor([n])), partial(ImageOps.posterize, bits=n)) for n in (1, 3, 4, 8)],
+        *[
+            (partial(solarize, threshold=torch.tensor([n])), partial(ImageOps.solarize, threshold=n))
+            for n in (0, 90, 128, 256)
+        ],
+    ],
+    ids=str,
+)
+def test_operations_equal_pillows(ours: Any, theirs: Any) -> None:
+    for image in (*pictures(), FLAT, TWO_LEVELS, torch.zeros(3, SIDE, SIDE), torch.ones(3, SIDE, SIDE)):
+        assert torch.allclose(ours(image[None])[0], from_pillow(theirs(to_pillow(image))), atol=1e-6)
 
 
 def test_autocontrast_equals_pillow() -> None:
-    flat = (torch.full((3, SIDE, SIDE), 0.4) * 255).round() / 255
-    for image in (*pictures(), flat):
+    for image in (*pictures(), FLAT):
         # Pillow rounds to 8 bits.
         ours = autocontrast(image[None])[0]
         assert (ours - from_pillow(ImageOps.autocontrast(to_pillow(image)))).abs().max() < 1.01 / 255

@@ -90,24 +90,6 @@ def test_skipped_views_change_no_answer(setting: Any) -> None:
     assert torch.allclose(other.passes, torch.full((24,), 1 + SHARE + MOVED_SHARE))
 
 
-def test_images_with_their_own_classes_are_corrected_together(setting: Any) -> None:
-    first, guard, images = setting
-    second = classifier(classes=3, seed=2)
-    mine = torch.arange(len(images)) % 2 == 0
-
-    def logits(rows: Tensor, features: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(logits_of(second)(rows, features), (0, 2), value=-torch.inf)
-        return torch.where(mine[rows, None, None], logits_of(first)(rows, features), padded)
-
-    keys = noise.stream_keys(images, 0)
-    together = guard.correct(first.encoder, images, keys, logits)
-    for clf, rows in ((first, mine), (second, ~mine)):
-        alone = guard(clf, images[rows])
-        assert torch.equal(alone.branch, together.branch[rows])
-        assert torch.allclose(alone.features, together.features[rows], atol=1e-9)
-        assert torch.allclose(alone.instability, together.instability[rows], atol=1e-9)
-
-
 def test_without_classes_the_distances_decide(setting: Any) -> None:
     clf, guard, images = setting
     keys = noise.stream_keys(images, 0)

@@ -116,15 +116,6 @@ def test_functions_that_wait_are_limited(engine: Engine) -> None:
     assert engine.run(lambda: 7).result() == 7
 
 
-def test_cancelled_images_are_not_computed(engine: Engine, photos: list[bytes]) -> None:
-    batches = record_batches(engine)
-    with held(engine):
-        first, second = engine.submit(prepared(photos[:2]), engine.preset)
-        assert second.cancel()
-    assert passes(first.result()) > 0
-    assert batches == [(1, 1)]
-
-
 def in_loop(coroutine: Any) -> Any:
     """Run a coroutine in a thread, because a browser's event loop may run in this one."""
     with ThreadPoolExecutor() as thread:
@@ -181,15 +172,6 @@ def test_a_failure_costs_its_batch_and_not_the_engine(
         with pytest.raises(RequestError, match="could not answer"):
             engine.submit(prepared(photos[:1]), engine.preset)[0].result()
     assert passes(engine.submit(prepared(photos[:1]), engine.preset)[0].result()) > 0
-
-
-def test_waiting_images_are_answered_before_the_end(engine: Engine, photos: list[bytes]) -> None:
-    futures = engine.submit(prepared(photos), engine.preset)
-    engine.stop()
-    assert all(passes(future.result(0)) for future in futures)
-    assert not engine.alive
-    with pytest.raises(RequestError):
-        engine.submit(prepared(photos[:1]), engine.preset)
 
 
 def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch) -> None:

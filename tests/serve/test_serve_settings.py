@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,23 +9,11 @@ import pytest
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
 from react_clip.cli.serve import settings_of
-from react_clip.serve.settings import FLAGLESS, Settings, digest, flag, read_keys, read_secret, variable
+from react_clip.serve.settings import Settings, digest, read_keys, read_secret
 
 
 def parsed(*flags: str) -> Settings:
     return settings_of(parse_args(["serve", *flags]))
-
-
-def test_every_setting_is_a_flag_and_help_shows_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = re.sub(r"\s+", "", capsys.readouterr().out)
-    for name in Settings.model_fields:
-        if name in FLAGLESS:
-            assert f"[${variable(name)}]" not in text
-        else:
-            assert flag(name) in text
-            assert f"[${variable(name)}]" in text or name in ("json_output", "quiet")
 
 
 def test_variables_equal_flags_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
