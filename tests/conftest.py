@@ -17,7 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import tiny_clip
+from programs import Run
 from react_clip import Encoder, ReactClipError, encoders
+from react_clip.cli import main
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -92,6 +94,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command() -> list[str]:
     """Arguments that start the command line in a new process."""
     return [sys.executable, "-m", "react_clip"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process; returns its exit code, stdout and stderr."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = main([*map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 @pytest.fixture(scope="module")

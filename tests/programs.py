@@ -6,12 +6,16 @@ import multiprocessing
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+"""The fixture ``run``: the words of a command to its exit code, stdout and stderr."""
 
 PRELOAD = (
     *("react_clip.cli.serve", "react_clip.serve.app", "react_clip.encoders.hf", "uvicorn"),

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import react_clip as rc
+from programs import Run
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.common import bundled_photos
 from react_clip.cli.progress import Progress
@@ -32,12 +33,6 @@ def photos(tmp_path: Path) -> Path:
 def tiny(tiny_folder: Path) -> list[str]:
     """Options that run a command on the small CLIP."""
     return ["--model", str(tiny_folder), "--labels", "cat, dog, teapot", "--config", "paper", "--quiet"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,10 +57,8 @@ def test_a_real_process_answers_and_fails_with_code_2(command: list[str], photos
     assert finished.stderr.count("\n") == 1
 
 
-def test_classify_gives_json_with_diagnostics(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str]
-) -> None:
-    code, out, _ = run(capsys, "classify", photos, *tiny, "--json", "--top", 2)
+def test_classify_gives_json_with_diagnostics(run: Run, photos: Path, tiny: list[str]) -> None:
+    code, out, _ = run("classify", photos, *tiny, "--json", "--top", 2)
     assert code == 0
     results = json.loads(out)["results"]
     assert [Path(row["file"]).name for row in results] == ["photo0.png", "photo1.png", "photo2.png"]
@@ -77,10 +70,10 @@ def test_classify_gives_json_with_diagnostics(
 
 
 def test_embed_writes_defended_features(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path
+    run: Run, photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out" / "features.safetensors"
-    assert run(capsys, "embed", photos, *tiny, "--out", out)[0] == 0
+    assert run("embed", photos, *tiny, "--out", out)[0] == 0
     with safe_open(out, "pt") as stream:
         features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
@@ -100,7 +93,7 @@ def test_embed_writes_defended_features(
     ],
 )
 def test_the_defence_is_second_look_unless_another_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     photos: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -119,13 +112,13 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     clf = rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "classes")
     expected = guard(clf, sorted(photos.iterdir()), seed=0)
 
-    code, _, err = run(capsys, "embed", photos, "--photos", "classes", *options, "--out", "features.npy")
+    code, _, err = run("embed", photos, "--photos", "classes", *options, "--out", "features.npy")
     assert code == 0
     assert err.count(line) == err.count("the defence is") == 1
     assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
     assert len(json.loads(Path("features.files.json").read_text())["files"]) == 3
 
-    code, out, err = run(capsys, "classify", photos, "--photos", "classes", *options, "--json")
+    code, out, err = run("classify", photos, "--photos", "classes", *options, "--json")
     assert code == 0
     assert err.count(line) == err.count("the defence is") == 1
     for row in json.loads(out)["results"]:
@@ -133,34 +126,26 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
         assert (row["passes"] % 1 == 0) == isinstance(guard, rc.ReACT)
 
 
-def test_embed_leaves_nothing_when_it_cannot_finish(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
-) -> None:
+def test_embed_leaves_nothing_when_it_cannot_finish(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
     for path in photos.iterdir():
         path.write_bytes(b"")
-    code, _, err = run(capsys, "embed", photos, *tiny, "--out", tmp_path / "out.npy")
+    code, _, err = run("embed", photos, *tiny, "--out", tmp_path / "out.npy")
     assert code == 2
     assert "none of the 3 files could be read; nothing was written" in err
     assert not list(tmp_path.glob("out*"))
 
 
-def test_attack_writes_photos_within_the_budget(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
-) -> None:
-    code, out, _ = run(
-        capsys, "attack", photos, *tiny, "--eps", "8/255", "--steps", 3, "--out", tmp_path / "adv", "--json"
-    )
+def test_attack_writes_photos_within_the_budget(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
+    code, out, _ = run("attack", photos, *tiny, "--eps", "8/255", "--steps", 3, "--out", tmp_path / "adv", "--json")
     assert code == 0
     for row in json.loads(out)["results"]:
         attacked, clean = to_pixels(row["attacked"], 32), to_pixels(row["file"], 32)
         assert 0 < (attacked - clean).abs().max() <= 8 / 255 + 1e-6
 
 
-def test_the_demo_prints_outcomes_and_writes_one_page(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path
-) -> None:
+def test_the_demo_prints_outcomes_and_writes_one_page(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
     options = [*tiny, "--steps", 2, "--out", tmp_path / "page"]
-    code, out, _ = run(capsys, "demo", photos / "photo0.png", photos / "photo1.png", *options)
+    code, out, _ = run("demo", photos / "photo0.png", photos / "photo1.png", *options)
     assert code == 0
     assert str(tmp_path / "page" / "index.html") in out
     assert out.count(" 8/255") == 2
@@ -173,12 +158,12 @@ def test_the_demo_prints_outcomes_and_writes_one_page(
 
 
 def test_the_demo_shows_both_defences(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rc.SecondLook, "for_encoder", lambda encoder: rc.SecondLook(look=None))
     options = [option for option in tiny if option != "--quiet"]
     code, out, err = run(
-        capsys, "demo", photos / "photo0.png", *options, "--json", "--full", "--steps", 1, "--out", tmp_path / "page"
+        "demo", photos / "photo0.png", *options, "--json", "--full", "--steps", 1, "--out", tmp_path / "page"
     )
     assert code == 0
     assert "the defences are ReACT (the paper's) and SecondLook (ours)" in err
@@ -264,16 +249,11 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
     ],
 )
 def test_bad_options_get_one_line(
-    capsys: pytest.CaptureFixture[str],
-    photos: Path,
-    tiny_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
-    message: str,
+    run: Run, photos: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str
 ) -> None:
     monkeypatch.chdir(photos)
     model = [] if "--shapes" in line else ["--model", tiny_folder]
-    code, out, err = run(capsys, *shlex.split(line), *([] if "bench" in line else ["photo0.png"]), *model, "--quiet")
+    code, out, err = run(*shlex.split(line), *([] if "bench" in line else ["photo0.png"]), *model, "--quiet")
     assert code == 2
     assert out == ""
     assert message in err
@@ -281,11 +261,9 @@ def test_bad_options_get_one_line(
     assert not Path("adv").exists()
 
 
-def test_labels_come_from_a_file_too(
-    capsys: pytest.CaptureFixture[str], photos: Path, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_labels_come_from_a_file_too(run: Run, photos: Path, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("cat\n\ndog\n")
     options = ["--model", tiny_folder, "--config", "paper", "--quiet", "--json", "--top", 5]
-    code, out, _ = run(capsys, "classify", photos / "photo0.png", *options, "--labels-file", tmp_path / "labels.txt")
+    code, out, _ = run("classify", photos / "photo0.png", *options, "--labels-file", tmp_path / "labels.txt")
     assert code == 0
     assert {answer["label"] for answer in json.loads(out)["results"][0]["answers"]} == {"cat", "dog"}

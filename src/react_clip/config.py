@@ -153,9 +153,7 @@ class Configuration:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a configuration, or the ``config`` of a calibration file."""
-        data = storage.read_json(
-            Path(path), missing="check the path", invalid="write it again with save() or calibrate"
-        )
+        data = storage.read_json(Path(path), "check the path, or write it again with save() or calibrate")
         if not isinstance(data, dict):
             raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
         return cls.from_dict(data["config"] if "config" in data and "config" not in _fields(cls) else data)

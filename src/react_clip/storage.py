@@ -97,14 +97,14 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_json(path: Path, *, missing: str, invalid: str) -> Any:
-    """A JSON file's content; ``missing`` and ``invalid`` are the advice that the two errors end with."""
+def read_json(path: Path, advice: str) -> Any:
+    """A JSON file's content; errors end with the advice."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ReactClipError(f"{path} cannot be read: {error.strerror}; {missing}") from None
+        raise ReactClipError(f"{path} cannot be read: {error.strerror}; {advice}") from None
     except ValueError as error:
-        raise ReactClipError(f"{path} is no valid JSON ({error}); {invalid}") from None
+        raise ReactClipError(f"{path} is no valid JSON ({error}); {advice}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

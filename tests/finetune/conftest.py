@@ -28,7 +28,7 @@ def other_openai(other_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="package")
 def encoder(tiny_folder: Path) -> rc.Encoder:
-    """The tiny CLIP; look, do not touch."""
+    """The tiny CLIP; tests must not change it."""
     return rc.load(tiny_folder, device="cpu")
 
 

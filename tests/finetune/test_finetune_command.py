@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import react_clip as rc
+from programs import Run
 from react_clip.cli import main
 from react_clip.storage import sha256_of
 
@@ -61,12 +62,6 @@ def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
     return out
 
 
-def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main(["finetune", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
     assert {path.name for path in tuned.iterdir()} == {
         *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
@@ -93,27 +88,25 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert Image.open(tuned / "loss.png").size[0] > 300
 
 
-def test_the_same_command_again_says_that_it_is_done(
-    tuned: Path, root: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, tiny_folder: Path, run: Run) -> None:
     arguments = ["tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", tuned, "--steps", 6, "--batch", 8]
     before = sha256_of(tuned / "finetune.json")
-    code, out, _ = called(capsys, *arguments, "--lr", "1e-3", "--device", "cpu", "--quiet")
+    code, out, _ = run("finetune", *arguments, "--lr", "1e-3", "--device", "cpu", "--quiet")
     assert code == 0
     assert out == f"{tuned} is finished already: tecoa, 6 steps; nothing was done\n"
     assert sha256_of(tuned / "finetune.json") == before
-    code, _, err = called(capsys, *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
+    code, _, err = run("finetune", *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
     assert code == 2
     assert err.startswith(f"react-clip: {tuned} holds another run (other settings.lr);")
     assert err.count("\n") == 1
 
 
 def test_fare_needs_neither_text_nor_heads(
-    tuned: Path, root: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: Path, root: Path, tiny_folder: Path, tmp_path: Path, run: Run
 ) -> None:
     arguments = ["fare", f"folder:{root / 'stripes'}", "--model", tiny_folder, "--out", tmp_path / "fare"]
     arguments += ["--epochs", "1.5", "--batch", 8, "--accumulate", 2, "--limit", 20, "--device", "cpu"]
-    code, out, err = called(capsys, *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--json", "--quiet")
+    code, out, err = run("finetune", *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--json", "--quiet")
     assert code == 0, err
     record = json.loads(out)
     assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
@@ -135,13 +128,13 @@ def heads(class_features: Tensor, tmp_path: Path) -> Path:
 
 
 def test_heads_come_first_from_a_folder_or_a_file(
-    heads: Path, root: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    heads: Path, root: Path, tiny_folder: Path, tmp_path: Path, run: Run
 ) -> None:
     losses = []
     for given in (heads, heads / "stripes.npz"):
         arguments = ["pmg-aft", "stripes", "--data", root, "--heads", given, "--model", tiny_folder]
         arguments += ["--out", tmp_path / given.name, "--clean-weight", "0.5", "--steps", 1, "--json", "--quiet"]
-        code, out, err = called(capsys, *arguments, "--device", "cpu")
+        code, out, err = run("finetune", *arguments, "--device", "cpu")
         assert code == 0, err
         record = json.loads(out)
         assert record["method"] == {"kind": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
@@ -173,13 +166,13 @@ def test_mistakes_are_one_line(
     tiny_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.npz").write_bytes(b"nothing")
     arguments: list[Any] = ["--data", root, "--model", tiny_folder, "--out", tmp_path / "out", "--device", "cpu"]
-    code, out, err = called(capsys, *changes[:2], *arguments, *changes[2:], "--quiet")
+    code, out, err = run("finetune", *changes[:2], *arguments, *changes[2:], "--quiet")
     assert code == 2
     assert out == ""
     assert message in err

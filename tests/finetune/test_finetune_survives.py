@@ -67,12 +67,18 @@ def stop_after(step: int) -> Any:
     return progress
 
 
+def stop(encoder: rc.Encoder, photos: Any, folder: Path, *, step: int = 4, seed: int = 0) -> Path:
+    """A run that stopped in the middle."""
+    settings = SETTINGS.replace(seed=seed)
+    with pytest.raises(StoppedError):
+        finetune(encoder, "fare", photos[0], out=folder, settings=settings, progress=stop_after(step))
+    return folder
+
+
 @pytest.fixture
 def stopped(encoder: rc.Encoder, photos: Any, tmp_path: Path) -> Path:
     """A run that stopped during its fifth step, after the checkpoint of the fourth."""
-    with pytest.raises(StoppedError):
-        finetune(encoder, "fare", photos[0], out=tmp_path / "run", settings=SETTINGS, progress=stop_after(4))
-    return tmp_path / "run"
+    return stop(encoder, photos, tmp_path / "run")
 
 
 def again(encoder: rc.Encoder, photos: Any, folder: Path, **changes: Any) -> Finetuned:
@@ -143,19 +149,12 @@ def test_foreign_and_damaged_folders_are_refused(
     with pytest.raises(rc.ReactClipError, match=r"has a checkpoint\.safetensors but no settings\.json"):
         again(encoder, photos, stopped)
     checkpoint.rename(tmp_path / "moved")
-    other = finetune_stopped(encoder, photos, tmp_path / "other")
+    other = stop(encoder, photos, tmp_path / "other", step=1, seed=1)
     (tmp_path / "moved").rename(other / "checkpoint.safetensors")
     with pytest.raises(rc.ReactClipError, match="belongs to another run; remove it"):
         again(encoder, photos, other, seed=1)
     with pytest.raises(rc.ReactClipError, match="has not finished"):
         rc.load(other)
-
-
-def finetune_stopped(encoder: rc.Encoder, photos: Any, folder: Path) -> Path:
-    settings = SETTINGS.replace(seed=1)
-    with pytest.raises(StoppedError):
-        finetune(encoder, "fare", photos[0], out=folder, settings=settings, progress=stop_after(1))
-    return folder
 
 
 class Exploding(FARE):

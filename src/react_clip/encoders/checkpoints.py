@@ -82,7 +82,7 @@ def lasting_name(name: str) -> str:
 def _read_finetuned(folder: Path) -> tuple[str, Path]:
     """Base and tower of a folder of ``react-clip finetune``; the tower must be the one that was recorded."""
     way_out = "finetune again, or load FOLDER/tower.safetensors as BASE+FILE"
-    record = read_json(folder / RECORD, missing=way_out, invalid=way_out)
+    record = read_json(folder / RECORD, way_out)
     if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("model", "sha256")):
         raise ReactClipError(f"{folder / RECORD} does not name a model and the sha256 of its tower; {way_out}")
     if Path(record["model"]).resolve() == folder.resolve():

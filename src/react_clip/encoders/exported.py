@@ -131,7 +131,7 @@ def _graph_names(record: dict[str, Any]) -> dict[int, str]:
 
 def _checked_record(kind: str, folder: Path) -> dict[str, Any]:
     way_out = f"export it again with `react-clip export MODEL --format {kind} --out DIR`"
-    record = read_json(folder / RECORD, missing=way_out, invalid=way_out)
+    record = read_json(folder / RECORD, way_out)
     needed = {"schema", "format", "model", "base", "image_size", "dim", "mean", "std", "sha256"}
     if not isinstance(record, dict) or not needed <= record.keys() or record["schema"] != SCHEMA:
         raise ReactClipError(f"{folder / RECORD} is no record of an exported tower of schema {SCHEMA}; {way_out}")

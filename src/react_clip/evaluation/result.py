@@ -186,9 +186,7 @@ class EvaluationResult:
     @classmethod
     def load(cls, path: str | Path) -> EvaluationResult:
         """Read a ``result.json`` of this schema."""
-        data = storage.read_json(
-            Path(path), missing="give the result.json of a run", invalid="run the evaluation again to write it"
-        )
+        data = storage.read_json(Path(path), "give the result.json of a run, or run the evaluation again")
         try:
             return _schema().validate_python(data)
         except ValidationError as error:

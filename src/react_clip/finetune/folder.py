@@ -50,7 +50,7 @@ class RunFolder:
             return None
         self._drop_checkpoint()
         advice = "remove the folder and finetune again"
-        record: dict[str, Any] = storage.read_json(self.path / RECORD, missing=advice, invalid=advice)
+        record: dict[str, Any] = storage.read_json(self.path / RECORD, advice)
         return record
 
     def finish(self, tower: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class RunFolder:
                 raise ReactClipError(f"{self.path} has a {other[0]} but no {SETTINGS}; choose another --out")
             storage.write_text(path, json.dumps(ours, indent=2) + "\n")
             return
-        theirs = storage.read_json(path, missing="choose another --out", invalid="choose another --out")
+        theirs = storage.read_json(path, "choose another --out")
         if different := sorted(_differences(theirs, ours)):
             raise ReactClipError(
                 f"{self.path} holds another run (other {', '.join(different)}); give the same values to continue it, "
