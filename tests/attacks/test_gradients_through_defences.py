@@ -10,7 +10,7 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import mappings, noise
-from react_clip.defenses.base import gradients
+from react_clip.defenses.base import Defense, answer, gradients
 from react_clip.defenses.react import logits_of
 from react_clip.encoders.base import Gradients
 from toys import toy_classifier, toy_images
@@ -97,8 +97,20 @@ def test_fresh_noise_differs_per_call_and_repeats_with_the_seed() -> None:
     assert not torch.equal(secret[0], secret[1])
 
 
-def test_a_defence_without_gradients_lends_those_of_clip() -> None:
-    clf, guard, images = toy_classifier(), rc.defenses.TTC(), toy_images(2)
+class Mirror(Defense):
+    """Answers for the mirror image, without gradients."""
+
+    kind = "mirror without gradients"
+
+    def cost(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __call__(self, clf: rc.ZeroShotClassifier, images: Any, seed: Any = 0) -> rc.Defended:
+        return answer(clf, clf.encoder(images.flip(3)).detach(), passes=(1, 0))
+
+
+def test_a_defence_without_gradients_gets_those_of_clip() -> None:
+    clf, guard, images = toy_classifier(), Mirror(), toy_images(2)
     pixels = images.clone().requires_grad_()
     logits = rc.as_module(clf, guard, differentiable=True)(pixels)
     assert torch.equal(logits.detach(), guard(clf, images).logits)

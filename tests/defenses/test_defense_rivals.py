@@ -136,11 +136,18 @@ def test_encoded_pixels_stay_in_range_and_in_the_ball(guard: Counterattack) -> N
 
 
 @every_guard
-def test_gradients_do_not_flow_through(guard: Counterattack) -> None:
+def test_gradients_are_those_at_the_moved_pixels(guard: Counterattack) -> None:
+    clf, encoder = watching.watched_classifier()
     images = toy_images(2).requires_grad_()
-    net = rc.as_module(toy_classifier(), guard)
-    assert not net(images).requires_grad
-    assert images.grad is None
+    # One view: those of MAC are moved after an augmentation.
+    rc.as_module(clf, guard.replace(views=1) if isinstance(guard, MAC) else guard)(images)[:, 0].sum().backward()
+    moved = encoder.seen[-1].detach().requires_grad_()
+    clf(moved)[:, 0].sum().backward()
+    assert images.grad is not None
+    assert moved.grad is not None
+    assert images.grad.abs().sum() > 0
+    assert torch.allclose(images.grad, moved.grad, atol=1e-6)
+    assert not torch.allclose(images.detach(), moved.detach(), atol=1e-3)
 
 
 @every_guard

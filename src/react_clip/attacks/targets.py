@@ -197,7 +197,7 @@ def gradient_passes(defense: Defense, checkpoint: bool) -> Passes:
     """
     forward, backward = draw_passes(defense)
     if backward:
-        # A defence that optimises is detached; its gradient is that of one plain pass.
+        # A defence that optimises is differentiated at its last pass alone.
         return forward, backward + 1
     return forward * (2 if checkpoint else 1), forward
 

@@ -112,11 +112,14 @@ def answer(
     ``passes`` are forward and backward passes, each one number for all images or one per image ``[B]``. ``logits`` are
     those of the features by default.
     """
+    if logits is None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or features.requires_grad):
+            logits = clf.logits(features)
     nan = torch.full((len(features),), torch.nan, device=features.device)
     zero = torch.zeros_like(nan, dtype=torch.long)
     return Defended(
         features=features,
-        logits=clf.logits(features) if logits is None else logits,
+        logits=logits,
         passes=zero + passes[0],
         backward_passes=zero + passes[1],
         class_names=clf.names,

@@ -3,7 +3,8 @@ r"""Defences that move the pixels along a gradient before they classify: TTC, DO
 .. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign}\,\nabla_x \textstyle\sum_b \ell(F(x_k^b))\big)
 
 with F the raw feature and :math:`\Pi` the projection onto the eps-ball around the image and onto [0, 1]. No label is
-used and no parameter of the encoder changes. Gradients do not flow through these defences: the answer is detached.
+used and no parameter of the encoder changes. For an attacker who knows the defence, gradients are taken at the moved
+pixels, where the answer is, as if the movement were a constant (BPDA).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from react_clip import functional, linf, noise
 from react_clip.augment import WeakAugmentation
 from react_clip.config import Count, NonNegative, PixelLength, Positive
-from react_clip.defenses.base import Defended, Defense, answer
+from react_clip.defenses.base import Defended, Defense, answer, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.linf import Ball
@@ -53,16 +54,30 @@ class Counterattack(Defense):
                 f"the classifier was made inside torch.inference_mode, where {self.name} cannot take gradients; make "
                 "it outside (calling it inside is fine)"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            # The clone turns a tensor made in inference mode, which autograd refuses, into a plain one.
-            pixels = clf.encoder.prepare(images).detach().clone()
+        with torch.inference_mode(False):
+            pixels = clf.encoder.prepare(images)
+            if not (torch.is_grad_enabled() and pixels.requires_grad):
+                # The clone turns a tensor made in inference mode, which autograd refuses, into a plain one.
+                pixels = pixels.detach().clone()
             keys = noise.stream_keys(pixels, seed)
-            chunks = [slice(start, start + self.max_batch) for start in range(0, len(pixels), self.max_batch)]
-            return _join([self._defend(clf, pixels[rows], keys[rows]) for rows in chunks])
+            chunks = zip(pixels.split(self.max_batch), keys.split(self.max_batch), strict=True)
+            parts = []
+            for part in chunks:
+                with torch.no_grad():
+                    parts.append(self._defend(clf, *part))
+            return _join(parts)
 
     @abstractmethod
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
         """Answers for at most ``max_batch`` images; ``keys`` are their random streams."""
+
+
+def encode_moved(encoder: Encoder, pixels: Tensor, moved: Tensor) -> Tensor:
+    """Unit features of the moved images; where the pixels require gradients, the movement counts as a constant."""
+    if not pixels.requires_grad:
+        return encoder.encode_views(moved)
+    with torch.enable_grad():
+        return encoder.encode_views(straight_through(moved, pixels))
 
 
 def distance_from(anchor: Tensor) -> Objective:
@@ -162,11 +177,14 @@ class TTC(Counterattack):
         features, slope = gradient(clf.encoder, start, distance_from(anchor))
         rho = relative_distance(features, anchor)
         gated = rho < self.tau
-        output = functional.normalize(features)
+        output, moved = functional.normalize(features), start
         rows = gated.nonzero().flatten()
         if len(rows):
-            moved = self._mixture(clf, ball.take(rows), anchor[rows], start[rows], slope[rows])
-            output = output.index_copy(0, rows, clf.encoder.encode_views(moved))
+            mixture = self._mixture(clf, ball.take(rows), anchor[rows], start[rows], slope[rows])
+            moved = moved.index_copy(0, rows, mixture)
+            output = output.index_copy(0, rows, clf.encoder.encode_views(mixture))
+        if pixels.requires_grad:
+            output = encode_moved(clf.encoder, pixels, moved)
         return answer(
             clf,
             output,
@@ -247,7 +265,7 @@ class DOC(Counterattack):
             moved = ball.step(moved, direction, self.step_size)
 
         # Only rounding can leave the ball between two points inside.
-        output = clf.encoder.encode_views(ball.project(start + weight * (moved - start)))
+        output = encode_moved(clf.encoder, pixels, ball.project(start + weight * (moved - start)))
         return answer(clf, output, passes=self.cost(), score=shift, gated=shift < self.tau)
 
     def _shift(self, clf: ZeroShotClassifier, ball: Ball, unit: Tensor, keys: Tensor) -> Tensor:
@@ -305,16 +323,19 @@ class MAC(Counterattack):
         features, ratios = [], []
         for number in range(self.views):
             stream = noise.fork(noise.fork(keys, VIEW), number)
-            view = pixels if number == 0 else self.augmentation(pixels, stream)
+            with torch.set_grad_enabled(pixels.requires_grad):
+                view = pixels if number == 0 else self.augmentation(pixels, stream)
             unit, ratio = self._counterattack(clf.encoder, view, stream)
             features.append(unit)
             ratios.append(ratio)
-        unit = torch.stack(features)
         score = torch.stack(ratios).amax(0)
+        with torch.set_grad_enabled(pixels.requires_grad):
+            unit = torch.stack(features)
+            mean, logits = functional.normalize(unit.mean(0)), clf.logits(unit).mean(0)
         return answer(
             clf,
-            functional.normalize(unit.mean(0)),
-            logits=clf.logits(unit).mean(0),
+            mean,
+            logits=logits,
             passes=self.cost(),
             score=score,
             gated=score >= self.tau,
@@ -329,7 +350,7 @@ class MAC(Counterattack):
         start = ball.random_start(noise.fork(stream, VIEW_START))
         moved = ascend(encoder, start, distance_from(anchor), ball, steps=self.steps, step_size=self.step_size)
         weight = ((ratio - self.tau) / self.temperature).sigmoid().to(view.dtype)[:, None, None, None]
-        return encoder.encode_views(ball.project(view + weight * (moved - view))), ratio
+        return encode_moved(encoder, view, ball.project(view + weight * (moved - view))), ratio
 
 
 class AntiAdv(Counterattack):
@@ -370,7 +391,7 @@ class AntiAdv(Counterattack):
 
         whole_range = Ball(pixels, 1.0)
         moved = ascend(clf.encoder, pixels, certainty, whole_range, steps=self.steps, step_size=self.step_size)
-        return answer(clf, clf.encoder.encode_views(moved), passes=self.cost())
+        return answer(clf, encode_moved(clf.encoder, pixels, moved), passes=self.cost())
 
 
 class HD(Counterattack):
@@ -404,4 +425,4 @@ class HD(Counterattack):
         ball = Ball(pixels, self.eps)
         start = ball.random_start(noise.fork(keys, START))
         moved = ascend(clf.encoder, start, loss_of_all_classes, ball, steps=self.steps, step_size=self.step_size)
-        return answer(clf, clf.encoder.encode_views(moved), passes=self.cost())
+        return answer(clf, encode_moved(clf.encoder, pixels, moved), passes=self.cost())
