@@ -60,11 +60,11 @@ class Counterattack(Defense):
                 # The clone turns a tensor made in inference mode, which autograd refuses, into a plain one.
                 pixels = pixels.detach().clone()
             keys = noise.stream_keys(pixels, seed)
-            chunks = zip(pixels.split(self.max_batch), keys.split(self.max_batch), strict=True)
             parts = []
-            for part in chunks:
+            for start in range(0, len(pixels), self.max_batch):
+                chunk, streams = (tensor[start : start + self.max_batch] for tensor in (pixels, keys))
                 with torch.no_grad():
-                    parts.append(self._defend(clf, *part))
+                    parts.append(self._defend(clf, chunk, streams))
             return _join(parts)
 
     @abstractmethod
