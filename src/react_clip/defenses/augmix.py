@@ -15,6 +15,7 @@ each view has its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -105,24 +106,21 @@ class AugMix(Configuration):
 
     def _apply(self, views: Tensor, chosen: Tensor, level: Tensor, sign: Tensor) -> Tensor:
         """Each view with the operation chosen for it; -1 leaves it alone."""
-        groups = [((chosen >= _ROTATE) & (chosen <= _TRANSLATE_Y))]
-        groups += [chosen == kind for kind in (_AUTOCONTRAST, _EQUALIZE, _POSTERIZE, _SOLARIZE)]
-        for kind, group in enumerate(groups):
-            rows = group.nonzero().flatten()
-            if not len(rows):
-                continue
-            old = views[rows]
-            if kind == 0:
-                new = _sample(old, _affine(chosen[rows], level[rows], sign[rows], views.shape[-1]), "zeros")
-            elif kind == 1:
-                new = autocontrast(old)
-            elif kind == 2:
-                new = equalize(old)
-            elif kind == 3:
-                new = posterize(old, 4 - (0.4 * level[rows]).long())
-            else:
-                new = solarize(old, 256 - (25.6 * level[rows]).long())
-            views = views.index_copy(0, rows, new)
+
+        def move(old: Tensor, rows: Tensor) -> Tensor:
+            return _sample(old, _affine(chosen[rows], level[rows], sign[rows], views.shape[-1]), "zeros")
+
+        operations: list[tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]] = [
+            ((chosen >= _ROTATE) & (chosen <= _TRANSLATE_Y), move),
+            (chosen == _AUTOCONTRAST, lambda old, rows: autocontrast(old)),
+            (chosen == _EQUALIZE, lambda old, rows: equalize(old)),
+            (chosen == _POSTERIZE, lambda old, rows: posterize(old, 4 - (0.4 * level[rows]).long())),
+            (chosen == _SOLARIZE, lambda old, rows: solarize(old, 256 - (25.6 * level[rows]).long())),
+        ]
+        for mask, operation in operations:
+            rows = mask.nonzero().flatten()
+            if len(rows):
+                views = views.index_copy(0, rows, operation(views[rows], rows))
         return views
 
 
