@@ -16,31 +16,13 @@ import pandas as pd
 from react_clip.evaluation.result import EvaluationResult, SetInfo
 from react_clip.evaluation.summary import mean_rows, summarise
 from react_clip.report.run import Run
-from react_clip.report.style import COLOURS
+from react_clip.report.style import COLOURS, TOWERS, label_of
 
 REAL = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "table1" / "result.json"
 BUDGETS = (1, 4, 8, 16)
-BACKWARD = ("ttc", "doc", "r-tpt")
-"""Kinds that are given backward passes."""
-METHODS = {
-    "CLIP": "undefended",
-    "ReACT (paper)": "react",
-    "ReACT (calibrated)": "react",
-    "AOM": "aom",
-    "Defend-CLIP": "defend-clip",
-    "TTC": "ttc",
-    "DOC": "doc",
-    "MAC": "mac",
-    "Anti-adv": "anti-adv",
-    "HD": "hd",
-    "TTE": "tte",
-    "R-TPT": "r-tpt",
-    "SS-TPT": "ss-tpt",
-    "TeCoA": "undefended",
-    "PMG-AFT": "undefended",
-    "FARE": "undefended",
-    "CLIP-FT": "undefended",
-}
+METHODS = {label_of(kind): kind for kind in COLOURS if kind not in TOWERS} | {"ReACT (calibrated)": "react"}
+METHODS |= dict.fromkeys(("TeCoA", "PMG-AFT", "FARE", "CLIP-FT"), "undefended")
+"""Methods by label; finetuned towers are told apart by their labels alone."""
 
 
 def synthetic_run(
@@ -65,11 +47,7 @@ def synthetic_run(
             **{"dataset": name, "attack": "pgd-10" if eps else "clean", "defense": config["label"], "eps": eps / 255},
             **{"index": np.arange(size), "label": 0, "clean_prediction": np.where(right, 0, 1)},
             **{"plain_prediction": np.where(right & ~attacked, 0, 1), "attacked": attacked, "attack_success": attacked},
-            **{
-                "gated": True,
-                "passes": work,
-                "backward_passes": work / 2 * (config["kind"] in ("ttc", "doc", "r-tpt")),
-            },
+            **{"gated": True, "passes": work, "backward_passes": work / 2 * (config["kind"] in ("ttc", "doc"))},
             **{"r": drift, "J": np.clip(drift / 3, 0, 0.69) if config["kind"] == "react" else np.nan},
             **{"score": drift, "sigma": np.nan, "d_low": 0.2 + 0.02 * drift, "d_high": 0.3 + 0.1 * drift},
         }
@@ -91,7 +69,7 @@ def synthetic_run(
 
 
 def many_methods() -> Run:
-    """Seventeen methods, four of them finetuned towers."""
+    """All methods, four of them finetuned towers."""
     strength = {label: 0.95 - 0.05 * place for place, label in enumerate(METHODS)}
 
     def outcome(stream: Any, config: dict[str, Any], eps: float, right: Any) -> Any:

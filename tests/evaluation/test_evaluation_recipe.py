@@ -12,7 +12,6 @@ import react_clip as rc
 from react_clip import data
 from react_clip.attacks import Both
 from react_clip.evaluation import Recipe
-from react_clip.evaluation.checks import own_self_check
 from react_clip.evaluation.recipe import parse_yaml
 
 TEXT = """
@@ -29,10 +28,8 @@ images: {store: uint8}
 """
 
 
-def parsed(changes: str = "", *, without: str = "") -> Recipe:
-    values = parse_yaml(TEXT) | (parse_yaml(changes) if changes else {})
-    values.pop(without, None)
-    return Recipe.from_dict(values)
+def parsed(changes: str = "") -> Recipe:
+    return Recipe.from_dict(parse_yaml(TEXT) | (parse_yaml(changes) if changes else {}))
 
 
 def test_a_recipe_says_what_it_says() -> None:
@@ -43,8 +40,6 @@ def test_a_recipe_says_what_it_says() -> None:
     assert recipe.defenses[-1].defense == rc.ReACT(tau=0.4, lazy=False)
     assert (recipe.draws, recipe.seeds, recipe.images.store, recipe.batch) == (3, (7, 8, 9), "uint8", 64)
     assert (recipe.scoring, recipe.threat, recipe.self_check) == ("leakage_free", "oblivious", True)
-    assert own_self_check(recipe) == recipe.attacks[0]
-    assert own_self_check(parsed("attacks: [clean]")) is None
 
 
 @pytest.mark.parametrize("threat", ["oblivious", "transfer", "adaptive"])
@@ -67,8 +62,6 @@ def test_a_recipe_may_know_the_defence() -> None:
     ]
     assert recipe.attacks[1].attack == Both(eps=4 / 255, steps=20, eot=4)
     assert all(item.adaptive for item in recipe.attacks)
-    transfer = adaptive_recipe(threat="transfer", transfer_model="other", attacks=[{"kind": "pgd", "eps": "1/255"}])
-    assert own_self_check(transfer) is None, "images of another model need not break this one"
 
 
 def test_words_for_groups_of_sets(tmp_path: Path) -> None:
@@ -90,45 +83,28 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("attacks: [{kind: pgd, eps: 8}]", "eps is 8; pixels lie in .0, 1., so write 8/255"),
-        ("attacks: [{kind: pgd, eps: -1/255}]", "it must be >= 0"),
-        ("attacks: [{kind: pgd, eps: lots}]", "a number such as 4/255"),
         ("attacks: [{kind: pgd, eps: []}]", "empty list of eps"),
-        ("attacks: [{kind: pgd, eps: {a: 1}}]", "it must be a finite number"),
-        (
-            "attacks: [fgsm]",
-            "'fgsm' does not exist; choose one of .*apgd, autoattack, corruption, cw, fab, pgd, square",
-        ),
-        ("attacks: [{eps: 1/255}]", "the attack has no kind"),
+        ("attacks: [fgsm]", "'fgsm' does not exist; choose one of .*apgd, autoattack, corruption, cw, fab, pgd"),
         ("attacks: [{kind: pgd, step: 3}]", "no field 'step'; its fields are eps, steps"),
-        ("attacks: [{kind: pgd, steps: ten}]", "steps is 'ten'"),
-        ("attacks: pgd", "must be a list"),
-        ("attacks: [3]", "an entry is a name, a mapping or an object"),
+        ("attacks: pgd", "it must be a list of names, mappings or objects"),
+        ("attacks: [3]", "it must be a list of names, mappings or objects"),
         ("attacks: [{kind: pgd}, {kind: pgd}]", "'pgd-10 4/255' is there 2 times; give one of them a label"),
         ("attacks: [{kind: pgd, label: [a]}]", "one line of text"),
-        ("defenses: [ttc2]", "'ttc2' does not exist; choose one of anti-adv"),
         ("defenses: []", "defenses is empty"),
         ("defenses: [{tau: 3}]", "the defence has no kind; choose one of"),
         ("defenses: [{defense: react, tua: 0.4}]", "no field 'tua'; its fields are"),
-        ("defenses: [{defense: react, tau: high}]", "tau is 'high'"),
-        ("defenses: [{defense: react, mapping: {kind: cubic}}]", "cubic"),
         ("defenses: [react, react]", "'react' is there 2 times"),
         ("datasets: []", "datasets is empty"),
         ("datasets: [1]", "one line of text"),
         ("datasets: [mean]", "rename its folder"),
         ("datasets: [dtd, dtd]", "name each once"),
         ("limit: 0", "limit is 0; it must be a whole number >= 1"),
-        ("draws: 1.5", "whole number"),
         ("batch: yes", "whole number"),
-        ("seed: -1", "whole number >= 0"),
-        ("dtype: fp8", "choose one of fp32, bf16, fp16"),
-        ("attack_dtype: int8", "attack_dtype is 'int8'"),
-        ("scoring: leaky", "choose one of leakage_free, attack_all"),
-        ("threat: adaptive", "belongs to oblivious or transfer"),
-        ("images: {store: png}", "choose one of float16, uint8, none"),
-        ("images: {save: png}", "no field 'save'; its fields are store"),
+        ("dtype: fp8", "it must be one of fp32, bf16, fp16"),
+        ("scoring: leaky", "it must be one of leakage_free, attack_all"),
+        ("images: {store: png}", "it must be one of float16, uint8, none"),
         ("images: float16", "images: 'float16' is not a mapping of Images; its fields are store"),
         ("self_check: maybe", "true or false"),
-        ("title: [1]", "one line of text"),
         ('title: "a\\nb"', "one line of text"),
         ("attackz: [clean]", "no field 'attackz'; its fields are model, datasets, defenses"),
     ],
@@ -144,7 +120,7 @@ def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
     [
         ({"threat": "oblivious"}, "'adaptive-both-20 1/255' belongs to adaptive; for it set threat: adaptive"),
         ({"attacks": ["pgd"]}, "'pgd-10 4/255' belongs to oblivious or transfer; for it set threat: oblivious"),
-        ({"threat": "psychic"}, "choose one of oblivious, transfer, adaptive"),
+        ({"threat": "psychic"}, "it must be one of oblivious, transfer, adaptive"),
         ({"threat": "transfer", "attacks": ["pgd"]}, "transfer_model is None; the model to craft on"),
         ({"transfer_model": "x"}, "belongs to threat: transfer, and only to it"),
         ({"defenses": ["aom"], "attacks": ["adaptive-evade"]}, "'adaptive-evade-20 4/255' cannot be run on .* 'aom'"),
@@ -173,9 +149,6 @@ def test_a_grid_is_every_combination() -> None:
     assert {item.family for item in recipe.defenses} == {"D"}
     assert recipe.defenses[-1].params == {"mapping.sigma": 0.1, "alpha": 2.0}
     assert Recipe.from_dict(recipe.to_dict()).defenses == recipe.defenses, "the run's own recipe is written out"
-
-
-def test_labels_show_swept_values_where_they_say_so() -> None:
     recipe = with_defense(defense="aom", label="{alpha:.2f} of AOM", grid={"alpha": [1.0, 2.0]})
     assert [item.label for item in recipe.defenses] == ["1.00 of AOM", "2.00 of AOM"]
     assert {item.family for item in recipe.defenses} == {"aom"}
@@ -190,11 +163,9 @@ def test_labels_show_swept_values_where_they_say_so() -> None:
         ({"params": [1]}, "params is .*it must be a mapping"),
         ({"family": "a\nb"}, "family is 'a.*one line of text"),
         ({"grid": [1, 2]}, "grid is .* it maps fields to lists"),
-        ({"grid": {}}, "it maps fields to lists"),
-        ({"grid": {"alpha": 2.0}}, "grid field 'alpha' is 2.0; it must be a list"),
-        ({"grid": {"alpha": []}}, "at least one value"),
+        ({"grid": {"alpha": 2.0}}, "it maps fields to lists of values"),
         ({"grid": {"strength": [1]}}, "aom has no field 'strength'"),
-        ({"grid": {"alpha.x": [1]}}, "leads into 'alpha', which is 1.2 and has no fields"),
+        ({"grid": {"alpha.x": [1]}}, "alpha is {'x': 1}; it must be a finite number"),
         ({"grid": {"alpha": [-1.0]}}, "alpha is -1.0"),
         ({"grid": {"alpha": list(range(30)), "views": list(range(1, 30))}}, "stands for 870 defences; at most 400"),
     ],
@@ -204,25 +175,17 @@ def test_a_sweep_that_makes_no_sense_is_refused(entry: dict[str, Any], message: 
         with_defense(defense="aom", **entry)
 
 
-def test_what_a_recipe_needs() -> None:
-    for key in ("model", "datasets", "defenses"):
-        with pytest.raises(rc.ReactClipError, match=f"Recipe needs '{key}'; its fields are"):
-            parsed(without=key)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"title: [", "not valid YAML in line 1"),
         (b"- a list", "a recipe is a mapping"),
-        (b"1: one", "a recipe is a mapping"),
         (b"title: a\ntitle: b", "'title' is there 2 times"),
         (b"title: &a [1]\npaper: *a", "an alias"),
         (b"title: !!python/object/apply:os.system [ls]", "not valid YAML"),
         (b"[" * 3000, "not valid YAML"),
         (b"# " + b"x" * 270_000, "more than 262,144 bytes"),
         (b"\xff\xfe\x00", "no UTF-8 text"),
-        (b"title: \x00", "not valid YAML"),
         (b"", "a recipe is a mapping"),
     ],
 )
@@ -232,9 +195,3 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: bytes, message: str) -> 
         Recipe.load(tmp_path / "recipe.yaml")
     assert "\n" not in str(caught.value)
     assert "recipe.yaml" in str(caught.value)
-
-
-@pytest.mark.parametrize("place", ["nothing.yaml", "."])
-def test_files_that_are_not_there(tmp_path: Path, place: str) -> None:
-    with pytest.raises(rc.ReactClipError, match=r"does not exist|cannot be read"):
-        Recipe.load(tmp_path / place)

@@ -25,7 +25,6 @@ from react_clip.report import style
 from react_clip.report.figures import FigureOf, calibration_figure, figures_of
 from react_clip.report.figures.base import View
 from react_clip.report.figures.leakage import best_scale, corrected, leakage_grids
-from react_clip.report.figures.plot import spread
 from react_clip.report.figures.sweeps import Sweep, default_of, sweeps_of
 from react_clip.report.run import Run, read_run
 from react_clip.report.style import COLOURS, INK, MAPPINGS, PAPER, SMALL, budget_colour, save_figure
@@ -104,14 +103,11 @@ def test_each_run_has_its_figures_and_reasons_for_the_rest(name: str) -> None:
 
 def test_reasons_name_what_is_missing_and_the_recipe_that_has_it() -> None:
     reasons = figures_of(run_of("table1"))[1]
-    assert "lazy: false" in reasons["gate-scores"]
-    assert re.search(r"\d+ % of the rows", reasons["gate-scores"])
-    assert "recipes/anchor-scale.yaml" in reasons["anchor-scale"]
-    assert "recipes/table1-extended.yaml" in reasons["beyond"]
+    assert re.search(r"\d+ % of the rows .*lazy: false", reasons["gate-scores"])
     assert "attack_all" in reasons["leakage-counts"]
     assert "react-clip calibrate" in reasons["calibration"]
     recipes = {name for line in reasons.values() for name in re.findall(r"recipes/[\w-]+\.yaml", line)}
-    assert recipes
+    assert recipes >= {"recipes/anchor-scale.yaml", "recipes/table1-extended.yaml"}
     assert all((RESULTS.parents[1] / name).exists() for name in recipes)
 
 
@@ -185,9 +181,7 @@ def test_cost_counts_a_backward_pass_twice() -> None:
     ("run", "name", "field"),
     [
         ("anchor-scale", "anchor-scale", "mapping.sigma"),
-        ("table3", "sweep-tau", "tau"),
         ("sweep-views", "sweep-views", "views"),
-        ("sweep-alpha", "sweep-alpha", "alpha"),
     ],
 )
 def test_sweeps_show_the_results_numbers(run: str, name: str, field: str) -> None:
@@ -304,21 +298,19 @@ def test_the_published_configuration_is_found_by_its_numbers() -> None:
 
 
 def test_sweeps_are_read_from_their_coordinates() -> None:
-    def swept(*values: object, family: str = "ReACT") -> list[Sweep]:
-        entry = {"kind": "react", "alpha": 2.0, "family": family}
-        swept = {f"no. {place}": {**entry, "params": {"tau": value}} for place, value in enumerate(values)}
-        return sweeps_of({**swept, "other": {"kind": "react", "alpha": 1.2}})
+    def swept(*values: object) -> list[Sweep]:
+        entries = {
+            f"no. {number}": {"kind": "react", "family": "a", "params": {"tau": v}} for number, v in enumerate(values)
+        }
+        return sweeps_of({**entries, "other": {"kind": "react", "alpha": 1.2}})
 
     (sweep,) = swept(0.9, 0.5, 0.7)
-    assert (sweep.kind, sweep.fields, sweep.alpha) == ("react", ("tau",), 2.0)
     assert sweep.along("tau") == [(0.5, "no. 1"), (0.7, "no. 2"), (0.9, "no. 0")]
     assert not swept(0.5, 0.7), "two values are no sweep"
     assert not swept(True, False, "text", 3), "flags and words are no numbers"
-    assert not sweeps_of({name: {"family": name, "params": {"tau": place}} for place, name in enumerate("abcd")})
     settings = View(run_of("leaky"), "pgd-10").settings
     first, second = sweeps_of(settings)
     assert (first.kind, second.kind) == ("aom", "defend-clip")
-    assert first.values("alpha") == [0.0, 0.6, 1.2, 1.8, 2.4]
     entry = settings[dict(first.along("mapping.sigma", 1.2))[0.1]]
     assert (entry["mapping"]["sigma"], entry["alpha"]) == (0.1, 1.2)
 
@@ -329,14 +321,11 @@ def test_sweeps_are_read_from_their_coordinates() -> None:
 def test_every_method_has_a_look_of_its_own() -> None:
     view = View(run_of("many"), "pgd-10")
     assert [view.kinds[label] for label in ("TeCoA", "PMG-AFT", "CLIP")] == ["tecoa", "pmg-aft", "undefended"]
-    assert style.method_of("software", "undefended") == "undefended"
     assert len(set(COLOURS.values())) == len(COLOURS)
-    parts = ("color", "marker", "linestyle")
-    assert len({tuple(line[part] for part in parts) for line in view.lines.values()}) == len(METHODS)
-    lines = style.lines_of({"paper": "react", "calibrated": "react", "mine": "something new"})
-    assert lines["paper"]["color"] == lines["calibrated"]["color"] == COLOURS["react"]
-    assert lines["paper"]["linestyle"] != lines["calibrated"]["linestyle"]
-    assert lines["mine"]["color"] not in COLOURS.values()
+    looks = {tuple(line[part] for part in ("color", "marker", "linestyle")) for line in view.lines.values()}
+    assert len(looks) == len(METHODS)
+    assert view.lines["ReACT"]["color"] == view.lines["ReACT (calibrated)"]["color"] == COLOURS["react"]
+    assert style.lines_of({"mine": "something new"})["mine"]["color"] not in COLOURS.values()
 
 
 def test_a_result_file_does_not_decide_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,23 +369,3 @@ def test_files_are_reproducible_and_neutral_parts_are_ink_and_paper(tmp_path: Pa
         assert INK in text
         assert "fill: none" in text.split('id="patch_1"')[1].split("</g>")[0], "the page's background shows through"
     assert dict(matplotlib.rcParams) == before
-
-
-def test_spread_keeps_order_gap_and_bounds() -> None:
-    heights = np.random.default_rng(0).random(12).tolist()
-    placed = spread(heights, 0.06, low=0.0, high=1.0)
-    ordered = [placed[index] for index in np.argsort(heights)]
-    assert min(np.diff(ordered)) >= 0.06 - 1e-5
-    assert min(placed) >= -1e-9
-    assert max(placed) <= 1 + 1e-5
-    assert spread([0.1, 0.5, 0.9], 0.06) == [0.1, 0.5, 0.9]
-
-
-def test_budgets_darken_as_they_grow() -> None:
-    def light(colour: str) -> float:
-        red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    ramp = [light(budget_colour(budget)) for budget in (1, 4, 8, 16, 24, 32)]
-    assert ramp == sorted(ramp, reverse=True)
-    assert budget_colour(0.0) not in (INK, PAPER)

@@ -10,14 +10,13 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 import react_clip as rc
 from react_clip.cli import main
 from react_clip.evaluation import EvaluationResult
-from react_clip.report.page import Report, inline_svg, write_report
+from react_clip.report.page import Report, write_report
 from react_clip.report.tables import all_tables
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -61,19 +60,15 @@ def test_a_report_is_one_page_and_its_figures(toy_report: tuple[Report, list[tup
 
 
 def test_the_page_says_what_the_run_was(toy_folder: Path, toy_report: tuple[Report, Any]) -> None:
-    page = toy_report[0].page.read_text()
-    words = text_of(toy_report[0].page)
+    page, words = toy_report[0].page.read_text(), text_of(toy_report[0].page)
     result = EvaluationResult.load(toy_folder / "result.json")
     facts = [result.recipe_hash, result.device, result.created, *result.versions.values(), *result.notes]
     facts += [fact for info in result.sets for fact in (info.fingerprint, info.model_fingerprint)]
     facts += ["attacks 0; defences 0, 1", "Passed.", "Toys & <b>bold</b> claims", "480 of 480 rows (40 of 40 images)"]
-    for fact in (*facts, "the attacker knows CLIP, its weights and its prompts, but not the defence"):
-        assert fact in words
+    assert [fact for fact in (*facts, result.threat_meaning) if fact not in words] == []
     captions = re.findall(r"<caption>(.*?)</caption>", page)
     assert len(captions) == len(all_tables(result)) == 6
-    for caption in captions:
-        assert "Threat model: oblivious" in caption
-        assert "Scoring: leakage_free" in caption
+    assert all("Threat model: oblivious" in text and "Scoring: leakage_free" in text for text in captions)
     row = result.select(dataset="mean", attack="pgd-10", defense="react")[0]
     assert f'title="95 % interval: {100 * row.low:.2f} to {100 * row.high:.2f}"' in page
 
@@ -134,35 +129,24 @@ def test_an_unfinished_run_says_so_and_counts_what_is_kept(toy_copy: Path, tmp_p
     assert "Toys & <b>bold</b> claims" in words, "the recipe still tells the title"
 
 
-def test_a_result_of_another_version_is_named(toy_copy: Path, tmp_path: Path) -> None:
-    result = json.loads((toy_copy / "result.json").read_text())
-    (toy_copy / "result.json").write_text(json.dumps({**result, "schema": 99}))
-    report = write_report([toy_copy], tmp_path / "out")
-    assert any("no complete result of this version (schema" in line for line in report.missing)
-    assert len(data_of(report.page)["columns"]["index"]) == 480, "the rows per image are still there"
-
-
-@pytest.mark.parametrize("content", [b"", b"no parquet at all", None])
-def test_damaged_rows_cost_the_rows_not_the_page(
-    toy_copy: Path, tmp_path: Path, no_figures: None, content: bytes | None
-) -> None:
-    place = toy_copy / "per_image.parquet"
-    place.write_bytes(place.read_bytes()[:-200] if content is None else content)
-    report = write_report([toy_copy], tmp_path / "out")
-    assert any("per_image.parquet cannot be read" in line for line in report.missing)
-    words = text_of(report.page)
-    assert "The run has no rows per image yet" in words
-    assert "accuracy in %" in words, "the tables come from the result"
-
-
-def test_photos_that_were_not_kept_are_no_failure(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
+def test_damaged_parts_are_named_and_the_rest_is_shown(toy_copy: Path, tmp_path: Path, no_figures: None) -> None:
+    rows, result = toy_copy / "per_image.parquet", toy_copy / "result.json"
+    whole = rows.read_bytes()
+    for content in (b"", b"no parquet at all", whole[:-200]):
+        rows.write_bytes(content)
+        report = write_report([toy_copy], tmp_path / "out")
+        assert any("per_image.parquet cannot be read" in line for line in report.missing)
+        assert "The run has no rows per image yet" in text_of(report.page)
+        assert "accuracy in %" in text_of(report.page), "the tables come from the result"
+    rows.write_bytes(whole)
+    result.write_text(json.dumps({**json.loads(result.read_text()), "schema": 99}))
     shutil.rmtree(toy_copy / "shards")
     report = write_report([toy_copy], tmp_path / "out")
-    assert data_of(report.page)["photos"] == {}
-    assert any("photos were not kept in this folder" in line for line in report.missing)
-    assert "photos were not kept in this folder" in report.page.read_text()
-    without = write_report([toy_copy], tmp_path / "out", photos=0)
-    assert without.missing == (), "nobody asked for pictures"
+    assert "no complete result of this version (schema" in report.missing[0]
+    assert "photos were not kept in this folder" in report.missing[1]
+    data = data_of(report.page)
+    assert (len(data["columns"]["index"]), data["photos"]) == (480, {}), "the rows per image are still there"
+    assert len(write_report([toy_copy], tmp_path / "out", photos=0).missing) == 1, "nobody asked for pictures"
 
 
 def test_without_matplotlib_the_page_still_comes(
@@ -192,26 +176,6 @@ def test_hostile_texts_stay_text(toy_copy: Path, tmp_path: Path, no_figures: Non
     assert "<!--" not in text
     assert "<img" not in text
     assert "<img src=x onerror=alert(1)>" in data_of(page)["names"]
-
-
-def test_an_svg_becomes_part_of_the_page() -> None:
-    svg = """<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
-      width="10pt" height="20pt" viewBox="0 0 10 20"><metadata>x</metadata><defs><style>*{fill:red}</style>
-      <path id="a" d="M 1.23456 2
-      L 3 4"/><clipPath id="c"><path d="M 0 0"/></clipPath></defs>
-      <use xlink:href="#a" style="fill: #222222; clip-path: url(#c); stroke: #FFFFFF"/></svg>"""
-    text = inline_svg(svg, prefix="one-", label='"quoted"', colours={"#222222": "currentColor", "#ffffff": "var(--x)"})
-    root = ElementTree.fromstring(text)
-    use = root.find("use")
-    assert use is not None
-    known = {"href": "#one-a", "fill": "currentColor", "clip-path": "url(#one-c)", "stroke": "var(--x)"}
-    assert use.attrib == known
-    assert root.attrib["role"] == "img"
-    assert root.attrib["aria-label"] == '"quoted"'
-    assert 'd="M 1.23 2 L 3 4"' in text
-    assert " style=" not in text
-    assert "<style" not in text
-    assert "metadata" not in text
 
 
 # ---------------------------------------------------------------------- the command

@@ -81,13 +81,6 @@ def count(page: Any) -> str:
 # ---------------------------------------------------------------------- the table of images
 
 
-def test_the_page_opens_and_asks_for_nothing(page_file: Path, visit: Visit) -> None:
-    page = visit(page_file)
-    assert page.title() == "Toys & <b>bold</b> claims"
-    assert count(page).startswith("480 rows")
-    assert page.locator("figure svg[role=img]").count() == page.locator("figure").count() > 0
-
-
 def test_numbers_sort_as_numbers_and_the_header_says_so(rows_file: Path, visit: Visit) -> None:
     page = visit(rows_file)
     sort_by(page, "index")
@@ -131,15 +124,6 @@ def test_filters_narrow_the_rows_and_the_address_keeps_them(rows_file: Path, vis
     assert count(page) == "No row matches; clear a filter."
 
 
-def test_a_hostile_class_name_is_text(rows_file: Path, visit: Visit) -> None:
-    page = visit(rows_file)
-    page.fill("input[name=text]", "onerror")
-    assert HOSTILE in column(page, "label")
-    page.locator(".images tr[data-place]").first.click()
-    assert HOSTILE in page.locator("#image .answers").inner_text()
-    assert page.locator("img[src=x]").count() == 0
-
-
 def test_twenty_thousand_rows_are_few_elements(many_rows: Path, visit: Visit) -> None:
     page = visit(many_rows)
     rows = page.locator(".images tr")
@@ -154,14 +138,6 @@ def test_twenty_thousand_rows_are_few_elements(many_rows: Path, visit: Visit) ->
     row(page, 20159).wait_for()
     assert column(page, "index")[-1] == "0"
     assert rows.count() < 200
-    page.select_option("select[name=defence]", label="react")
-    assert count(page).startswith("10,080 rows")
-    page.fill("input[name=text]", "tabby")
-    assert rows.count() < 200
-
-
-def test_rows_are_where_the_scrollbar_says_and_may_have_no_pictures(many_rows: Path, visit: Visit) -> None:
-    page = visit(many_rows)
     page.locator(".window").evaluate("(view) => { view.scrollTop = 10000 * 32; }")
     row(page, 10000).wait_for()
     gap = page.evaluate(
@@ -281,13 +257,6 @@ def test_phones_have_no_sideways_scrolling(page_file: Path, visit: Visit) -> Non
         page.locator(".images tr[data-place]").first.click()
         assert page.locator("#image").evaluate("(dialog) => dialog.scrollWidth <= dialog.clientWidth + 1")
         page.locator("#image .close").click()
-
-
-def test_unfinished_runs_open_without_complaint(tmp_path: Path, visit: Visit) -> None:
-    (tmp_path / "empty").mkdir()
-    page = visit(write_report([tmp_path / "empty"], tmp_path / "out").page)
-    assert "not finished (nothing has been computed yet)" in page.locator("#missing").inner_text()
-    assert "No figure could be drawn" in page.locator("#figures").inner_text()
 
 
 def test_the_policy_blocks_what_it_should(page_file: Path, browser: Any, tmp_path: Path) -> None:

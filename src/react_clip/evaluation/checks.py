@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from react_clip.attacks import PGD, Attack, GradientAttack, Queries, Suite
-from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
+from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe, format_eps
-from react_clip.evaluation.result import AttackRow, Check, Row, SelfCheck
+from react_clip.evaluation.result import AttackRow, Check, Row, SelfCheck, grouped
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import ShardStore
 
@@ -44,51 +44,24 @@ NO_SELF_CHECK = SelfCheck(False, "", 0, math.nan, math.nan, _SELF_CHECK_LIMIT)
 """The result if the check was switched off, as for towers that were finetuned to be robust."""
 
 
-def own_self_check(recipe: Recipe) -> LabelledAttack | None:
-    """The recipe's attack that is PGD-10 at 1/255 on the model itself, if it has one."""
-    attacks = recipe.attacks if recipe.threat == OBLIVIOUS else ()
-    return next((item for item in attacks if item.attack == _PGD), None)
-
-
-def self_check_before(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
-    """The self-check on a few images of the first set, before the run."""
+def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
+    """The self-check on a few images of the first set, spread over it, before the run; raises if the attack fails."""
     if not recipe.self_check:
         return NO_SELF_CHECK
     # Images made for another model need not break this one, but must break the one that they were made for.
     victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
-    seen, kept = 0, []
-    for start in range(0, len(subject), recipe.batch):
-        pixels = subject.batch(start, start + recipe.batch)
-        labels = subject.labels[start : start + recipe.batch].to(pixels.device)
-        with torch.no_grad():
-            correct = victim(pixels).argmax(-1) == labels
-        seen += len(labels)
-        kept.append((pixels[correct], labels[correct]))
-        if sum(len(y) for _, y in kept) >= _SELF_CHECK_IMAGES:
-            break
-    x, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    clean, robust = len(x) / seen, math.nan
-    x, y = x[:_SELF_CHECK_IMAGES], y[:_SELF_CHECK_IMAGES]
-    if len(x):
-        adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
-        with torch.no_grad():
-            robust = clean * float((victim(adversarial).argmax(-1) == y).double().mean())
-    return _passed(SelfCheck(True, subject.name, len(x), clean, robust, _SELF_CHECK_LIMIT))
+    rows = torch.linspace(0, len(subject) - 1, min(len(subject), _SELF_CHECK_IMAGES)).long().tolist()
+    x, y = _images_at(subject, rows)
+    adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
+    with torch.no_grad():
+        clean, robust = (float((victim(images).argmax(-1) == y).double().mean()) for images in (x, adversarial))
+    return _passed(SelfCheck(True, subject.name, len(rows), clean, robust, _SELF_CHECK_LIMIT))
 
 
-def self_check_after(recipe: Recipe, tables: Sequence[pd.DataFrame]) -> SelfCheck:
-    """The self-check by the recipe's own PGD-10 at 1/255: undefended accuracy, the mean over sets."""
-    item = own_self_check(recipe)
-    if not recipe.self_check or item is None:
-        return NO_SELF_CHECK
-    images, clean, robust = 0, 0.0, 0.0
-    for table in tables:
-        first = (table["defense"] == recipe.defenses[0].label) & (table["draw"] == 0)
-        own = table[first & (table["attack"] == item.label) & (table["eps"] == item.eps)]
-        images += len(own)
-        clean += float((own["clean_prediction"] == own["label"]).mean()) / len(tables)
-        robust += float((own["plain_prediction"] == own["label"]).mean()) / len(tables)
-    return _passed(SelfCheck(True, ", ".join(recipe.datasets), images, clean, robust, _SELF_CHECK_LIMIT))
+def _images_at(subject: EvaluationSet, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Pixels ``[len(rows), 3, S, S]`` and labels of some images, on the classifier's device."""
+    pixels = torch.cat([subject.batch(row, row + 1) for row in rows])
+    return pixels, subject.labels[rows].to(pixels.device)
 
 
 def _passed(check: SelfCheck) -> SelfCheck:
@@ -179,10 +152,8 @@ class _ExtraAttacks:
             return torch.stack([answer.labels != y for answer in answers]).float().mean(0)
 
         left = images.groupby("attack", sort=False, observed=True)["correct"].mean()
-        title, expected = (
-            f"{left.idxmin()} {format_eps(self.eps)}",
-            f"it leaves no more than {attack.name} on undefended CLIP",
-        )
+        title = f"{left.idxmin()} {format_eps(self.eps)}"
+        expected = f"it leaves no more than {attack.name} on undefended CLIP"
         oblivious = self._accuracy(attack, wrong)
         return _compare("oblivious", self.chosen.label, title, expected, oblivious, float(left.min()), len(self.rows))
 
@@ -204,8 +175,7 @@ class _ExtraAttacks:
         }
         shard = self.store.read(path, about)
         if shard is None:
-            pixels = torch.cat([self.subject.batch(row, row + 1) for row in self.rows])
-            shares = wrong(pixels, self.subject.labels[self.rows].to(pixels.device))
+            shares = wrong(*_images_at(self.subject, self.rows))
             shard = self.store.write(path, about, {"wrong": shares.float()})
         return 1.0 - float(shard.tensors["wrong"].double().mean())
 
@@ -228,11 +198,7 @@ def raise_if_failed(checks: Sequence[Check]) -> None:
 
 
 def _budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.eps:
-            groups.setdefault((row.dataset, row.attack, row.defense), []).append(row)
-    for group in groups.values():
+    for group in grouped([row for row in rows if row.eps], "dataset", "attack", "defense").values():
         for small, large in itertools.pairwise(sorted(group, key=lambda row: row.eps)):
             title = f"{large.attack} {format_eps(large.eps)} on {large.dataset}"
             expected = f"it leaves no more than {format_eps(small.eps)}"
@@ -240,11 +206,9 @@ def _budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
-    groups: dict[tuple[str, float, str], list[AttackRow]] = {}
-    for row in attacks:
-        # A suite mixes gradients and queries, so its members are compared instead.
-        if row.attacked and (row.part or not row.config.startswith(f"{Suite.__name__}(")):
-            groups.setdefault((row.dataset, row.eps, row.defense), []).append(row)
+    # A suite mixes gradients and queries, so its members are compared instead.
+    single = [row for row in attacks if row.part or not row.config.startswith(f"{Suite.__name__}(")]
+    groups = grouped([row for row in single if row.attacked], "dataset", "eps", "defense")
     for (dataset, eps, defense), group in groups.items():
         query = [row for row in group if (row.part or row.config).startswith((Queries.kind, f"{Queries.__name__}("))]
         # With members in turn, Square attacked only what gradients had left, so there is nothing to compare.

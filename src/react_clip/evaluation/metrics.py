@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from react_clip.errors import ReactClipError
-
 Z_95 = 1.959963984540054
 """The normal quantile behind a two-sided 95 % interval."""
 
@@ -40,7 +38,6 @@ def wilson(share: float, n: int) -> Estimate:
     >>> round(estimate.low, 4), round(estimate.high, 4)
     (0.4038, 0.5962)
     """
-    _check_share(share, n)
     shrink = 1.0 + Z_95**2 / n
     centre = (share + Z_95**2 / (2 * n)) / shrink
     reach = Z_95 / shrink * math.sqrt(share * (1.0 - share) / n + Z_95**2 / (4 * n * n))
@@ -61,13 +58,10 @@ def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
     >>> round(estimate.value, 4), round(estimate.high - estimate.value, 4)
     (0.6, 0.0654)
     """
-    if len(shares) != len(sizes) or not shares:
-        raise ReactClipError(f"{len(shares)} shares and {len(sizes)} sizes; give one of each per set, at least one")
     if len(shares) == 1:
         return wilson(shares[0], sizes[0])
     variance = 0.0
     for share, n in zip(shares, sizes, strict=True):
-        _check_share(share, n)
         adjusted = n + Z_95**2
         moved = (n * share + Z_95**2 / 2) / adjusted
         variance += moved * (1.0 - moved) / adjusted
@@ -82,7 +76,7 @@ def accuracy(correct: Flags) -> float:
     >>> accuracy(np.array([[True, False, True], [True, True, True]]))
     0.8333333333333334
     """
-    return float(_draws(correct).mean())
+    return float(correct.mean())
 
 
 def worst_of(correct: Flags) -> float:
@@ -91,7 +85,7 @@ def worst_of(correct: Flags) -> float:
     >>> worst_of(np.array([[True, False, True], [True, True, True]]))
     0.6666666666666666
     """
-    return float(_draws(correct).all(axis=0).mean())
+    return float(correct.all(axis=0).mean())
 
 
 def majority(correct: Flags) -> float:
@@ -100,7 +94,7 @@ def majority(correct: Flags) -> float:
     >>> majority(np.array([[True, False], [True, False], [False, True]]))
     0.5
     """
-    return float((2 * _draws(correct).sum(axis=0) > len(correct)).mean())
+    return float((2 * correct.sum(axis=0) > len(correct)).mean())
 
 
 def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
@@ -112,7 +106,7 @@ def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
     >>> leakage(np.array([True, False, False]), np.array([True, True, True]), np.array([[True, True, False]]))
     1.0
     """
-    leaked = _draws(correct) & attacked & ~clean_correct
+    leaked = correct & attacked & ~clean_correct
     return float(leaked.sum(axis=1).mean())
 
 
@@ -122,25 +116,4 @@ def gate_rate(gated: Flags, counted: Flags) -> float:
     >>> gate_rate(np.array([[True, False, True, True]]), np.array([True, True, False, True]))
     0.6666666666666666
     """
-    return float(_draws(gated)[:, counted].mean()) if counted.any() else math.nan
-
-
-def mean_of_measured(values: Sequence[float]) -> float:
-    """The mean of the values that are not NaN; NaN if all are.
-
-    >>> mean_of_measured([1.0, math.nan, 3.0])
-    2.0
-    """
-    measured = [value for value in values if not math.isnan(value)]
-    return math.fsum(measured) / len(measured) if measured else math.nan
-
-
-def _draws(outcomes: Flags) -> Flags:
-    if outcomes.ndim != 2 or not outcomes.size:
-        raise ReactClipError(f"outcomes have shape {outcomes.shape}; give [draws, images], at least one of each")
-    return outcomes
-
-
-def _check_share(share: float, n: int) -> None:
-    if n < 1 or not 0.0 <= share <= 1.0:
-        raise ReactClipError(f"a share of {share} on {n} images is none; it needs 0 <= share <= 1 and n >= 1")
+    return float(gated[:, counted].mean()) if counted.any() else math.nan

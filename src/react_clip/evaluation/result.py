@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
@@ -148,23 +148,10 @@ class EvaluationResult:
     checks: tuple[Check, ...] = ()
     """Sanity checks of attacks that know the defence; empty where there were none."""
 
-    def select(
-        self,
-        *,
-        dataset: str | None = None,
-        attack: str | None = None,
-        eps: float | None = None,
-        defense: str | None = None,
-    ) -> list[Row]:
-        """The rows that match; an argument that is ``None`` matches everything."""
-        return [
-            row
-            for row in self.rows
-            if (dataset is None or row.dataset == dataset)
-            and (attack is None or row.attack == attack)
-            and (eps is None or math.isclose(row.eps, eps, rel_tol=1e-6))
-            and (defense is None or row.defense == defense)
-        ]
+    def select(self, *, eps: float | None = None, **labels: str) -> list[Row]:
+        """The rows with this budget and with these labels: ``dataset``, ``attack``, ``defense``."""
+        rows = [row for row in self.rows if eps is None or math.isclose(row.eps, eps, rel_tol=1e-6)]
+        return [row for row in rows if all(getattr(row, name) == label for name, label in labels.items())]
 
     def __str__(self) -> str:
         lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
@@ -201,6 +188,17 @@ class EvaluationResult:
 @cache
 def _schema() -> TypeAdapter[EvaluationResult]:
     return TypeAdapter(EvaluationResult)
+
+
+R = TypeVar("R", Row, AttackRow)
+
+
+def grouped(rows: Iterable[R], *names: str) -> dict[tuple[Any, ...], list[R]]:
+    """Rows by the values of some of their fields, in the order of their appearance."""
+    groups: dict[tuple[Any, ...], list[R]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return groups
 
 
 def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:

@@ -144,8 +144,8 @@ def _run(
     def compute(store: ShardStore) -> tuple[SelfCheck, list[SetOutcome]]:
         check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
-            if not outcomes and checks.own_self_check(recipe) is None:
-                check = checks.self_check_before(recipe, subject)
+            if not outcomes:
+                check = checks.self_check(recipe, subject)
             outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
         return check, outcomes
 
@@ -161,8 +161,6 @@ def conclude(
         # One table per set: all sets together would be copied several times, and runs may have millions of rows.
         tables = [outcome.images for outcome in outcomes]
         summary.write_per_image(folder / PER_IMAGE, tables)
-        if checks.own_self_check(recipe) is not None:
-            check = checks.self_check_after(recipe, tables)
         rows, attacks = summary.summarise(recipe, tables)
         sanity = [check for outcome in outcomes for check in outcome.checks]
         sanity += checks.sanity_by_numbers(recipe, rows, attacks)

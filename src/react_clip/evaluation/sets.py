@@ -118,14 +118,10 @@ def from_recipe(
         clf, dataset = source.classifier(encoder, progress=progress)
         # The limit counts photos that have a class, so it is applied after labels were matched to classes.
         dataset = dataset if recipe.limit is None else dataset.take(recipe.limit)
-        if recipe.threat == TRANSFER:
-            attack_clf = _transfer_classifier(clf, attack_encoder, source, progress)
-        else:
-            attack_clf = same_classes(clf, attack_encoder)
         yield EvaluationSet(
             name=name,
             clf=clf,
-            attack_clf=attack_clf,
+            attack_clf=_attacked_classifier(recipe, clf, attack_encoder, source, progress),
             pixels=dataset.pixels(encoder.image_size, progress=progress),
             labels=torch.tensor(dataset.labels),
             fingerprint=dataset.fingerprint(),
@@ -134,27 +130,24 @@ def from_recipe(
         )
 
 
-def same_classes(clf: ZeroShotClassifier, encoder: Encoder) -> ZeroShotClassifier:
-    """A classifier with the same class features on another encoder."""
+def _attacked_classifier(
+    recipe: Recipe, clf: ZeroShotClassifier, encoder: Encoder, source: ClassSource, progress: bool
+) -> ZeroShotClassifier:
+    """The same classes on the encoder that images are crafted on.
+
+    Another model has class features of its own where it can make them. An encoder without a text tower and without
+    photos to average uses those of the model under test: right for a tower that was finetuned from it, refused where
+    the dimension differs.
+    """
     if encoder is clf.encoder:
         return clf
+    if recipe.threat == TRANSFER:
+        check_replayable(encoder, clf.encoder)
+        if encoder.has_text:
+            return ZeroShotClassifier(encoder, clf.names, templates=source.dataset.templates, unique=False)
+        if source.train is not None:
+            return source.classifier(encoder, progress=progress)[0]
     return ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features, unique=False)
-
-
-def _transfer_classifier(
-    clf: ZeroShotClassifier, encoder: Encoder, source: ClassSource, progress: bool
-) -> ZeroShotClassifier:
-    """The same classes on the encoder that images are crafted on, with features of its own where it can make them.
-
-    An encoder without a text tower and without photos to average uses the class features of the model under test: right
-    for a tower that was finetuned from it, refused where the dimension differs.
-    """
-    check_replayable(encoder, clf.encoder)
-    if encoder.has_text:
-        return ZeroShotClassifier(encoder, clf.names, templates=source.dataset.templates, unique=False)
-    if source.train is not None:
-        return source.classifier(encoder, progress=progress)[0]
-    return same_classes(clf, encoder)
 
 
 def check_replayable(source: Encoder, target: Encoder) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from react_clip import storage
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, MEAN, LabelledAttack, Recipe
-from react_clip.evaluation.result import AttackRow, Row
+from react_clip.evaluation.result import AttackRow, Row, grouped
 from react_clip.evaluation.runner import PART
 from react_clip.optional import require
 
@@ -105,29 +105,19 @@ def _mean(values: np.typing.NDArray[np.float64]) -> float:
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
     """The unweighted mean over sets of every attack and defence; counts are summed."""
-    groups: dict[tuple[str, float, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.attack, row.eps, row.defense), []).append(row)
-    return [_mean_row(group) for group in groups.values()]
+    return [_mean_row(group) for group in grouped(rows, "attack", "eps", "defense").values()]
 
 
 def _mean_row(group: list[Row]) -> Row:
     estimate = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
-    images, leaked = sum(row.n for row in group), math.fsum(row.leakage for row in group)
-    averaged = ("worst", "majority", "gate_rate", "passes", "backward_passes")
-    means: dict[str, Any] = {name: metrics.mean_of_measured([getattr(row, name) for row in group]) for name in averaged}
-    return replace(
-        group[0],
-        dataset=MEAN,
-        n=images,
-        attacked=sum(row.attacked for row in group),
-        accuracy=estimate.value,
-        low=estimate.low,
-        high=estimate.high,
-        leakage=leaked,
-        leakage_share=leaked / images,
-        **means,
-    )
+    counts = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
+    means = {}
+    for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
+        measured = [value for row in group if not math.isnan(value := getattr(row, name))]
+        means[name] = math.fsum(measured) / len(measured) if measured else math.nan
+    interval = {"accuracy": estimate.value, "low": estimate.low, "high": estimate.high}
+    share = counts["leakage"] / counts["n"]
+    return replace(group[0], dataset=MEAN, leakage_share=share, **counts, **interval, **means)
 
 
 def write_per_image(path: Path, tables: Sequence[pd.DataFrame]) -> None:

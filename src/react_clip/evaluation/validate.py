@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from react_clip import data as data_room
 from react_clip.attacks.base import ADAPTIVE
+from react_clip.attacks.targets import Passes, total
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.cost import defense_cost, disk_bytes, image_cost
@@ -34,15 +34,6 @@ class SetReport:
 
 
 @dataclass(frozen=True)
-class DefenseReport:
-    """Most passes to attack and run one defence that the attacker knows."""
-
-    label: str
-    forward_passes: int
-    backward_passes: int
-
-
-@dataclass(frozen=True)
 class Validation:
     """The outcome of a validation; passes and bytes are upper bounds."""
 
@@ -54,8 +45,8 @@ class Validation:
     disk_bytes: int
     disk_free: int
     problems: tuple[str, ...]
-    defenses: tuple[DefenseReport, ...] = ()
-    """Cost of each defence under adaptive attacks; empty for other threat models."""
+    defenses: dict[str, Passes]
+    """Forward and backward passes to attack and run each defence that the attacker knows; empty for other threats."""
 
     @property
     def ok(self) -> bool:
@@ -72,10 +63,8 @@ class Validation:
         for report in self.sets:
             description = f"{report.images:,} images, {report.classes:,} classes, {report.class_source}"
             lines.append(f"{report.name}: {report.problem or description}")
-        totals = DefenseReport("cost", self.forward_passes, self.backward_passes)
-        for item in (*self.defenses, totals):
-            passes = f"{item.forward_passes:,} forward and {item.backward_passes:,} backward passes"
-            lines.append(f"{item.label}: at most {passes}")
+        for label, passes in {**self.defenses, "cost": (self.forward_passes, self.backward_passes)}.items():
+            lines.append(f"{label}: at most {passes[0]:,} forward and {passes[1]:,} backward passes")
         return [*lines, f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free"]
 
 
@@ -115,7 +104,10 @@ def validate(
         disk_bytes=needed,
         disk_free=free,
         problems=tuple(problems),
-        defenses=tuple(_defense_reports(recipe, sum(report.images for report in reports))),
+        defenses={
+            item.label: total((defense_cost(recipe, number), sum(report.images for report in reports)))
+            for number, item in enumerate(recipe.defenses if recipe.threat == ADAPTIVE else ())
+        },
     )
 
 
@@ -139,12 +131,6 @@ def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, 
         backward_passes=backward * len(dataset),
         disk_bytes=disk_bytes(recipe, len(dataset), encoder.image_size),
     )
-
-
-def _defense_reports(recipe: Recipe, images: int) -> Iterator[DefenseReport]:
-    for number, item in enumerate(recipe.defenses if recipe.threat == ADAPTIVE else ()):
-        forward, backward = defense_cost(recipe, number)
-        yield DefenseReport(item.label, forward * images, backward * images)
 
 
 def _free(folder: Path) -> int:

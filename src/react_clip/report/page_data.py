@@ -94,6 +94,7 @@ class Rows:
     def __init__(self, run: Run, images: pd.DataFrame, limit: int) -> None:
         self._entries = run.defenses
         self._class_names = {info.name: info.class_names for info in run.result.sets} if run.result is not None else {}
+        self._classes = int(images[list(_CLASSES.values())].to_numpy().max()) + 1
         set_number, sets = pd.factorize(images["dataset"])
         defense_number, defenses = pd.factorize(images["defense"])
         attack_number, attacks = pd.MultiIndex.from_arrays([images["attack"], images["eps"].round(9)]).factorize()
@@ -130,9 +131,16 @@ class Rows:
         columns = {name: rows[name].tolist() for name in plain}
         columns |= {"gate": rows["gated"].astype(int).tolist(), "attacked": rows["attacked"].astype(int).tolist()}
         columns["passes"] = rows["passes"].round(2).tolist()
-        classes, names = self._named_classes()
         for name, scale in _SCALES.items():
             columns[name] = [None if value != value else round(value * scale) for value in rows[name].tolist()]
+        # The names of all sets are one list; a class is its position in it.
+        names: list[str] = []
+        starts = []
+        for name in self.sets:
+            starts.append(len(names))
+            names += self._class_names.get(name) or [f"class {number}" for number in range(self._classes)]
+        for name, column in _CLASSES.items():
+            columns[name] = (rows[column] + np.take(starts, rows["set"])).tolist()
         attacks = [{"title": f"{name} {format_eps(eps)}" if eps else name, "eps": eps} for name, eps in self.attacks]
         data = {
             "scales": _SCALES,
@@ -141,25 +149,10 @@ class Rows:
             "defenses": [{"label": label, "tau": self._entries.get(label, {}).get("tau")} for label in self.defenses],
             "outcomes": list(OUTCOMES),
             "names": names,
-            "columns": columns | classes,
+            "columns": columns,
             "photos": photos,
         }
         return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-    def _named_classes(self) -> tuple[dict[str, list[int]], list[str]]:
-        """Columns of classes as positions in a list of class names, and that list."""
-        known = {
-            (number, label): text
-            for number, name in enumerate(self.sets)
-            for label, text in enumerate(self._class_names.get(name, ()))
-        }
-        texts = [
-            known.get((number, label), f"class {label}")
-            for column in _CLASSES.values()
-            for number, label in zip(self.rows["set"], self.rows[column], strict=True)
-        ]
-        positions, names = pd.factorize(np.array(texts, dtype=object))
-        return dict(zip(_CLASSES, positions.reshape(len(_CLASSES), -1).tolist(), strict=True)), names.tolist()
 
 
 def _evenly(frame: pd.DataFrame, limit: int) -> pd.DataFrame:

@@ -40,6 +40,9 @@ class Cell:
 Rows = tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
 """Labels and numbers of each row."""
 CellOf = Callable[[Row], Cell]
+Lines = Sequence[tuple[dict[str, str], str, CellOf]]
+"""For each row of a table: its labels by column, the data set, and the number to show of each result."""
+_DETECTION = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,35 @@ class Table:
 
 
 def all_tables(result: EvaluationResult) -> list[Table]:
-    """Every table that the result has numbers for."""
-    tables = [accuracy_table(result), per_dataset_table(result), detection_table(result), cost_table(result)]
+    """Every table that the result has numbers for; the first is that of accuracies."""
+    defenses = list(dict.fromkeys(row.defense for row in result.rows))
+
+    def means(name: str, what: str, cell: CellOf) -> Table:
+        return _by_attack(result, name, f"{what}, {over(result)}", [({"defence": d}, MEAN, cell) for d in defenses])
+
+    sets = [info.name for info in result.sets]
+    per_set: Lines = [({"data set": name, "defence": d}, name, _accuracy) for name in sets for d in defenses]
+    tables = [
+        means("accuracy", "accuracy in %", _accuracy),
+        _by_attack(result, "per_dataset", "accuracy in % per data set", per_set),
+        means("detection", _DETECTION, lambda row: Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))),
+        means("passes", "encoder forward passes per image", lambda row: Cell(row.passes)),
+    ]
     if result.draws > 1:
-        tables.append(draws_table(result))
-    if result.attacks:
-        tables.append(attack_table(result))
-    return tables
+        kinds: dict[str, CellOf] = {
+            "mean": _accuracy,
+            f"worst of {result.draws}": lambda row: Cell(100 * row.worst),
+            "majority": lambda row: Cell(100 * row.majority),
+        }
+        what = f"accuracy in % over {result.draws} draws of the noise, {over(result)}"
+        lines: Lines = [({"defence": d, "draws": kind}, MEAN, cell) for d in defenses for kind, cell in kinds.items()]
+        tables.append(_by_attack(result, "draws", what, lines))
+    return [*tables, _attack_table(result)] if result.attacks else tables
+
+
+def accuracy_table(result: EvaluationResult) -> Table:
+    """Accuracy of defences by attacks, the mean over sets."""
+    return all_tables(result)[0]
 
 
 def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
@@ -115,45 +140,7 @@ def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
     return written
 
 
-def accuracy_table(result: EvaluationResult) -> Table:
-    """Accuracy of defences by attacks, the mean over sets."""
-    return _mean_table(result, "accuracy", "accuracy in %", _accuracy)
-
-
-def detection_table(result: EvaluationResult) -> Table:
-    """Share of images on which the gate is right: closed on clean images, open on attacked ones."""
-    what = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
-
-    def rate(row: Row) -> Cell:
-        return Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))
-
-    return _mean_table(result, "detection", what, rate)
-
-
-def cost_table(result: EvaluationResult) -> Table:
-    """Encoder passes per image."""
-    return _mean_table(result, "passes", "encoder forward passes per image", lambda row: Cell(row.passes))
-
-
-def draws_table(result: EvaluationResult) -> Table:
-    """Accuracy over several draws of the noise: the mean, right in every draw, right in most draws."""
-    kinds: dict[str, CellOf] = {
-        "mean": _accuracy,
-        f"worst of {result.draws}": lambda row: Cell(100 * row.worst),
-        "majority": lambda row: Cell(100 * row.majority),
-    }
-    rows = [((defense, kind), MEAN, cell) for defense in _defenses(result) for kind, cell in kinds.items()]
-    what = f"accuracy in % over {result.draws} draws of the noise, {over(result)}"
-    return _by_attack(result, "draws", what, ("defence", "draws"), rows)
-
-
-def per_dataset_table(result: EvaluationResult) -> Table:
-    """Accuracy of defences by attacks, set by set."""
-    rows = [((info.name, defense), info.name, _accuracy) for info in result.sets for defense in _defenses(result)]
-    return _by_attack(result, "per_dataset", "accuracy in % per data set", ("data set", "defence"), rows)
-
-
-def attack_table(result: EvaluationResult) -> Table:
+def _attack_table(result: EvaluationResult) -> Table:
     """Success of the attacks, on undefended CLIP or on the defence that they know."""
     informed = any(row.defense for row in result.attacks)
     rows = tuple(
@@ -171,7 +158,7 @@ def attack_table(result: EvaluationResult) -> Table:
     names = ("data set", "attack", *(("defence", "part of the suite") if informed else ()))
     what = "what the attacks do to the defences they know" if informed else "what the attacks do to undefended CLIP"
     header = (*names, "attacked", "success in %", "lost to rounding", "forward passes")
-    return _table(result, "attacks", what, header, rows)
+    return Table("attacks", caption(result, what), header, rows, result.threat, result.scoring)
 
 
 def calibration_table(calibration: Calibration) -> Table:
@@ -208,43 +195,21 @@ def caption(result: EvaluationResult, what: str) -> str:
     return about + " ± is half of a 95 % interval."
 
 
-def _mean_table(result: EvaluationResult, name: str, what: str, cell: CellOf) -> Table:
-    rows = [((defense,), MEAN, cell) for defense in _defenses(result)]
-    return _by_attack(result, name, f"{what}, {over(result)}", ("defence",), rows)
-
-
-def _by_attack(
-    result: EvaluationResult,
-    name: str,
-    what: str,
-    header: tuple[str, ...],
-    rows: Sequence[tuple[tuple[str, ...], str, CellOf]],
-) -> Table:
-    """One column per attack; a row is its labels, a data set, and the number to show of each result."""
-    column = header.index("defence")
-    filled = tuple(
-        (labels, tuple(map(cell, result.select(dataset=dataset, defense=labels[column]))))
-        for labels, dataset, cell in rows
+def _by_attack(result: EvaluationResult, name: str, what: str, lines: Lines) -> Table:
+    """One column per attack, one row per line."""
+    attacks = dict.fromkeys((row.attack, row.eps) for row in result.rows)
+    columns = (f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in attacks)
+    rows = tuple(
+        (tuple(labels.values()), tuple(map(cell, result.select(dataset=dataset, defense=labels["defence"]))))
+        for labels, dataset, cell in lines
     )
-    return _table(result, name, what, (*header, *_attacks(result)), filled)
-
-
-def _table(result: EvaluationResult, name: str, what: str, header: tuple[str, ...], rows: Rows) -> Table:
+    header = (*(lines[0][0] if lines else ("defence",)), *columns)
     return Table(name, caption(result, what), header, rows, result.threat, result.scoring)
 
 
 def _accuracy(row: Row) -> Cell:
     leaked = row.leakage if row.scoring == "attack_all" else None
     return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high, leaked)
-
-
-def _defenses(result: EvaluationResult) -> list[str]:
-    return list(dict.fromkeys(row.defense for row in result.rows))
-
-
-def _attacks(result: EvaluationResult) -> list[str]:
-    pairs = dict.fromkeys((row.attack, row.eps) for row in result.rows)
-    return [f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in pairs]
 
 
 def over(result: EvaluationResult) -> str:

@@ -122,7 +122,7 @@ class _Worker:
         if task.method == "spans":
             return [(span, runner.planned_work(span[1] - span[0])) for span in runner.spans()]
         if task.method == "check":
-            return checks.self_check_before(self._job.recipe, runner.subject)
+            return checks.self_check(self._job.recipe, runner.subject)
         return set_outcome(runner, progress=False)
 
     def _runner(self, dataset: str) -> SetRunner:

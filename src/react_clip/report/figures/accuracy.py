@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,34 +27,50 @@ BACKWARD = 2.0
 """Forward passes that a backward pass counts as."""
 
 
-def across_budgets(view: View) -> list[Draft]:
-    """All methods against the budget (the paper's Figure 1)."""
-    if view.budgets[0] > CALIBRATED:
+def across_budgets(view: View, *, beyond: bool = False) -> list[Draft]:
+    """All methods against the budget (Figure 1); ``beyond`` the budgets that the mapping was fitted to, Figure 9."""
+    if beyond and view.budgets[-1] <= CALIBRATED:
+        raise MissingDataError(
+            "no budget exceeds the calibrated 16/255; recipes/table1-extended.yaml has 24/255 and 32/255"
+        )
+    if not beyond and view.budgets[0] > CALIBRATED:
         raise MissingDataError(
             "every budget is beyond the calibrated range, see Figure 9; recipes/table1.yaml has the others"
         )
     methods = methods_of(view)
-    return [Draft(partial(_methods_figure, view, methods, shaded=False), _shape(methods))]
 
+    def make() -> Figure:
+        figure, axes = plot.chart(plot.room_for(methods, 3.0))
+        _draw_methods(view, axes, methods, MEAN)
+        _name_and_limit(view, axes, methods)
+        if beyond:
+            right = axes.get_xlim()[1]
+            axes.axvspan(CALIBRATED, right, color=style.INK, alpha=0.07, linewidth=0, zorder=0)
+            corner = {"ha": "right", "va": "top"}
+            plot.note(axes, "beyond calibration", (right, 1.0), ("data", "axes fraction"), (-3, -2), **corner)
+        plot.label_ends(figure)
+        return figure
 
-def beyond_range(view: View) -> list[Draft]:
-    """The same with budgets beyond those that the mapping was fitted to (Figure 9)."""
-    if view.budgets[-1] <= CALIBRATED:
-        raise MissingDataError(
-            "no budget exceeds the calibrated 16/255; recipes/table1-extended.yaml has 24/255 and 32/255"
-        )
-    methods = methods_of(view)
-    return [Draft(partial(_methods_figure, view, methods, shaded=True), _shape(methods))]
+    return [Draft(make, _shape(methods))]
 
 
 def per_set(view: View) -> list[Draft]:
     """Figure 1 for every data set (tables in the paper's appendix)."""
     methods = methods_of(view)
-    return [Draft(partial(_sets_figure, view, methods), _shape(methods))]
 
+    def draw(axes: Axes, number: int) -> None:
+        _draw_methods(view, axes, methods, view.sets[number])
+        plot.ceiling_line(axes, view.ceiling(view.sets[number]), "")
+        plot.budget_axis(axes, view.budgets)
+        axes.set_ylim(0, 100)
 
-def _shape(methods: list[str]) -> dict[str, str]:
-    return {"Shape": "Bands" if len(methods) <= plot.BANDS else "Bars"}
+    def make() -> Figure:
+        figure = plot.panels(view.sets, draw, columns=3, above=0.17 * math.ceil(len(methods) / 3))
+        plot.name_figure(figure, plot.BUDGETS_ROOT, "accuracy in %")
+        style.legend(figure, [Line2D([], [], **view.lines[label]) for label in methods], methods, columns=3)
+        return figure
+
+    return [Draft(make, _shape(methods))]
 
 
 def per_mapping(view: View) -> list[Draft]:
@@ -62,30 +80,21 @@ def per_mapping(view: View) -> list[Draft]:
         raise MissingDataError(
             "no defences differ in the kind of their mapping alone; recipes/mappings.yaml compares three kinds"
         )
-    labels = [{str(kind): label for (kind,), label in cells.items()} for cells in groups]
-    return [Draft(partial(_mapping_figure, view, group)) for group in labels]
+    return [Draft(partial(_mapping_figure, view, cells)) for cells in groups]
 
 
-def _methods_figure(view: View, methods: list[str], *, shaded: bool) -> Figure:
-    figure, axes = plot.chart(plot.room_for(methods, 3.0))
-    _draw_methods(view, axes, methods, MEAN)
-    _finish(view, axes, methods)
-    if shaded:
-        right = axes.get_xlim()[1]
-        axes.axvspan(CALIBRATED, right, color=style.INK, alpha=0.07, linewidth=0, zorder=0)
-        plot.note(axes, "beyond calibration", (right, 1.0), ("data", "axes fraction"), (-3, -2), ha="right", va="top")
-    plot.label_ends(figure)
-    return figure
-
-
-def _mapping_figure(view: View, group: dict[str, str]) -> Figure:
+def _mapping_figure(view: View, cells: Mapping[tuple[Any, ...], str]) -> Figure:
     figure, axes = plot.chart(3.0)
-    for (kind, label), marker in zip(group.items(), "osD^", strict=False):
+    for ((kind,), label), marker in zip(cells.items(), "osD^", strict=False):
         line = style.line_of(style.MAPPINGS.get(kind, style.INK), marker)
         plot.interval_line(axes, view.rows(label), line, label=MAPPING_NAMES.get(kind, kind))
-    _finish(view, axes, list(group.values()))
+    _name_and_limit(view, axes, cells.values())
     plot.label_ends(figure)
     return figure
+
+
+def _shape(methods: list[str]) -> dict[str, str]:
+    return {"Shape": "Bands" if len(methods) <= plot.BANDS else "Bars"}
 
 
 def _draw_methods(view: View, axes: Axes, methods: list[str], dataset: str) -> None:
@@ -94,24 +103,11 @@ def _draw_methods(view: View, axes: Axes, methods: list[str], dataset: str) -> N
         plot.interval_line(axes, view.rows(label, dataset), line, label=label, bars=bars)
 
 
-def _finish(view: View, axes: Axes, labels: list[str]) -> None:
+def _name_and_limit(view: View, axes: Axes, labels: Iterable[str]) -> None:
     plot.budget_axis(axes, view.budgets, name=plot.BUDGETS_ROOT)
     ceiling = view.ceiling()
     plot.percent_axis(axes, [ceiling, *(high for label in labels for high in view.rows(label)["high"])])
     plot.ceiling_line(axes, ceiling)
-
-
-def _sets_figure(view: View, methods: list[str]) -> Figure:
-    def draw(axes: Axes, number: int) -> None:
-        _draw_methods(view, axes, methods, view.sets[number])
-        plot.ceiling_line(axes, view.ceiling(view.sets[number]), "")
-        plot.budget_axis(axes, view.budgets)
-        axes.set_ylim(0, 100)
-
-    figure = plot.panels(view.sets, draw, columns=3, above=0.17 * math.ceil(len(methods) / 3))
-    plot.name_figure(figure, plot.BUDGETS_ROOT, "accuracy in %")
-    style.legend(figure, [Line2D([], [], **view.lines[label]) for label in methods], methods, columns=3)
-    return figure
 
 
 # ---------------------------------------------------------------------- cost
@@ -119,21 +115,17 @@ def _sets_figure(view: View, methods: list[str]) -> Figure:
 
 def against_cost(view: View) -> list[Draft]:
     """Accuracy, clean and under attack, against work per image (not in the paper)."""
-    costs = _costs(view)
+    numbers = view.numbers[(view.numbers["dataset"] == MEAN) & view.numbers["defense"].isin(methods_of(view))]
+    work = numbers["passes"] + BACKWARD * numbers["backward_passes"].astype(float).fillna(0.0)
+    numbers = numbers.assign(work=work.astype(float), clean=numbers["eps"] == 0)
+    costs = numbers.groupby(["clean", "defense"], sort=False)[["work", "low", "accuracy", "high"]].mean()
     if not costs["work"].notna().any():
         raise MissingDataError("it did not count encoder passes; run the evaluation again")
     return [Draft(partial(_cost_figure, view, costs))]
 
 
-def _costs(view: View) -> pd.DataFrame:
-    """Mean work, accuracy and interval of each method, by ``clean`` (whether images are clean) and label."""
-    numbers = view.numbers[(view.numbers["dataset"] == MEAN) & view.numbers["defense"].isin(methods_of(view))]
-    work = numbers["passes"] + BACKWARD * numbers["backward_passes"].astype(float).fillna(0.0)
-    numbers = numbers.assign(work=work.astype(float), clean=numbers["eps"] == 0)
-    return numbers.groupby(["clean", "defense"], sort=False)[["work", "low", "accuracy", "high"]].mean()
-
-
 def _cost_figure(view: View, costs: pd.DataFrame) -> Figure:
+    """``costs``: mean work, accuracy and interval, by ``clean`` (whether images are clean) and label."""
     parts = [costs.xs(clean, level="clean") for clean in (True, False)]
 
     def draw(axes: Axes, number: int) -> None:

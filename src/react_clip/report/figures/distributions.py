@@ -22,8 +22,8 @@ from react_clip.report.figures.sweeps import MAPPING_NAMES
 from react_clip.report.style import COLOURS, INK, PAPER, budget_colour, slug
 
 Values = NDArray[np.float64]
-Scale = Callable[[float, str], Values]
-"""Anchor scales of the counted images at a budget, on one data set or on all."""
+Source = tuple[str, mappings.Mapping]
+"""The defence that measured the drift, and the mapping that gives its scales."""
 
 MEASURED = 0.95
 """Least share of images on which a signal must be known: the gate skips it for some images, not at random."""
@@ -36,31 +36,63 @@ def drift(view: View, *, per_set: bool = False) -> list[Draft]:
     """Drift against the budget, over all sets (Figure 4) or for every data set (appendix)."""
     source = source_of(view, "r")
     known = {name: title for name, title in _DRIFTS.items() if view.measured(source, name) >= MEASURED}
-    alone = "; this run did not keep d_low and d_high, so r is drawn alone" if list(known) == ["r"] else ""
-    values = {"signals": ", ".join(known), "source": repr(source), "alone": alone}
-    return [Draft(partial(_drift_figure, view, source, view.sets if per_set else [MEAN], known), values)]
+    alone = list(known) == ["r"]
+
+    def draw(axes: Axes, dataset: str, signal: str) -> None:
+        values = {eps: view.signal(source, signal, eps, dataset) for eps in (0.0, *view.budgets)}
+        means = {eps: sample.mean() for eps, sample in values.items() if len(sample)}
+        rows = pd.DataFrame(
+            [[mean, *np.percentile(values[eps], [10, 25, 75, 90])] for eps, mean in means.items()],
+            index=list(means),
+            columns=["mean", "low", "first", "third", "high"],
+        )
+        colour, marker = _DRIFT_LINES[signal]
+        axes.fill_between(rows.index.to_numpy(), rows["first"], rows["third"], color=colour, alpha=0.2, linewidth=0)
+        line = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
+        plot.interval_line(axes, rows, line, value="mean")
+        plot.budget_axis(axes, view.budgets)
+
+    def make() -> Figure:
+        figure = _signal_panels(view.sets if per_set else [MEAN], known, draw, 1.2)
+        plot.name_figure(figure, plot.BUDGETS_ROOT, "relative cross-noise drift r" if alone else "")
+        return figure
+
+    words = "; this run did not keep d_low and d_high, so r is drawn alone" if alone else ""
+    return [Draft(make, {"signals": ", ".join(known), "source": repr(source), "alone": words})]
 
 
 def gate_scores(view: View, *, per_set: bool = False) -> list[Draft]:
     """r, J and their sum, clean and per budget, over all sets (Figure 6) or for every data set (appendix)."""
     source = source_of(view, "J")
-    make = partial(_scores_figure, view, source, view.sets if per_set else [MEAN])
+
+    def draw(axes: Axes, dataset: str, signal: str) -> None:
+        values = [view.signal(source, signal, eps, dataset) for eps in (0.0, *view.budgets)]
+        _violins(axes, values, view.budgets)
+        if len(values[0]):
+            level = float(np.percentile(values[0], 95))
+            axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), alpha=0.75, zorder=1)
+
+    def make() -> Figure:
+        figure = _signal_panels(view.sets if per_set else [MEAN], _SCORES, draw, 1.15)
+        plot.name_figure(figure, plot.BUDGETS)
+        return figure
+
     return [Draft(make, {"source": repr(source)})]
 
 
 def scales(view: View) -> list[Draft]:
     """Anchor scales that the mappings give (Figure 7)."""
-    panels = {name: (scale, MEAN) for name, scale in _scales(view).items()}
+    panels = [(title, source, MEAN) for title, source in _scale_sources(view).items()]
     return [Draft(partial(_scale_panels, view, panels, columns=1, height=1.35))]
 
 
 def scales_per_set(view: View) -> list[Draft]:
     """Anchor scales for every data set, one figure per mapping (appendix)."""
     drafts = []
-    for name, scale in _scales(view).items():
-        panels = {dataset: (scale, dataset) for dataset in view.sets}
+    for title, source in _scale_sources(view).items():
+        panels = [(dataset, source, dataset) for dataset in view.sets]
         make = partial(_scale_panels, view, panels, columns=3, height=1.2)
-        drafts.append(Draft(make, {"mapping": name}, slug(name)))
+        drafts.append(Draft(make, {"mapping": title}, slug(title)))
     return drafts
 
 
@@ -97,49 +129,11 @@ def _signal_panels(
     )
 
 
-# ---------------------------------------------------------------------- drift
-
-
-def _drift_figure(view: View, source: str, sets: list[str], signals: Mapping[str, str]) -> Figure:
-    def draw(axes: Axes, dataset: str, signal: str) -> None:
-        values = {eps: view.signal(source, signal, eps, dataset) for eps in (0.0, *view.budgets)}
-        rows = pd.DataFrame(
-            {
-                eps: [sample.mean(), *np.percentile(sample, [10, 25, 75, 90])]
-                for eps, sample in values.items()
-                if len(sample)
-            },
-            index=["mean", "low", "first", "third", "high"],
-        ).T
-        colour, marker = _DRIFT_LINES[signal]
-        axes.fill_between(rows.index.to_numpy(), rows["first"], rows["third"], color=colour, alpha=0.2, linewidth=0)
-        line = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
-        plot.interval_line(axes, rows, line, value="mean")
-        plot.budget_axis(axes, view.budgets)
-
-    figure = _signal_panels(sets, signals, draw, 1.2)
-    plot.name_figure(figure, plot.BUDGETS_ROOT, "relative cross-noise drift r" if list(signals) == ["r"] else "")
-    return figure
-
-
 # ---------------------------------------------------------------------- violins
 
 
-def _scores_figure(view: View, source: str, sets: list[str]) -> Figure:
-    def draw(axes: Axes, dataset: str, signal: str) -> None:
-        values = [view.signal(source, signal, eps, dataset) for eps in (0.0, *view.budgets)]
-        _violins(axes, values, view.budgets)
-        if len(values[0]):
-            level = float(np.percentile(values[0], 95))
-            axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), alpha=0.75, zorder=1)
-
-    figure = _signal_panels(sets, _SCORES, draw, 1.15)
-    plot.name_figure(figure, plot.BUDGETS)
-    return figure
-
-
-def _scales(view: View) -> dict[str, Scale]:
-    """The scales of every mapping of the run, and of the fits of a calibration that comes with it."""
+def _scale_sources(view: View) -> dict[str, Source]:
+    """Every mapping of the run, and the fits of a calibration that comes with it, by title."""
     sources: list[tuple[str, str, mappings.Mapping]] = []
     for label, entry in view.settings.items():
         mapping = _mapping(entry)
@@ -153,11 +147,10 @@ def _scales(view: View) -> dict[str, Scale]:
     if not sources:
         raise MissingDataError("no defence of it maps a drift to a scale; recipes/table1.yaml runs react, which does")
     kinds = [mapping.kind for _, _, mapping in sources]
-    titles: dict[str, Scale] = {}
+    titles: dict[str, Source] = {}
     for name, label, mapping in sources:
         title = MAPPING_NAMES.get(mapping.kind, mapping.kind)
-        title = title if kinds.count(mapping.kind) == 1 else f"{title}, {name}"
-        titles[title] = partial(_scale_values, view, label, mapping)
+        titles[title if kinds.count(mapping.kind) == 1 else f"{title}, {name}"] = (label, mapping)
     return titles
 
 
@@ -170,21 +163,19 @@ def _mapping(entry: dict[str, Any]) -> mappings.Mapping | None:
     return None if isinstance(mapping, mappings.Constant) else mapping
 
 
-def _scale_values(view: View, label: str, mapping: mappings.Mapping, eps: float, dataset: str) -> Values:
-    scales: Values = mapping(torch.tensor(view.signal(label, "r", eps, dataset))).numpy()
-    return scales
-
-
-def _scale_panels(view: View, panels: dict[str, tuple[Scale, str]], columns: int, height: float) -> Figure:
-    budgets = (0.0, *view.budgets)
-    values = [[scale(eps, dataset) for eps in budgets] for scale, dataset in panels.values()]
+def _scale_panels(view: View, panels: Sequence[tuple[str, Source, str]], columns: int, height: float) -> Figure:
+    """One panel for each title, source and data set."""
+    values = [
+        [mapping(torch.tensor(view.signal(label, "r", eps, dataset))).numpy() for eps in (0.0, *view.budgets)]
+        for _, (label, mapping), dataset in panels
+    ]
     top = max((float(numbers.max()) for panel in values for numbers in panel if len(numbers)), default=1.0)
 
     def draw(axes: Axes, number: int) -> None:
         _violins(axes, values[number], view.budgets)
         axes.set_ylim(0, 1.06 * top or 1.0)
 
-    figure = plot.panels(list(panels), draw, columns=columns, height=height)
+    figure = plot.panels([title for title, _, _ in panels], draw, columns=columns, height=height)
     plot.name_figure(figure, plot.BUDGETS, "anchor scale σ (pixels in [0, 1])")
     return figure
 

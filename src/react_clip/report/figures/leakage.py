@@ -87,13 +87,10 @@ def over_grid(measure: Measure, view: View) -> list[Draft]:
     grids = leakage_grids(view)
     largest = max(value for grid in grids for value in grid.values("alpha"))
     best = "at each budget's best anchor scale (highest accuracy without leaked answers, at any α)"
+    fields = {"alpha": ("alpha", "α", best), SCALE: ("sigma", "the anchor scale", f"at α = {largest:g}")}
     return [
-        Draft(partial(_grid_figure, view, grids, "alpha", measure), {"field": "α", "at": best}, "alpha"),
-        Draft(
-            partial(_grid_figure, view, grids, SCALE, measure),
-            {"field": "the anchor scale", "at": f"at α = {largest:g}"},
-            "sigma",
-        ),
+        Draft(partial(_grid_figure, view, grids, field, measure), {"field": words, "at": at}, suffix)
+        for field, (suffix, words, at) in fields.items()
     ]
 
 
@@ -111,8 +108,18 @@ def published(view: View) -> list[Draft]:
 def control(view: View) -> list[Draft]:
     """Wrong images that the defence gets right, with and without an attack before it."""
     grids = leakage_grids(view)
-    without = {label: flipped(view, label) for grid in grids for label in grid.cells.values()}
-    return [Draft(partial(_control_figure, view, grids, without))]
+    values, without = leaked(view), {label: flipped(view, label) for grid in grids for label in grid.cells.values()}
+
+    def draw(axes: Axes, number: int) -> None:
+        points = grids[number].along(SCALE, grids[number].values("alpha")[-1])
+        for eps in view.budgets:
+            line = {**style.budget_line(eps), "linestyle": style.DASHED, "marker": "o", "markersize": 3}
+            plot.interval_line(axes, along(values, points, eps), line, label=plot.budget_name(eps), value="value")
+        x, counts = zip(*((x, without[label]) for x, label in points), strict=True)
+        axes.plot(x, counts, label="no attack", **_NO_ATTACK)
+        axes.set_ylim(bottom=0)
+
+    return [Draft(partial(_grid_panels, grids, draw, SCALE, "wrong images that come out right"))]
 
 
 def best_scale(accuracy: pd.DataFrame, grid: Sweep, eps: float) -> float:
@@ -160,21 +167,6 @@ def _grid_figure(view: View, grids: Sequence[Sweep], field: str, measure: Measur
         axes.set_title(words, loc="right", fontsize=style.SMALL, color=style.INK)
 
     return _grid_panels(grids, draw, field, _AXES[measure])
-
-
-def _control_figure(view: View, grids: Sequence[Sweep], without: dict[str, float]) -> Figure:
-    values = leaked(view)
-
-    def draw(axes: Axes, number: int) -> None:
-        points = grids[number].along(SCALE, grids[number].values("alpha")[-1])
-        for eps in view.budgets:
-            line = {**style.budget_line(eps), "linestyle": style.DASHED, "marker": "o", "markersize": 3}
-            plot.interval_line(axes, along(values, points, eps), line, label=plot.budget_name(eps), value="value")
-        x, counts = zip(*((x, without[label]) for x, label in points), strict=True)
-        axes.plot(x, counts, label="no attack", **_NO_ATTACK)
-        axes.set_ylim(bottom=0)
-
-    return _grid_panels(grids, draw, SCALE, "wrong images that come out right")
 
 
 def _grid_panels(grids: Sequence[Sweep], draw: Callable[[Axes, int], None], field: str, ylabel: str) -> Figure:

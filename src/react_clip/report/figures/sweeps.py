@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from react_clip.calibration import Calibration, best_scale
@@ -34,10 +33,12 @@ NAMES = {
     "sigma_high": "strong probe noise (pixels in [0, 1])",
 }
 MAPPING_NAMES = {"linear": "linear", "logistic": "logistic", "power_law": "power law", "constant": "fixed scale"}
-_IN_PAPER = ("tau", "views", "alpha", SCALE)
+_IN_PAPER = ("tau", "views", "alpha", SCALE, "mapping.kind")
 """Fields that have figures of their own."""
 _PUBLISHED_ALPHA = 2.0
 """The extrapolation strength at which the paper sweeps the anchor scale."""
+
+_STAR: style.Line = {"marker": "*", "markersize": 11}
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Entries of a recipe's ``defenses`` by label."""
@@ -137,16 +138,15 @@ def anchor_scale(view: View) -> list[Draft]:
     """Accuracy against a fixed anchor scale; each budget has its own best one (Figure 3)."""
     drafts = []
     for sweep in sweeps_of(view.settings):
-        alpha, points = sweep.alpha, None
-        if sweep.fields == (SCALE,):
-            points = sweep.along(SCALE)
-        elif set(sweep.fields) == {SCALE, "alpha"}:
+        if sweep.fields != (SCALE,) and set(sweep.fields) != {SCALE, "alpha"}:
+            continue
+        alpha, other = sweep.alpha, None
+        if "alpha" in sweep.fields:
             alphas = sweep.values("alpha")
-            alpha = _PUBLISHED_ALPHA if _PUBLISHED_ALPHA in alphas else alphas[-1]
-            points = sweep.along(SCALE, alpha)
-        if points:
-            at = "" if alpha is None else f" at α = {alpha:g}"
-            drafts.append(Draft(partial(_figure, view, SCALE, points), {"kind": sweep.kind, "at": at}))
+            alpha = other = _PUBLISHED_ALPHA if _PUBLISHED_ALPHA in alphas else alphas[-1]
+        at = "" if alpha is None else f" at α = {alpha:g}"
+        make = partial(_figure, view, SCALE, sweep.along(SCALE, other))
+        drafts.append(Draft(make, {"kind": sweep.kind, "at": at}))
     if not drafts:
         raise MissingDataError(
             "no defences differ in a constant anchor scale alone; recipes/anchor-scale.yaml sweeps it"
@@ -154,32 +154,20 @@ def anchor_scale(view: View) -> list[Draft]:
     return drafts
 
 
-def sensitivity(field: str, recipe: str, view: View) -> list[Draft]:
-    """Accuracy against one field, its default marked (figures of the appendix)."""
-    drafts = [_sensitivity(view, sweep) for sweep in sweeps_of(view.settings) if sweep.fields == (field,)]
-    if not drafts:
+def sensitivity(view: View, *, field: str = "", recipe: str = "") -> list[Draft]:
+    """Accuracy against one field, its default marked (figures of the appendix), or against any other number."""
+    drafts = []
+    for sweep in sweeps_of(view.settings):
+        name = sweep.fields[0]
+        if len(sweep.fields) == 1 and (name == field if field else name not in _IN_PAPER):
+            make = partial(_figure, view, name, sweep.along(name), default=default_of(sweep.kind, name))
+            suffix = "" if field else f"{style.slug(sweep.kind)}-{style.slug(name)}"
+            drafts.append(Draft(make, {"kind": sweep.kind, "field": NAMES.get(name, name)}, suffix))
+    if not drafts and field:
         raise MissingDataError(f"no defences differ in {field} alone; {recipe} sweeps it")
-    return drafts
-
-
-def others(view: View) -> list[Draft]:
-    """Sweeps over any other number (not in the paper)."""
-    sweeps = [sweep for sweep in sweeps_of(view.settings) if len(sweep.fields) == 1]
-    skipped = (*_IN_PAPER, "mapping.kind")
-    drafts = [
-        _sensitivity(view, sweep, f"{style.slug(sweep.kind)}-{style.slug(sweep.fields[0])}")
-        for sweep in sweeps
-        if sweep.fields[0] not in skipped
-    ]
     if not drafts:
         raise MissingDataError("no defences differ in one other number alone; a recipe's `grid` sweeps any field")
     return drafts
-
-
-def _sensitivity(view: View, sweep: Sweep, suffix: str = "") -> Draft:
-    (field,) = sweep.fields
-    make = partial(_figure, view, field, sweep.along(field), default=default_of(sweep.kind, field))
-    return Draft(make, {"kind": sweep.kind, "field": NAMES.get(field, field)}, suffix)
 
 
 def _figure(view: View, field: str, points: list[tuple[float, str]], *, default: float | None = None) -> Figure:
@@ -191,32 +179,24 @@ def _figure(view: View, field: str, points: list[tuple[float, str]], *, default:
         rows = along(view.means, points, eps)
         plot.interval_line(axes, rows, style.budget_line(eps), label=plot.budget_name(eps))
         highest += rows["high"].tolist()
-        if field == SCALE:
-            _mark_best(axes, eps, rows["accuracy"])
+        known = rows["accuracy"].dropna()
+        if field == SCALE and len(known):
+            best = best_scale(known.index.tolist(), known.tolist())
+            axes.plot(
+                [best], [known[best]], color=style.budget_colour(eps), markeredgecolor=style.INK, zorder=5, **_STAR
+            )
     plot.percent_axis(axes, highest)
     plot.ceiling_line(axes, ceiling)
     low, high = points[0][0], points[-1][0]
     margin = 0.03 * (high - low)
     axes.set_xlim(low - margin, high + margin)
     if default is not None and low <= default <= high:
-        _mark_default(axes, default, left=default < (low + high) / 2)
+        axes.axvline(default, color=style.INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
+        side, offset = ("left", 3.0) if default < (low + high) / 2 else ("right", -3.0)
+        plot.note(axes, f"default {default:g}", (default, 0.0), ("data", "axes fraction"), (offset, 4.0), ha=side)
     style.name_axes(axes, NAMES.get(field, field))
     plot.label_ends(figure)
     return figure
-
-
-def _mark_best(axes: Axes, eps: float, accuracy: pd.Series) -> None:
-    known = accuracy.dropna()
-    if len(known):
-        at = best_scale(known.index.tolist(), known.tolist())
-        star: dict[str, Any] = {"marker": "*", "markersize": 11, "markeredgecolor": style.INK, "zorder": 5}
-        axes.plot([at], [known[at]], color=style.budget_colour(eps), **star)
-
-
-def _mark_default(axes: Axes, default: float, *, left: bool) -> None:
-    axes.axvline(default, color=style.INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
-    side, offset = ("left", (3.0, 4.0)) if left else ("right", (-3.0, 4.0))
-    plot.note(axes, f"default {default:g}", (default, 0.0), ("data", "axes fraction"), offset, ha=side)
 
 
 # ---------------------------------------------------------------------- calibration
@@ -242,7 +222,7 @@ def calibration_figure(result: Calibration) -> Figure:
         colour = style.MAPPINGS.get(name, style.INK)
         axes.plot(x, values, color=colour, linewidth=2.2 if used else 1.2, label=label)
     for drift, sigma, _ in stars:
-        axes.plot(drift, sigma, marker="*", markersize=11, color=style.INK, linestyle="none")
+        axes.plot(drift, sigma, color=style.INK, linestyle="none", **_STAR)
     axes.set_xlim(0, x[-1])
     axes.set_ylim(0, 1.12 * max(*(sigma for _, sigma, _ in stars), *map(max, curves.values()), 0.0))
     style.name_axes(axes, "mean relative cross-noise drift r", "best anchor scale σ (pixels in [0, 1])")
