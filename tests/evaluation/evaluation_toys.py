@@ -32,6 +32,7 @@ from react_clip.evaluation import EvaluationResult, Recipe, evaluate
 from react_clip.evaluation.recipe import parse_yaml
 
 SIZE, CLASSES, COUNT = 32, 5, 40
+NAMES = [f"class {number}" for number in range(CLASSES)]
 
 
 def patterns() -> Tensor:
@@ -51,8 +52,7 @@ class ToyEncoder(Encoder):
         return features
 
 
-def toy_classifier() -> rc.ZeroShotClassifier:
-    names = [f"class {number}" for number in range(CLASSES)]
+def toy_classifier(names: Sequence[str] = NAMES) -> rc.ZeroShotClassifier:
     return rc.ZeroShotClassifier.from_features(ToyEncoder(), names, torch.eye(CLASSES))
 
 
@@ -76,7 +76,7 @@ def toy_run(folder: Path, **options: Any) -> EvaluationResult:
     settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "progress": False, "draws": 2, **options}
     data = settings.pop("data", None) or toy_photos()
     defenses = settings.pop("defenses", None) or toy_defenses()
-    return evaluate(toy_classifier(), defenses, data, run_dir=folder, **settings)
+    return evaluate(toy_classifier(settings.pop("names", NAMES)), defenses, data, run_dir=folder, **settings)
 
 
 def part_of(result: EvaluationResult, label: str) -> EvaluationResult:

@@ -10,7 +10,6 @@ from evaluation_toys import adaptive_recipe
 
 import react_clip as rc
 from react_clip import data
-from react_clip.attacks import Both
 from react_clip.evaluation import Recipe
 from react_clip.evaluation.recipe import parse_yaml
 
@@ -53,15 +52,6 @@ def test_a_recipe_survives_a_round_trip(tmp_path: Path, threat: str) -> None:
     again = Recipe.load(tmp_path / "recipe.yaml")
     assert again == recipe
     assert again.fingerprint() == recipe.fingerprint() != recipe.replace(seed=8).fingerprint()
-
-
-def test_a_recipe_may_know_the_defence() -> None:
-    recipe = adaptive_recipe()
-    assert [item.title for item in recipe.attacks] == [
-        *("adaptive-both-20 1/255", "adaptive-both-20 4/255", "adaptive-suite-2 4/255")
-    ]
-    assert recipe.attacks[1].attack == Both(eps=4 / 255, steps=20, eot=4)
-    assert all(item.adaptive for item in recipe.attacks)
 
 
 def test_words_for_groups_of_sets(tmp_path: Path) -> None:
@@ -158,7 +148,10 @@ def test_a_grid_is_every_combination() -> None:
     ("entry", "message"),
     [
         ({"label": "{tau}", "grid": {"alpha": [1.0]}}, "label '{tau}' shows 'tau', which the grid does not sweep"),
-        ({"label": "{alpha:d}", "grid": {"alpha": [1.0]}}, "label '{alpha:d}' cannot show alpha"),
+        (
+            {"label": "{alpha:d}", "grid": {"alpha": [1.0]}},
+            "label '{alpha:d}' cannot show alpha",
+        ),
         ({"params": {"alpha": 3.0}}, "params of 'aom' says that alpha is 3.0; it is 1.2"),
         ({"params": [1]}, "params is .*it must be a mapping"),
         ({"family": "a\nb"}, "family is 'a.*one line of text"),

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from evaluation_toys import CLASSES, COUNT, ToyEncoder, toy_attacks, toy_defenses, toy_photos
+from evaluation_toys import toy_run
 
 import react_clip as rc
-from react_clip.evaluation import evaluate
 from react_clip.report.figures import FigureOf, figures_of
 from react_clip.report.page import Report, write_report
 from react_clip.report.run import Run
@@ -25,19 +23,16 @@ NAMES = [HOSTILE, "</script><script>alert(2)</script><!--", 'quote " and & amp',
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small complete run with pictures, two draws, two attacks, and class names that nobody should trust."""
-    return evaluated(tmp_path_factory.mktemp("runs") / "toy", toy_defenses(), title="Toys & <b>bold</b> claims")
+    folder = tmp_path_factory.mktemp("runs") / "toy"
+    toy_run(folder, names=NAMES, title="Toys & <b>bold</b> claims")
+    return folder
 
 
 @pytest.fixture(scope="session")
 def second_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another defence on the same photos."""
-    return evaluated(tmp_path_factory.mktemp("runs") / "second", {"slow": rc.ReACT(tau=0.1, views=2)})
-
-
-def evaluated(folder: Path, defenses: Any, count: int = COUNT, **options: Any) -> Path:
-    clf = rc.ZeroShotClassifier.from_features(ToyEncoder(), NAMES, torch.eye(CLASSES))
-    settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "draws": 2, "progress": False, **options}
-    evaluate(clf, defenses, toy_photos(count), run_dir=folder, **settings)
+    folder = tmp_path_factory.mktemp("runs") / "second"
+    toy_run(folder, names=NAMES, defenses={"slow": rc.ReACT(tau=0.1, views=2)})
     return folder
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from react_clip.report.page import Report, write_report
 
-HOSTILE = "<img src=x onerror=alert(1)>"
 Visit = Callable[..., Any]
 
 

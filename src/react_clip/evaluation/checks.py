@@ -2,7 +2,7 @@
 
 The self-check: PGD-10 at 1/255 must leave undefended CLIP almost no accuracy. If it leaves much, the attack or the
 model is broken (normalisation twice, eps in the wrong unit, gradients that vanish in half precision, the wrong class
-features), and no robust accuracy of the run can be trusted.
+features), and no robust accuracy could be trusted, so the run stops before it starts.
 
 The sanity checks of attacks that know the defence (Carlini et al., 2019, "On Evaluating Adversarial Robustness"):
 accuracy must fall with the budget and with the number of steps, go to about 0 at a huge budget, not be lower without
@@ -78,7 +78,7 @@ def _passed(check: SelfCheck) -> SelfCheck:
             f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} "
             f"({fall}), the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is "
             "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for "
-            "a tower finetuned to be robust (finished work is kept)"
+            "a tower finetuned to be robust"
         )
     return check
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from react_clip.evaluation.recipe import THREATS, LabelledAttack, LabelledDefens
 from react_clip.evaluation.result import AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
-from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, ShardStore, log, open_run
+from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, log, open_run
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
@@ -141,48 +141,44 @@ def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
 def _run(
     recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool, command: str
 ) -> EvaluationResult:
-    def compute(store: ShardStore) -> tuple[SelfCheck, list[SetOutcome]]:
+    with open_run(folder, recipe) as store:
         check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
             if not outcomes:
                 check = checks.self_check(recipe, subject)
             outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
-        return check, outcomes
-
-    return conclude(recipe, folder, compute, command)
+        return write_result(recipe, folder, check, outcomes, command)
 
 
-def conclude(
-    recipe: Recipe, folder: Path, compute: Callable[[ShardStore], tuple[SelfCheck, list[SetOutcome]]], command: str
+def write_result(
+    recipe: Recipe, folder: Path, check: SelfCheck, outcomes: Sequence[SetOutcome], command: str
 ) -> EvaluationResult:
-    """Lock a run's folder, compute the outcomes of its sets in the recipe's order, and write the result."""
-    with open_run(folder, recipe) as store:
-        check, outcomes = compute(store)
-        # One table per set: all sets together would be copied several times, and runs may have millions of rows.
-        tables = [outcome.images for outcome in outcomes]
-        summary.write_per_image(folder / PER_IMAGE, tables)
-        rows, attacks = summary.summarise(recipe, tables)
-        sanity = [check for outcome in outcomes for check in outcome.checks]
-        sanity += checks.sanity_by_numbers(recipe, rows, attacks)
-        checks.raise_if_failed(sanity)
-        result = EvaluationResult(
-            schema=1,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=command,
-            # On a CPU the last bits of a number may depend on how many threads computed it.
-            versions={**versions(), "threads": str(torch.get_num_threads())},
-            device=outcomes[-1].device,
-            self_check=check,
-            sets=tuple(outcome.info for outcome in outcomes),
-            attacks=tuple(attacks),
-            rows=(*rows, *summary.mean_rows(rows)),
-            notes=tuple(_notes(recipe, check, attacks)),
-            checks=tuple(sanity),
-            **_recipe_fields(recipe),
-        )
-        result.save(folder / RESULT)
-        log.info("finished: %s", folder / RESULT)
-        return result
+    """Write the result of a run and its rows per image, from the outcomes of its sets in the recipe's order."""
+    # One table per set: all sets together would be copied several times, and runs may have millions of rows.
+    tables = [outcome.images for outcome in outcomes]
+    summary.write_per_image(folder / PER_IMAGE, tables)
+    rows, attacks = summary.summarise(recipe, tables)
+    sanity = [check for outcome in outcomes for check in outcome.checks]
+    sanity += checks.sanity_by_numbers(recipe, rows, attacks)
+    checks.raise_if_failed(sanity)
+    result = EvaluationResult(
+        schema=1,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        # On a CPU the last bits of a number may depend on how many threads computed it.
+        versions={**versions(), "threads": str(torch.get_num_threads())},
+        device=outcomes[-1].device,
+        self_check=check,
+        sets=tuple(outcome.info for outcome in outcomes),
+        attacks=tuple(attacks),
+        rows=(*rows, *summary.mean_rows(rows)),
+        notes=tuple(_notes(recipe, check, attacks)),
+        checks=tuple(sanity),
+        **_recipe_fields(recipe),
+    )
+    result.save(folder / RESULT)
+    log.info("finished: %s", folder / RESULT)
+    return result
 
 
 def _recipe_fields(recipe: Recipe) -> dict[str, Any]:

@@ -110,14 +110,12 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 
 def _mean_row(group: list[Row]) -> Row:
     estimate = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
-    counts = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
-    means = {}
+    values: dict[str, Any] = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
     for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
         measured = [value for row in group if not math.isnan(value := getattr(row, name))]
-        means[name] = math.fsum(measured) / len(measured) if measured else math.nan
-    interval = {"accuracy": estimate.value, "low": estimate.low, "high": estimate.high}
-    share = counts["leakage"] / counts["n"]
-    return replace(group[0], dataset=MEAN, leakage_share=share, **counts, **interval, **means)
+        values[name] = math.fsum(measured) / len(measured) if measured else math.nan
+    values |= {"accuracy": estimate.value, "low": estimate.low, "high": estimate.high}
+    return replace(group[0], dataset=MEAN, leakage_share=values["leakage"] / values["n"], **values)
 
 
 def write_per_image(path: Path, tables: Sequence[pd.DataFrame]) -> None:

@@ -20,16 +20,13 @@ from react_clip.evaluation.sets import check_replayable, class_source, load_enco
 
 @dataclass(frozen=True)
 class SetReport:
-    """One set before the run; ``problem`` is empty if it can be run. Passes and bytes are upper bounds."""
+    """One set before the run; ``problem`` is empty if it can be run."""
 
     name: str
     images: int = 0
     classes: int = 0
     class_source: str = ""
     notes: tuple[str, ...] = ()
-    forward_passes: int = 0
-    backward_passes: int = 0
-    disk_bytes: int = 0
     problem: str = ""
 
 
@@ -89,7 +86,10 @@ def validate(
         problems.append(str(error))
     reports = [_set_report(recipe, name, encoder, root, heads) for name in recipe.datasets]
     problems += [f"{report.name}: {report.problem}" for report in reports if report.problem]
-    needed, free = sum(report.disk_bytes for report in reports), _free(Path(folder))
+    images = sum(report.images for report in reports)
+    forward, backward = total((image_cost(recipe), images))
+    size = encoder.image_size if encoder is not None else 0
+    needed, free = sum(disk_bytes(recipe, report.images, size) for report in reports), _free(Path(folder))
     if needed > free:
         problems.append(
             f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another "
@@ -99,13 +99,13 @@ def validate(
         title=recipe.title,
         model=recipe.model,
         sets=tuple(reports),
-        forward_passes=sum(report.forward_passes for report in reports),
-        backward_passes=sum(report.backward_passes for report in reports),
+        forward_passes=forward,
+        backward_passes=backward,
         disk_bytes=needed,
         disk_free=free,
         problems=tuple(problems),
         defenses={
-            item.label: total((defense_cost(recipe, number), sum(report.images for report in reports)))
+            item.label: total((defense_cost(recipe, number), images))
             for number, item in enumerate(recipe.defenses if recipe.threat == ADAPTIVE else ())
         },
     )
@@ -120,17 +120,7 @@ def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, 
     except ReactClipError as error:
         return SetReport(name, problem=str(error))
     dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
-    forward, backward = image_cost(recipe)
-    return SetReport(
-        name=name,
-        images=len(dataset),
-        classes=len(dataset.class_names),
-        class_source=source.description,
-        notes=dataset.notes,
-        forward_passes=forward * len(dataset),
-        backward_passes=backward * len(dataset),
-        disk_bytes=disk_bytes(recipe, len(dataset), encoder.image_size),
-    )
+    return SetReport(name, len(dataset), len(dataset.class_names), source.description, dataset.notes)
 
 
 def _free(folder: Path) -> int:

@@ -17,9 +17,9 @@ from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import Recipe, checks, sets
 from react_clip.evaluation.result import EvaluationResult, SelfCheck
-from react_clip.evaluation.run import SetOutcome, conclude, set_outcome, typed_command
+from react_clip.evaluation.run import SetOutcome, set_outcome, typed_command, write_result
 from react_clip.evaluation.runner import SetRunner, pass_bar
-from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, log
+from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, log, open_run
 from react_clip.scale.cluster import connected
 from react_clip.scale.runner import Allocation, WorkerPool
 
@@ -45,16 +45,13 @@ def run_recipe(
     folder = Path(folder).absolute()
     with connected(address) as ray:
         allocation = Allocation.choose(ray, workers, device, whole_nodes=True)
-
-        def compute(store: ShardStore) -> tuple[SelfCheck, list[SetOutcome]]:
+        with open_run(folder, recipe) as store:
             written = (folder / RECIPE).read_bytes()
             job = _Job(recipe, folder, written, root, heads and heads.absolute(), allocation.device)
             with WorkerPool(ray, partial(_Worker, job), allocation, log=log, one_device=True) as pool:
-                results = _run_sets(pool, recipe, progress)
+                check, outcomes = _run_sets(pool, recipe, progress)
             store.remove_leftovers()  # temporary files of killed workers
-            return results
-
-        return conclude(recipe, folder, compute, typed_command())
+            return write_result(recipe, folder, check, outcomes, typed_command())
 
 
 class Task(NamedTuple):
