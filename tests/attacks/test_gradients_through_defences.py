@@ -10,7 +10,7 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import mappings, noise
-from react_clip.defenses.base import Defense, answer, gradients
+from react_clip.defenses.base import answer, gradients
 from react_clip.defenses.react import logits_of
 from react_clip.encoders.base import Gradients
 from toys import toy_classifier, toy_images
@@ -97,13 +97,8 @@ def test_fresh_noise_differs_per_call_and_repeats_with_the_seed() -> None:
     assert not torch.equal(secret[0], secret[1])
 
 
-class Mirror(Defense):
-    """Answers for the mirror image, without gradients."""
-
-    kind = "mirror without gradients"
-
-    def cost(self) -> tuple[int, int]:
-        return 1, 0
+class Mirror(rc.Undefended):
+    """Answers for the mirror image, without gradients; without a kind of its own it is not registered."""
 
     def __call__(self, clf: rc.ZeroShotClassifier, images: Any, seed: Any = 0) -> rc.Defended:
         return answer(clf, clf.encoder(images.flip(3)).detach(), passes=(1, 0))
