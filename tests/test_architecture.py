@@ -38,6 +38,9 @@ OPTIONAL = {"open_clip", "torchvision", "onnx", "transformers", "skimage", "skle
 OPTIONAL |= {"datasets", "webdataset", "scipy", "fastapi", "uvicorn", "ray", "pyautoattack"}
 OPTIONAL |= {"chromadb", "langchain_core", "fsspec", "onnxruntime", "onnxscript", "openvino"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
+LAZY = [node for node in ast.parse((PACKAGE / "__init__.pyi").read_text()).body if isinstance(node, ast.ImportFrom)]
+OWNERS = {alias.name: node.module for node in LAZY if node.module for alias in node.names}
+"""Room of each public name that is imported on first use."""
 
 
 def room_of(path: Path) -> str:
@@ -46,15 +49,12 @@ def room_of(path: Path) -> str:
 
 def imported_rooms(tree: ast.AST) -> set[str]:
     """Rooms that a module imports, anywhere in it; ``from react_clip import load`` counts as the room that owns it."""
-    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    lazy = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
-    owners = {alias.name: str(node.module) for node in lazy for alias in node.names}
     rooms = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "react_clip":
             parts = node.module.split(".")
             names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
-            rooms |= {owners.get(name, name) for name in names}
+            rooms |= {OWNERS.get(name, name) for name in names}
         elif isinstance(node, ast.Import):
             rooms |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("react_clip.")}
     return rooms

@@ -38,14 +38,14 @@ def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: boo
     """Read a set through its torchvision class."""
     source = construct(spec, root, download=download, **_split_argument(spec.name, split))
     index = ClassIndex(spec.folders, spec.class_names)
-    # torchvision numbers the classes it meets; only their names are sure to mean the same to both of us.
+    # torchvision numbers the classes it meets; only the class names are the same in both libraries.
     classes = [index.find(str(name)) for name in getattr(source, "classes", spec.folders)]
     photos = []
-    for number, (photo, theirs) in enumerate(_pairs(source, *READERS[spec.name])):
-        label = classes[theirs] if 0 <= theirs < len(classes) else None
+    for number, (photo, index_there) in enumerate(_pairs(source, *READERS[spec.name])):
+        label = classes[index_there] if 0 <= index_there < len(classes) else None
         if label is None:
             raise ReactClipError(
-                f"{spec.name} under {root} has the label {theirs}, which is none of its classes; get it again"
+                f"{spec.name} under {root} has the label {index_there}, which is none of its classes; get it again"
             )
         if isinstance(photo, np.ndarray):
             photos.append(Photo(f"{split}/{number:05d}", label, photo))
@@ -89,13 +89,13 @@ def _pairs(source: Any, photo_attribute: str, label_attribute: str) -> list[tupl
 def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
     """Download the split's shards or parquet files from the Hub into ``<root>/<name>``."""
     hub = require("huggingface_hub", f"downloading {spec.hub}", extra="data")
-    theirs = spec.hub_split if split == "test" else split
+    hub_split = spec.hub_split if split == "test" else split
     try:
         hub.snapshot_download(
             spec.hub,
             repo_type="dataset",
             local_dir=root / spec.name,
-            allow_patterns=[f"{theirs}/*.tar", f"data/{theirs}*.parquet", "classnames.txt"],
+            allow_patterns=[f"{hub_split}/*.tar", f"data/{hub_split}*.parquet", "classnames.txt"],
         )
     except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
         reason = first_line(error)

@@ -103,14 +103,14 @@ class RunFolder:
 
     def _check_identity(self) -> None:
         """Write the identity into a fresh folder; refuse a folder that holds another one."""
-        path, ours = self.path / SETTINGS, json.loads(json.dumps(self.identity))
+        path, given = self.path / SETTINGS, json.loads(json.dumps(self.identity))
         if not path.is_file():
             if other := [name for name in (RECORD, TOWER, _CHECKPOINT, "config.json") if (self.path / name).exists()]:
                 raise ReactClipError(f"{self.path} has a {other[0]} but no {SETTINGS}; choose another --out")
-            storage.write_text(path, json.dumps(ours, indent=2) + "\n")
+            storage.write_text(path, json.dumps(given, indent=2) + "\n")
             return
-        theirs = storage.read_json(path, "choose another --out")
-        if different := sorted(_differences(theirs, ours)):
+        stored = storage.read_json(path, "choose another --out")
+        if different := sorted(_differences(stored, given)):
             raise ReactClipError(
                 f"{self.path} holds another run (other {', '.join(different)}); give the same values to continue it, "
                 "or choose another --out"
@@ -120,16 +120,16 @@ class RunFolder:
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
 
-def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[str]:
+def _differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
     """Names of the values in which two configurations differ.
 
     >>> list(_differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
     ['b.c']
     """
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in {**theirs, **ours}:
-            yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
-    elif theirs != ours:
+    if isinstance(stored, dict) and isinstance(given, dict):
+        for key in {**stored, **given}:
+            yield from _differences(stored.get(key), given.get(key), f"{name}.{key}" if name else key)
+    elif stored != given:
         yield name or "everything"
 
 
