@@ -9,7 +9,7 @@ import pytest
 
 from react_clip import data
 from react_clip.bank import match_key
-from react_clip.data.labels import ClassIndex
+from react_clip.data.registry import ClassIndex
 from react_clip.errors import ReactClipError
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from react_clip.data.heads import Head
-from react_clip.data.labels import ClassIndex
+from react_clip.data.registry import ClassIndex
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import crop_to_size, read_image
 

@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from react_clip.data.dataset import ImageDataset, Photo
-from react_clip.data.labels import ClassIndex, readable_names
-from react_clip.data.registry import DEFAULT_TEMPLATE, DatasetSpec
+from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex, DatasetSpec, readable_names
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.preprocess import PHOTO_SUFFIXES

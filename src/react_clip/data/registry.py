@@ -1,9 +1,12 @@
-"""The registry of the paper's sets: their classes, splits and prompts, and where each can be obtained."""
+"""The registry of the paper's sets: classes, splits, prompts and sources, and the classes that labels mean."""
 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,6 +15,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from react_clip.bank import match_key
 from react_clip.errors import ReactClipError
 from react_clip.storage import cache_dir
 
@@ -114,3 +118,53 @@ def default_root() -> Path:
     """Folder of the data sets: ``$REACT_CLIP_DATA``, else ``data`` in the user's cache."""
     chosen = os.environ.get("REACT_CLIP_DATA")
     return Path(chosen).expanduser() if chosen else cache_dir() / "data"
+
+
+# ---------------------------------------------------------------------- labels
+
+_NUMBERED_NAME = re.compile(r"(\d+)\.(.+)")
+"""Folders such as ``012.colt's foot``: an identifier, a dot and a name."""
+
+
+class ClassIndex:
+    """Finds a class by its folder name, else by its class name where that is unique.
+
+    With ``numbered`` a folder may also be called by the index of its class.
+    """
+
+    def __init__(self, folders: Sequence[str], names: Sequence[str], *, numbered: bool = False) -> None:
+        shared = Counter(map(match_key, names))
+        self._by_name = {match_key(name): index for index, name in enumerate(names) if shared[match_key(name)] == 1}
+        self._by_folder = {match_key(folder): index for index, folder in enumerate(folders)}
+        if numbered:
+            self._by_folder |= {str(index): index for index in range(len(folders))}
+
+    def find(self, *tags: str) -> int | None:
+        """Index of the class that matches one of the tags, the first tag first; None if there is none.
+
+        >>> index = ClassIndex(["n02123045", "n02085620"], ["tabby cat", "Chihuahua"])
+        >>> index.find("Tabby_Cat"), index.find("014.chihuahua"), index.find("teapot")
+        (0, 1, None)
+        """
+        words = [word for tag in tags for word in _tag_parts(tag)]
+        for table in (self._by_folder, self._by_name):
+            for word in words:
+                if (index := table.get(match_key(word))) is not None:
+                    return index
+        return None
+
+
+def _tag_parts(tag: str) -> tuple[str, ...]:
+    """A tag and, for a numbered one, its two parts."""
+    parts = _NUMBERED_NAME.fullmatch(tag)
+    return (tag, *parts.groups()) if parts else (tag,)
+
+
+def readable_names(folders: Iterable[str]) -> tuple[str, ...]:
+    """Class names for folders of no known set: WordNet ids are looked up, underscores become spaces.
+
+    >>> readable_names(["n01440764", "001.golden_retriever"])
+    ('tench', 'golden retriever')
+    """
+    words = dict(read_classes("imagenet"))
+    return tuple(words.get(folder, _tag_parts(folder)[-1].replace("_", " ")) for folder in folders)
