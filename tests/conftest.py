@@ -65,6 +65,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small CLIP with other weights."""
+    return tiny_clip.write_hf(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="session")
 def open_clip_weights(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights of the small CLIP for open_clip, whose registry then knows the model."""
     return tiny_clip.write_open_clip(tiny_folder, tmp_path_factory.mktemp("open_clip"))

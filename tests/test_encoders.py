@@ -253,10 +253,9 @@ def test_incomplete_and_foreign_folders_are_refused(tiny_copy: Path, tmp_path: P
         rc.load(tiny_copy)
 
 
-def test_fingerprints_tell_weights_apart(tiny_folder: Path, tmp_path: Path) -> None:
-    other = tiny_clip.write_hf(tmp_path / "other", seed=1)
+def test_fingerprints_tell_weights_apart(tiny_folder: Path, other_folder: Path) -> None:
     assert rc.load(tiny_folder).fingerprint() == rc.load(tiny_folder).fingerprint()
-    assert rc.load(tiny_folder).fingerprint() != rc.load(other).fingerprint()
+    assert rc.load(tiny_folder).fingerprint() != rc.load(other_folder).fingerprint()
     assert rc.load(tiny_folder).fingerprint() != rc.load(tiny_folder, dtype="bf16").fingerprint()
 
 

@@ -12,6 +12,7 @@ import torch
 
 import react_clip as rc
 import tiny_clip
+from programs import Run
 from react_clip import attacks, defenses
 from react_clip.cli import main
 from react_clip.encoders import exported as exporting
@@ -115,31 +116,28 @@ def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folde
 
 def test_a_graph_that_differs_from_its_tower_is_not_kept(
     exported: dict[str, Path],
+    other_folder: Path,
     photos: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other = tiny_clip.write_hf(tmp_path / "other", seed=1)
-
     def copy_graph(encoder: rc.Encoder, kind: str, stem: Path, size: int) -> None:
         """An exporter that goes wrong: what it writes is sound, but the graph of another tower."""
         shutil.copy(exported["onnx"] / f"{stem.name}.onnx", f"{stem}.onnx")
 
     monkeypatch.setattr(exporting, "_write_graph", copy_graph)
-    place = tmp_path / "place"
-    capsys.readouterr()
-    arguments = ["export", other, "--format", "onnx", "--out", place / "new", "--photos", photos, "--quiet"]
-    assert main([str(argument) for argument in arguments]) == 2
-    error = capsys.readouterr().err
+    out = tmp_path / "out"
+    code, _, error = run(
+        "export", other_folder, "--format", "onnx", "--out", out / "new", "--photos", photos, "--quiet"
+    )
+    assert code == 2
     assert "more than 0.0001; nothing was written" in error
     assert error.count("\n") == 1
-    assert list(place.iterdir()) == []
+    assert list(out.iterdir()) == []
 
 
-def test_bad_requests_are_one_line(
-    exported: dict[str, Path], tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_requests_are_one_line(exported: dict[str, Path], tiny_folder: Path, tmp_path: Path, run: Run) -> None:
     full, name = exported["onnx"], f"onnx:{exported['onnx']}"
     for arguments, says in (
         ([tiny_folder, "--out", full], "is there already; remove it"),
@@ -147,8 +145,8 @@ def test_bad_requests_are_one_line(
         ([tiny_folder, "--out", tmp_path / "a", "--photos", tmp_path / "none.png"], "does not exist"),
         ([name, "--out", tmp_path / "a"], "is an exported tower already"),
     ):
-        assert main([str(each) for each in ["export", *arguments, "--format", "onnx", "--quiet"]]) == 2
-        error = capsys.readouterr().err
+        code, _, error = run("export", *arguments, "--format", "onnx", "--quiet")
+        assert code == 2
         assert says in error
         assert error.count("\n") == 1
     assert not (tmp_path / "a").exists()

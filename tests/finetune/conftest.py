@@ -15,12 +15,6 @@ CLASSES = 4
 
 
 @pytest.fixture(scope="package")
-def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIP with other weights than the tiny one."""
-    return tiny_clip.write_hf(tmp_path_factory.mktemp("other"), seed=1)
-
-
-@pytest.fixture(scope="package")
 def other_openai(other_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The other CLIP's weights in OpenAI's layout, by a conversion that is not ours."""
     return tiny_clip.write_open_clip(other_folder, tmp_path_factory.mktemp("other_openai"))
