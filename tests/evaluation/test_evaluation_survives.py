@@ -124,14 +124,6 @@ def test_a_finished_run_is_read_back_without_the_encoder(
     assert_same(copy_to_damage, finished[0], rows_of)
 
 
-def test_another_recipe_is_refused_and_both_are_named(tmp_path: Path) -> None:
-    toy_run(tmp_path, **SMALL, title="first")
-    with pytest.raises(
-        rc.ReactClipError, match=r"holds the run 'first', .* not 'second' .*draws.*; choose another --out"
-    ):
-        toy_run(tmp_path, attacks=[], draws=2, title="second")
-
-
 def test_other_data_or_weights_are_not_mistaken_for_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     toy_run(tmp_path, **SMALL)
     with caplog.at_level(logging.WARNING):
@@ -141,18 +133,21 @@ def test_other_data_or_weights_are_not_mistaken_for_ours(tmp_path: Path, caplog:
     assert repr(again.rows) == repr(fresh.rows)
 
 
-def test_a_damaged_recipe_is_one_line(tmp_path: Path) -> None:
-    toy_run(tmp_path, **SMALL)
-    (tmp_path / "recipe.yaml").write_text("title: [")
-    with pytest.raises(rc.ReactClipError, match="remove it to continue, or choose another --out"):
-        toy_run(tmp_path, **SMALL)
-    (tmp_path / "recipe.yaml").unlink()
-    with pytest.raises(rc.ReactClipError, match=r"has a result\.json but no recipe\.yaml"):
-        toy_run(tmp_path, **SMALL)
-
-
 def test_labels_cannot_leave_the_folder(tmp_path: Path) -> None:
     store = ShardStore(tmp_path / "shards")
     store.write(("folder:../../up", "..", "/etc"), {}, {"x": torch.zeros(1)})
     assert all(path.is_relative_to(tmp_path / "shards") for path in tmp_path.rglob("*.safetensors"))
     assert len(list((tmp_path / "shards").rglob("*.safetensors"))) == 1
+
+
+def test_a_folder_with_another_or_a_damaged_recipe_is_refused(tmp_path: Path) -> None:
+    toy_run(tmp_path, **SMALL, title="first")
+    recipe = tmp_path / "recipe.yaml"
+    for prepare, message in (
+        (lambda: None, r"holds the run 'first', .* not 'second' .*draws.*; choose another --out"),
+        (lambda: recipe.write_text("title: ["), "remove it to continue, or choose another --out"),
+        (recipe.unlink, r"has a result\.json but no recipe\.yaml"),
+    ):
+        prepare()
+        with pytest.raises(rc.ReactClipError, match=message):
+            toy_run(tmp_path, attacks=[], draws=2, title="second")

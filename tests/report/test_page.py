@@ -92,17 +92,6 @@ def test_the_summary_is_computed_from_the_numbers(tmp_path: Path, no_figures: No
     assert "gains" in words
 
 
-def test_several_runs_over_the_same_photos_are_one_report(
-    toy_folder: Path, second_folder: Path, tmp_path: Path, no_figures: None
-) -> None:
-    report = write_report([toy_folder, second_folder], tmp_path)
-    data = data_of(report.page)
-    assert [item["label"] for item in data["defenses"]] == ["undefended", "react", "slow"]
-    assert data["photos"], "pictures of any of the folders do"
-    with pytest.raises(rc.ReactClipError, match="cannot be joined"):
-        write_report([toy_folder, BENCHMARKS / "first-look"], tmp_path)
-
-
 def test_a_calibration_is_shown_with_its_figure(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     file = BENCHMARKS / "calibration" / "clip-vit-b-16.json"
@@ -177,7 +166,7 @@ def test_hostile_texts_stay_text(toy_copy: Path, tmp_path: Path, no_figures: Non
 # ---------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_beside_the_run(
+def test_the_command_writes_beside_the_run_and_joins_several(
     toy_copy: Path,
     second_folder: Path,
     tmp_path: Path,
@@ -191,7 +180,13 @@ def test_the_command_writes_beside_the_run(
     assert main(["report", str(toy_copy), str(second_folder), "--json", "--quiet"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert set(answer) == {"page", "figures", "missing"}
-    assert (tmp_path / "report" / "index.html").is_file(), "several runs are reported in the working directory"
+    page = tmp_path / "report" / "index.html"
+    assert page.is_file(), "several runs are reported in the working directory"
+    data = data_of(page)
+    assert [item["label"] for item in data["defenses"]] == ["undefended", "react", "slow"]
+    assert data["photos"], "pictures of any of the folders do"
+    with pytest.raises(rc.ReactClipError, match="cannot be joined"):
+        write_report([toy_copy, BENCHMARKS / "first-look"], tmp_path)
 
 
 @pytest.mark.parametrize(

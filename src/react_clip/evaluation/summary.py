@@ -51,16 +51,16 @@ def _numbers(recipe: Recipe, group: pd.DataFrame) -> dict[str, Any]:
     clean_correct = (first["clean_prediction"] == first["label"]).to_numpy()
     attacked = first["attacked"].to_numpy()
     correct, gated = (group[name].to_numpy().reshape(recipe.draws, -1) for name in ("correct", "gated"))
-    estimate = metrics.wilson(metrics.accuracy(correct), len(first))
+    accuracy, low, high = metrics.wilson(metrics.accuracy(correct), len(first))
     leaked = metrics.leakage(clean_correct, attacked, correct)
     # Under attack, gates are counted on attacked images that CLIP gets right clean.
     clean = first["attack"].iloc[0] == CLEAN
     return {
         "n": len(first),
         "attacked": int(attacked.sum()),
-        "accuracy": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
+        "accuracy": accuracy,
+        "low": low,
+        "high": high,
         "worst": metrics.worst_of(correct),
         "majority": metrics.majority(correct),
         "leakage": leaked,
@@ -109,13 +109,13 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _mean_row(group: list[Row]) -> Row:
-    estimate = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
+    accuracy, low, high = metrics.mean_over_sets([row.accuracy for row in group], [row.n for row in group])
     values: dict[str, Any] = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
     for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
         measured = [value for row in group if not math.isnan(value := getattr(row, name))]
         values[name] = math.fsum(measured) / len(measured) if measured else math.nan
-    values |= {"accuracy": estimate.value, "low": estimate.low, "high": estimate.high}
-    return replace(group[0], dataset=MEAN, leakage_share=values["leakage"] / values["n"], **values)
+    values["leakage_share"] = values["leakage"] / values["n"]
+    return replace(group[0], dataset=MEAN, accuracy=accuracy, low=low, high=high, **values)
 
 
 def write_per_image(path: Path, tables: Sequence[pd.DataFrame]) -> None:
