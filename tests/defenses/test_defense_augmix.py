@@ -50,7 +50,6 @@ TWO_LEVELS = torch.where(torch.arange(SIDE) < 20, 51 / 255, 153 / 255).expand(3,
             for n in (0, 90, 128, 256)
         ],
     ],
-    ids=str,
 )
 def test_operations_equal_pillows(ours: Any, theirs: Any) -> None:
     for image in (*pictures(), FLAT, TWO_LEVELS, torch.zeros(3, SIDE, SIDE), torch.ones(3, SIDE, SIDE)):
