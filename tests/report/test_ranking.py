@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import react_clip as rc
 from react_clip.attacks import PGD, Corruption
 from react_clip.cli import main
 from react_clip.cli.rank import check_defense, load_defense
+from react_clip.defenses.base import Defense
 from react_clip.evaluation import evaluate
 from react_clip.report.ranking import ALL, Ranking, rank
 
@@ -30,6 +32,13 @@ ATTACKS = {
 }
 DEFENSES = {"CLIP": rc.Undefended(), "ReACT": rc.ReACT(tau=0.3, views=3), "always": rc.ReACT(tau=None, views=2)}
 DOC = Path(__file__).resolve().parents[2] / "docs" / "add-your-defence.md"
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget defences and import paths that a test has added."""
+    monkeypatch.setattr(Defense.registry, "_classes", dict(Defense.registry._classes))
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def run_toy(folder: Path, defenses: Any = DEFENSES, seed: int = 0, **options: Any) -> Path:
