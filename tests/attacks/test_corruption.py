@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from react_clip import ReactClipError
 from react_clip.attacks import Corruption
 
 
@@ -80,3 +81,9 @@ def test_fog_adds_white_light_and_pixels_become_blocks(photo: Tensor) -> None:
     assert foggy.std() < photo.std()
     blocks = damaged("pixelate", 0.25, photo).unfold(2, 4, 4).unfold(3, 4, 4).flatten(4)
     assert torch.equal(blocks.amin(-1), blocks.amax(-1))
+
+
+@pytest.mark.parametrize(("kind", "severity"), [("jpeg", 101), ("blur", 101), ("fog", 1.5), ("pixelate", 2)])
+def test_severities_beyond_their_type_get_one_line(kind: str, severity: float) -> None:
+    with pytest.raises(ReactClipError, match=rf"severity is {severity}; for {kind} it must be at most"):
+        Corruption(type=kind, severity=severity)  # type: ignore[arg-type]

@@ -18,7 +18,11 @@ from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
 from react_clip.attacks.targets import Passes
 from react_clip.defenses.base import Defense
+from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_image
+
+_LARGEST = {"shot": 1000.0, "fog": 1.0, "pixelate": 1.0}
+"""Largest severity of some types; 100 for the others."""
 
 
 class Corruption(Attack):
@@ -48,8 +52,13 @@ class Corruption(Attack):
     type: Literal["noise", "shot", "jpeg", "blur", "defocus", "motion", "contrast", "brightness", "fog", "pixelate"] = (
         "noise"
     )
-    severity: Annotated[float, Field(gt=0, le=1000)] = 0.02
+    severity: Annotated[float, Field(gt=0)] = 0.02
     eps: Literal[0] = 0
+
+    def __post_init__(self) -> None:
+        most = _LARGEST.get(self.type, 100.0)
+        if self.severity > most:
+            raise ReactClipError(f"severity is {self.severity:g}; for {self.type} it must be at most {most:g}")
 
     @property
     def name(self) -> str:
