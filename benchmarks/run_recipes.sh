@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every number in docs/results.md and docs/threat-model.md: run from the repository root, with a GPU, as
+# Every number in docs/results.md, docs/ranking.md and docs/threat-model.md: run from the repository root, with a GPU, as
 #   bash benchmarks/run_recipes.sh DATA HEADS OUT [NAME ...]
 # DATA holds <set>/{test,train}/<class>/ photos, HEADS the class features <set>.npz. Interrupted runs continue.
 # Towers run in bf16 (features, noise and reductions in fp32); precision-fp32 is the control.
@@ -36,6 +36,7 @@ evaluate sweep-alpha sweep-alpha 50 --datasets all "${bf16[@]}"
 evaluate mappings mappings 100 "${bf16[@]}"
 evaluate leakage leakage 100 --datasets all "${bf16[@]}"
 evaluate rivals rivals 200 "${bf16[@]}"
+evaluate second-look second-look 100 --batch 100 "${bf16[@]}"
 # Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
 evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
 evaluate doc-tau doc-tau 50 "${bf16[@]}"
@@ -54,6 +55,7 @@ done
 for defense in ReACT AOM TTC; do
   evaluate "adaptive-$defense" adaptive 48 --defenses "$defense" --batch 24
 done
+evaluate adaptive-SecondLook adaptive 48 --defenses SecondLook --batch 48
 evaluate adaptive-Defend-CLIP adaptive 48 --defenses Defend-CLIP --batch 12
 evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then

@@ -138,7 +138,7 @@ def _cells(results: Path) -> tuple[EvaluationResult, dict[tuple[str, float, str,
 
 
 def _note(result: EvaluationResult) -> str:
-    """What the numbers are and which command made them."""
+    """Caption of a table of the run: sets, photos, interval, device, file and command."""
     means = result.select(dataset=MEAN)
     widest = max(50 * (row.high - row.low) for row in means)
     images = sum(info.images for info in result.sets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -56,12 +56,14 @@ def run(args: argparse.Namespace) -> int:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
     ranking = rank([_measure(own[0], args)] if own else args.what)
     ranking.write_page(args.out)
-    document: dict[str, Any] = {
+    document = {
         "page": str(args.out),
         "columns": ranking.table.header[1:],
-        "defenses": {entry.label: [cell.value for cell in entry.cells] for entry in ranking.entries},
+        "defenses": {
+            entry.label: [None if math.isnan(cell.value) else cell.value for cell in entry.cells]
+            for entry in ranking.entries
+        },
     }
-    document = json.loads(json.dumps(document).replace("NaN", "null"))
     common.print_result(args, document, [ranking.table.markdown()], [f"the page is {args.out}"])
     return 0
 

@@ -24,8 +24,9 @@ from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, format_eps
+from react_clip.evaluation.result import EvaluationResult
 from react_clip.report.page import render
-from react_clip.report.run import Run, conditions, read_run, read_runs
+from react_clip.report.run import Run, conditions, join_runs, read_run
 from react_clip.report.tables import Cell, Table, over
 from react_clip.storage import write_text
 
@@ -60,10 +61,12 @@ class Entry:
 class Ranking:
     """Defences from the best to the worst, by the worst case over all attacks that do not know the defence."""
 
-    groups: tuple[tuple[str, int], ...]
-    """Title of each group of columns, and its number of columns."""
+    groups: tuple[str, ...]
+    """Title of each column's group."""
     columns: tuple[str, ...]
+    """Title of each column in its group."""
     entries: tuple[Entry, ...]
+    scoring: str
     caption: str
     conditions: tuple[str, ...]
     """Photos, model, threat model and scoring of the runs, one line for each threat model."""
@@ -71,18 +74,9 @@ class Ranking:
     @property
     def table(self) -> Table:
         """The ranking as a table, for Markdown and CSV."""
-        header = ("defence", *(self._title(column) for column in range(len(self.columns))))
+        titles = (_SHORT.get(group, "") + title for group, title in zip(self.groups, self.columns, strict=True))
         rows = tuple(((entry.label,), entry.cells) for entry in self.entries)
-        return Table("ranking", self.caption, header, rows, OBLIVIOUS, "leakage_free")
-
-    def _title(self, column: int) -> str:
-        """A column's title with its group's where that is needed to understand it."""
-        start = 0
-        for title, width in self.groups:
-            if column < start + width:
-                return _SHORT.get(title, "") + self.columns[column]
-            start += width
-        raise IndexError(column)
+        return Table("ranking", self.caption, ("defence", *titles), rows, OBLIVIOUS, self.scoring)
 
     def write_page(self, path: Path) -> None:
         """Write the ranking as one self-contained page; sorted and filtered in the browser, readable without."""
@@ -96,26 +90,30 @@ def rank(folders: Sequence[str | Path]) -> Ranking:
         folders: folders of finished runs. At least one has attackers who do not know the defence; it says which
             defences are ranked. Others add the columns of informed attackers and of images from another model.
     """
-    runs = _by_threat(folders)
+    read = [_finished_run(folder) for folder in folders]
+    _check_models(read)
+    runs = _by_threat(read)
     base = runs[OBLIVIOUS]
-    labels = list(dict.fromkeys(base.images["defense"])) if base.images is not None else []
+    commands = {
+        label: _result(run).command for run in read if _result(run).threat == OBLIVIOUS for label in run.defenses
+    }
     blocks = {
         "clean photos": _clean(base),
         **{_GROUPS[threat]: _attacked(run, threat) for threat, run in runs.items()},
         _COST: _passes(base),
     }
-    numbers = pd.concat(blocks, axis=1).reindex(labels)
+    numbers = pd.concat(blocks, axis=1).reindex(list(base.defenses))
     order = numbers[_GROUPS[OBLIVIOUS], ALL].map(lambda cell: cell.value).sort_values(ascending=False, kind="stable")
-    columns = [str(title) for _, title in numbers.columns]
     entries = []
-    for label in order.index:
+    for label in map(str, order.index):
         cells = tuple(cell if isinstance(cell, Cell) else Cell(float("nan")) for cell in numbers.loc[label])
-        constants = json.dumps(base.defenses.get(str(label), {}), indent=2, default=str)
-        entries.append(Entry(str(label), cells, _per_set(base, str(label)), constants, _command(base, str(label))))
+        constants = json.dumps(base.defenses[label], indent=2, default=str)
+        entries.append(Entry(label, cells, _per_set(base, label), constants, commands[label]))
     return Ranking(
-        groups=tuple((title, len(block.columns)) for title, block in blocks.items()),
-        columns=tuple(columns),
+        groups=tuple(str(group) for group, _ in numbers.columns),
+        columns=tuple(str(title) for _, title in numbers.columns),
         entries=tuple(entries),
+        scoring=_result(base).scoring,
         caption=(
             f"Accuracy in %, mean over data sets; ± is half of a 95 % interval. Defences stand in the order of "
             f"{ALL!r}: the share of photos that no attack which does not know the defence turns into a wrong answer."
@@ -127,34 +125,43 @@ def rank(folders: Sequence[str | Path]) -> Ranking:
 # ---------------------------------------------------------------------- reading runs
 
 
-def _by_threat(folders: Sequence[str | Path]) -> dict[str, Run]:
-    """The runs, those of one threat model merged; raises for runs that do not fit together."""
-    found: dict[str, list[Run]] = {}
-    for folder in folders:
-        run = read_run(folder)
-        if run.result is None or run.images is None:
-            raise ReactClipError(f"{folder} cannot be ranked: {run.missing[0]}")
-        found.setdefault(run.result.threat, []).append(run)
-    if OBLIVIOUS not in found:
+def _finished_run(folder: str | Path) -> Run:
+    """A run with its result and its rows per image; raises if one is missing."""
+    run = read_run(folder)
+    if run.result is None or run.images is None:
+        raise ReactClipError(f"{folder} cannot be ranked: {run.missing[0]}")
+    if run.result.threat not in _GROUPS:
+        raise ReactClipError(f"threat model {run.result.threat!r} of {folder} has no place in a ranking")
+    return run
+
+
+def _result(run: Run) -> EvaluationResult:
+    assert run.result is not None
+    return run.result
+
+
+def _images(run: Run) -> pd.DataFrame:
+    assert run.images is not None
+    return run.images
+
+
+def _by_threat(runs: Sequence[Run]) -> dict[str, Run]:
+    """The runs, those of one threat model joined; raises for runs that do not fit together."""
+    by_threat = {threat: [run for run in runs if _result(run).threat == threat] for threat in _GROUPS}
+    if not by_threat[OBLIVIOUS]:
         raise ReactClipError(
             "no run has attackers who do not know the defence (threat: oblivious), whose photos and defences the "
             "ranking starts from; add one, such as a run of recipes/standard.yaml"
         )
-    for runs in found.values():
-        _check_models(runs)
-    for threat in found:
-        if threat not in _GROUPS:
-            raise ReactClipError(f"threat model {threat!r} of {found[threat][0].folders[0]} has no place in a ranking")
-    merged = {threat: read_runs([run.folders[0] for run in found[threat]]) for threat in _GROUPS if threat in found}
-    return {threat: _with_labels_of(merged[OBLIVIOUS], run) for threat, run in merged.items()}
+    joined = {threat: join_runs(group) for threat, group in by_threat.items() if group}
+    return {threat: _with_labels_of(joined[OBLIVIOUS], run) for threat, run in joined.items()}
 
 
 def _with_labels_of(base: Run, run: Run) -> Run:
     """The run, its defences under the labels that the same configurations have in ``base``."""
-    assert run.images is not None
     known = {_configuration(entry): label for label, entry in base.defenses.items()}
     labels = {label: known.get(_configuration(entry), label) for label, entry in run.defenses.items()}
-    return replace(run, images=run.images.replace({"defense": labels}))
+    return replace(run, images=_images(run).replace({"defense": labels}))
 
 
 def _configuration(entry: dict[str, Any]) -> str:
@@ -167,8 +174,7 @@ def _check_models(runs: Sequence[Run]) -> None:
     models: dict[str, Path] = {}
     for run in runs:
         if any(entry["kind"] != "undefended" for entry in run.defenses.values()):
-            assert run.result is not None
-            models.setdefault(run.result.model, run.folders[0])
+            models.setdefault(_result(run).model, run.folders[0])
     if len(models) > 1:
         (one, first), (two, second), *_ = models.items()
         raise ReactClipError(
@@ -177,68 +183,55 @@ def _check_models(runs: Sequence[Run]) -> None:
 
 
 def _conditions(run: Run) -> str:
-    assert run.result is not None
-    return f"{run.result.model}, {over(run.result)}; {run.result.device}, {run.result.dtype}. {conditions(run.result)}"
-
-
-def _command(run: Run, label: str) -> str:
-    """The command of the run that has the defence."""
-    for folder in run.folders:
-        result = read_run(folder).result
-        if result is not None and any(row.defense == label for row in result.rows):
-            return result.command
-    return ""
+    result = _result(run)
+    return f"{result.model}, {over(result)}; {result.device}, {result.dtype}. {conditions(result)}"
 
 
 # ---------------------------------------------------------------------- numbers
 
 
+_IMAGE = ["defense", "dataset", "index"]
+
+
+def _kinds(images: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Rows about clean, about naturally damaged and about attacked photos."""
+    clean, attacked = images["attack"] == CLEAN, images["eps"] > 0
+    return {CLEAN: images[clean], "damaged": images[~clean & ~attacked], "attacked": images[attacked]}
+
+
 def _clean(run: Run) -> pd.DataFrame:
     """Accuracy on clean photos, and the mean over kinds of natural damage where there are any."""
-    columns = {CLEAN: _accuracy(_shares(run, run.images["attack"] == CLEAN))}  # type: ignore[index]
-    natural = _is_natural(run)
-    if natural.any():
-        columns["damaged"] = _accuracy(_shares(run, natural).groupby(_IMAGE).mean())
+    kinds = _kinds(_images(run))
+    columns = {CLEAN: _accuracy(_shares(kinds[CLEAN]))}
+    if len(kinds["damaged"]):
+        columns["damaged"] = _accuracy(_shares(kinds["damaged"]).groupby(_IMAGE).mean())
     return pd.DataFrame(columns)
 
 
 def _attacked(run: Run, threat: str) -> pd.DataFrame:
     """Worst case per image over the attacks of each budget; of attackers without knowledge also over all of them."""
-    assert run.images is not None
-    attacked = run.images["eps"] > 0
-    columns = {}
-    for eps in sorted(run.images.loc[attacked, "eps"].unique()):
-        columns[format_eps(eps)] = _accuracy(_shares(run, run.images["eps"] == eps).groupby(_IMAGE).min())
+    attacked = _kinds(_images(run))["attacked"]
+    columns = {format_eps(eps): _accuracy(_worst(rows)) for eps, rows in attacked.groupby("eps")}
     if threat == OBLIVIOUS:
-        columns[ALL] = _accuracy(_shares(run, attacked).groupby(_IMAGE).min())
+        columns[ALL] = _accuracy(_worst(attacked))
     return pd.DataFrame(columns)
 
 
 def _passes(run: Run) -> pd.DataFrame:
     """Mean encoder passes per image, forward on clean and on attacked photos, and backward on attacked ones."""
-    images = run.images
-    assert images is not None
-    clean, attacked = images[images["attack"] == CLEAN], images[images["eps"] > 0]
-    means = {
-        CLEAN: clean.groupby("defense")["passes"].mean(),
-        "attacked": attacked.groupby("defense")["passes"].mean(),
-        "backward": attacked.groupby("defense")["backward_passes"].mean(),
-    }
-    return pd.DataFrame(means).map(Cell)
+    kinds = {kind: rows.groupby("defense") for kind, rows in _kinds(_images(run)).items()}
+    means = {kind: kinds[kind]["passes"].mean() for kind in (CLEAN, "attacked")}
+    return pd.DataFrame({**means, "backward": kinds["attacked"]["backward_passes"].mean()}).map(Cell)
 
 
-_IMAGE = ["defense", "dataset", "index"]
+def _shares(images: pd.DataFrame) -> pd.Series[float]:
+    """Share of draws in which each defence is right about each image under each attack."""
+    return images.groupby([*_IMAGE, "attack", "eps"], sort=False)["correct"].mean()
 
 
-def _is_natural(run: Run) -> pd.Series[bool]:
-    assert run.images is not None
-    return (run.images["eps"] == 0) & (run.images["attack"] != CLEAN)
-
-
-def _shares(run: Run, chosen: pd.Series[bool]) -> pd.Series[float]:
-    """Share of draws in which each defence is right about each image under each of the chosen attacks."""
-    assert run.images is not None
-    return run.images[chosen].groupby([*_IMAGE, "attack", "eps"], sort=False)["correct"].mean()
+def _worst(images: pd.DataFrame) -> pd.Series[float]:
+    """The smallest of these shares over the attacks."""
+    return _shares(images).groupby(_IMAGE).min()
 
 
 def _accuracy(shares: pd.Series[float]) -> pd.Series[Any]:
@@ -253,24 +246,17 @@ def _accuracy(shares: pd.Series[float]) -> pd.Series[Any]:
 
 def _per_set(run: Run, label: str) -> Table:
     """One defence on each data set: accuracy, gate rate and passes by kind of photo."""
-    assert run.images is not None
-    own = run.images[run.images["defense"] == label]
-    kinds = {
-        "clean": own[own["attack"] == CLEAN],
-        "damaged": own[(own["eps"] == 0) & (own["attack"] != CLEAN)],
-        "attacked": own[(own["eps"] > 0) & own["attacked"]],
-    }
-    worst = own[own["eps"] > 0].groupby(["dataset", "index", "attack", "eps"])["correct"].mean()
-    columns = {f"{ALL}, worst case": worst.groupby(["dataset", "index"]).min().groupby("dataset").mean() * 100}
+    images = _images(run)
+    kinds = _kinds(images[images["defense"] == label])
+    columns = {f"{ALL}, worst case": 100 * _worst(kinds["attacked"]).groupby("dataset").mean()}
     for kind, rows in kinds.items():
         if len(rows):
-            by_set = rows.groupby("dataset")
+            # Without leakage only images that CLIP gets right are attacked.
+            by_set = (rows[rows["attacked"]] if kind == "attacked" else rows).groupby("dataset")
             if kind != "attacked":
                 columns[f"{kind}, accuracy"] = by_set["correct"].mean() * 100
             columns[f"{kind}, gate open"] = by_set["gated"].mean() * 100
             columns[f"{kind}, passes"] = by_set["passes"].mean()
     numbers = pd.DataFrame(columns)
-    rows = tuple(
-        ((str(name),), tuple(map(Cell, values))) for name, values in zip(numbers.index, numbers.values, strict=True)
-    )
-    return Table(f"sets-{label}", f"{label} on each data set, in %.", ("data set", *numbers), rows, OBLIVIOUS, "")
+    by_name = tuple(((str(name),), tuple(map(Cell, values))) for name, *values in numbers.itertuples())
+    return Table(f"sets-{label}", f"{label} on each data set, in %.", ("data set", *numbers), by_name, OBLIVIOUS, "")

@@ -88,7 +88,11 @@ def read_run(folder: str | Path) -> Run:
 
 def read_runs(folders: Sequence[str | Path]) -> Run:
     """Read one run, or merge several over the same photos; each defence keeps its rows."""
-    runs = [read_run(folder) for folder in folders]
+    return join_runs([read_run(folder) for folder in folders])
+
+
+def join_runs(runs: Sequence[Run]) -> Run:
+    """One run with the rows of several over the same photos."""
     if len(runs) == 1:
         return runs[0]
     results = [run.result for run in runs if run.result is not None]
