@@ -19,7 +19,7 @@ from react_clip import noise
 from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import data_uri, to_image
-from react_clip.serve import pages, schemas
+from react_clip.serve import pages, requests, responses
 from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
@@ -48,13 +48,13 @@ class Service:
         self.started = int(time.time())
         engine.on_batch = self.metrics.count_batch
 
-    async def inputs(self, body: schemas.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
+    async def inputs(self, body: requests.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
         """The classes that a request asks for, and its photos."""
         if body.model not in (None, "", self.model):
             raise RequestError(422, f"model is {quote(body.model)}; this service has {self.model!r}", field="model")
         return await self._classes(body), await self.decoder.photos(body.images)
 
-    async def _classes(self, body: schemas.ImageRequest) -> ZeroShotClassifier:
+    async def _classes(self, body: requests.ImageRequest) -> ZeroShotClassifier:
         if body.labels is None:
             return self.engine.preset
         if not self.accepts_labels:
@@ -75,9 +75,9 @@ class Service:
         futures = self.engine.submit(photos, classes, all_views=all_views)
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
-    def diagnostics(self, answer: Answer) -> schemas.Diagnostics | None:
+    def diagnostics(self, answer: Answer) -> responses.Diagnostics | None:
         """Diagnostics of an answer, where callers may see them."""
-        return schemas.Diagnostics.of(answer) if self.settings.sends_diagnostics else None
+        return responses.Diagnostics.of(answer) if self.settings.sends_diagnostics else None
 
 
 def _service(request: Request) -> Service:
@@ -88,10 +88,10 @@ def _service(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(_service)]
 
 
-def _body(model: type[schemas.Request]) -> Any:
+def _body(model: type[requests.Request]) -> Any:
     """A dependency that reads a body; FastAPI's own body parameters take JSON or a form, but not both."""
 
-    async def read(request: Request, service: ServiceDep) -> schemas.Request:
+    async def read(request: Request, service: ServiceDep) -> requests.Request:
         return await service.decoder.read(request, model)
 
     return Depends(read)
@@ -103,41 +103,41 @@ state = APIRouter(responses=pages.error_responses(401, 503))
 site = APIRouter(include_in_schema=False)
 
 
-@api.post("/classify", openapi_extra=pages.request_body(schemas.ClassifyRequest, top_k=3))
+@api.post("/classify", openapi_extra=pages.request_body(requests.ClassifyRequest, top_k=3))
 async def classify(
-    service: ServiceDep, body: Annotated[schemas.ClassifyRequest, _body(schemas.ClassifyRequest)]
-) -> schemas.ClassifyResponse:
+    service: ServiceDep, body: Annotated[requests.ClassifyRequest, _body(requests.ClassifyRequest)]
+) -> responses.ClassifyResponse:
     """Classify photos, defended."""
     classes, photos = await service.inputs(body)
     results = []
     for index, answer in enumerate(await service.ask(photos, classes)):
-        best = schemas.top(classes.names, answer.probs, body.top_k)
+        best = responses.top(classes.names, answer.probs, body.top_k)
         diagnostics = service.diagnostics(answer)
-        results.append(schemas.Result(index=index, **dict(best[0]), answers=best, diagnostics=diagnostics))
-    return schemas.ClassifyResponse(model=service.model, results=results)
+        results.append(responses.Result(index=index, **dict(best[0]), answers=best, diagnostics=diagnostics))
+    return responses.ClassifyResponse(model=service.model, results=results)
 
 
-@api.post("/embed", openapi_extra=pages.request_body(schemas.EmbedRequest, encoding_format="float"))
+@api.post("/embed", openapi_extra=pages.request_body(requests.EmbedRequest, encoding_format="float"))
 async def embed(
-    service: ServiceDep, body: Annotated[schemas.EmbedRequest, _body(schemas.EmbedRequest)]
-) -> schemas.EmbedResponse:
+    service: ServiceDep, body: Annotated[requests.EmbedRequest, _body(requests.EmbedRequest)]
+) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
     classes, photos = await service.inputs(body)
     data = [
-        schemas.Embedding(
+        responses.Embedding(
             index=index,
-            embedding=schemas.encode_feature(answer.feature, body.encoding_format),
+            embedding=responses.encode_feature(answer.feature, body.encoding_format),
             diagnostics=service.diagnostics(answer),
         )
         for index, answer in enumerate(await service.ask(photos, classes, all_views=True))
     ]
-    return schemas.EmbedResponse(data=data, model=service.model, usage=schemas.Usage(images=len(data)))
+    return responses.EmbedResponse(data=data, model=service.model, usage=responses.Usage(images=len(data)))
 
 
-@demo.post("/attack", openapi_extra=pages.request_body(schemas.AttackRequest, eps=4))
+@demo.post("/attack", openapi_extra=pages.request_body(requests.AttackRequest, eps=4))
 async def attack(
-    service: ServiceDep, body: Annotated[schemas.AttackRequest, _body(schemas.AttackRequest)]
-) -> schemas.AttackResponse:
+    service: ServiceDep, body: Annotated[requests.AttackRequest, _body(requests.AttackRequest)]
+) -> responses.AttackResponse:
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
     run_attack, engine, eps = service.attack, service.engine, body.eps / 255
     assert run_attack is not None, "the route exists only with an attack"
@@ -152,15 +152,15 @@ async def attack(
     key = noise.stream_keys(attacked[None], engine.secret)[0]
     [after] = await service.ask([Photo(attacked, key)], classes)
 
-    def compare(pixels: Tensor, answer: Answer) -> schemas.Comparison:
-        return schemas.Comparison(
+    def compare(pixels: Tensor, answer: Answer) -> responses.Comparison:
+        return responses.Comparison(
             image=data_uri(to_image(pixels)),
-            plain=schemas.top(classes.names, answer.plain_probs, body.top_k),
-            defended=schemas.top(classes.names, answer.probs, body.top_k),
-            diagnostics=schemas.Diagnostics.of(answer),
+            plain=responses.top(classes.names, answer.plain_probs, body.top_k),
+            defended=responses.top(classes.names, answer.probs, body.top_k),
+            diagnostics=responses.Diagnostics.of(answer),
         )
 
-    return schemas.AttackResponse(
+    return responses.AttackResponse(
         model=service.model,
         eps=body.eps,
         attacked_label=classes.names[target],
@@ -172,48 +172,48 @@ async def attack(
 
 
 @state.get("/v1/info")
-async def info(service: ServiceDep) -> schemas.Info:
+async def info(service: ServiceDep) -> responses.Info:
     """Model, labels, limits and defence of this service."""
     engine, settings, free = service.engine, service.settings, service.accepts_labels
-    return schemas.Info(
+    return responses.Info(
         version=__version__,
         model=service.model,
         image_size=engine.encoder.image_size,
         dim=engine.encoder.dim,
-        labels=schemas.Labels(
+        labels=responses.Labels(
             preset=list(engine.preset.names),
             free=free,
             source=service.labels.source if free else "preset",
             templates=free and service.labels.source == "text",
         ),
         formats=["image/jpeg", "image/png", "image/webp"],
-        limits=schemas.Limits.model_validate(settings),
+        limits=responses.Limits.model_validate(settings),
         diagnostics=settings.sends_diagnostics,
-        demo=None if service.attack is None else schemas.DemoRange(),
-        defence=schemas.Defence.of(engine.guard, engine.encoder),
+        demo=None if service.attack is None else responses.DemoRange(),
+        defence=responses.Defence.of(engine.guard, engine.encoder),
     )
 
 
 @state.get("/v1/models")
-async def models(service: ServiceDep) -> schemas.ModelList:
+async def models(service: ServiceDep) -> responses.ModelList:
     """The served model, in the shape of OpenAI's list."""
-    return schemas.ModelList(data=[schemas.ServedModel(id=service.model, created=service.started)])
+    return responses.ModelList(data=[responses.ServedModel(id=service.model, created=service.started)])
 
 
 @state.get("/healthz")
-async def healthz() -> schemas.Status:
+async def healthz() -> responses.Status:
     """200 while the process is alive."""
-    return schemas.Status(status="alive")
+    return responses.Status(status="alive")
 
 
 @state.get("/readyz")
-async def readyz(service: ServiceDep) -> schemas.Status:
+async def readyz(service: ServiceDep) -> responses.Status:
     """200 while the service takes requests; 503 while stopping or while the queue has no room for a full request."""
     if not service.engine.alive:
         raise busy("the model is not running", kind="stopping")
     if service.engine.free_slots < service.settings.max_images:
         raise busy("the queue has no room for a full request")
-    return schemas.Status(status="ready")
+    return responses.Status(status="ready")
 
 
 @site.get("/metrics")

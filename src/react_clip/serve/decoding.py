@@ -21,7 +21,7 @@ from react_clip.errors import ReactClipError
 from react_clip.preprocess import Limits, to_pixels
 from react_clip.serve.engine import Photo
 from react_clip.serve.errors import RequestError, quote
-from react_clip.serve.schemas import ImageRequest, Request, request_error
+from react_clip.serve.requests import ImageRequest, Request, request_error
 from react_clip.serve.settings import Settings
 
 FORMATS = ("JPEG", "PNG", "WEBP")

@@ -11,7 +11,8 @@ from typing import Any
 from PIL import Image
 
 from react_clip.serve.errors import KINDS
-from react_clip.serve.schemas import ErrorBody, ImageRequest
+from react_clip.serve.requests import ImageRequest
+from react_clip.serve.responses import ErrorBody
 
 STATIC = Path(__file__).with_name("static")
 """Folder of ``page.html`` (served at ``/``), ``page.css`` and ``page.js`` (served below ``/static``)."""
