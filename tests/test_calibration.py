@@ -16,7 +16,7 @@ from PIL import Image
 import react_clip as rc
 from react_clip import mappings
 from react_clip.attacks import PGD
-from react_clip.calibration import Calibration, calibrate, choose_tau, fit_mappings
+from react_clip.calibration import SIGMAS, Calibration, CalibrationPoint, _edge_notes, calibrate, choose_tau, fit_mappings
 from react_clip.cli import common, main
 from react_clip.defenses import AOM
 from react_clip.defenses.look_calibration import threshold_for
@@ -28,9 +28,10 @@ def result() -> Calibration:
     clf, images = toy_classifier(), toy_images(40)
     labels = clf(images).argmax(1)
     labels[:4] = (labels[:4] + 1) % 5  # four photos that plain CLIP gets wrong
-    return calibrate(
-        clf, images, labels, budgets=(4 / 255, 32 / 255), sigmas=(0.02, 0.3), steps=3, batch=16, clean_pass=0.9
-    )
+    with pytest.warns(UserWarning, match="at the edge of the scales that were tried"):
+        return calibrate(
+            clf, images, labels, budgets=(4 / 255, 32 / 255), sigmas=(0.02, 0.3), steps=3, batch=16, clean_pass=0.9
+        )
 
 
 def test_each_point_is_what_algorithm_1_says(result: Calibration) -> None:
@@ -95,11 +96,26 @@ def test_a_curve_that_makes_no_sense_is_left_out(
     assert [note[: len(says)] for note, says in zip(left_out, notes, strict=True)] == notes
 
 
+def test_a_best_scale_at_the_edge_of_those_tried_is_noted() -> None:
+    assert (min(SIGMAS), max(SIGMAS)) == (0.01, 0.28), "the scales of the paper's sweep reach 0.28"
+
+    def point(eps: float, best: float) -> CalibrationPoint:
+        return CalibrationPoint(eps, 1.0, best, {}, 10)
+
+    scales = (0.02, 0.1, 0.05)
+    assert _edge_notes([point(0.1, 0.05)], scales) == []
+    small, large = _edge_notes([point(1 / 255, 0.02), point(2 / 255, 0.05), point(16 / 255, 0.1)], scales)
+    assert "at 1/255 is 0.02, at the edge of the scales that were tried (0.02 to 0.1); try smaller ones" in small
+    assert "at 16/255 is 0.1, " in large
+    assert large.endswith("try larger ones too")
+
+
 def test_a_flat_response_still_gives_a_calibration(tmp_path: Path) -> None:
     clf, images = toy_classifier(), toy_images(12)
     labels = clf(images).argmax(1)
     # One candidate is the best scale at every budget, whatever the model answers.
-    flat = calibrate(clf, images, labels, budgets=(0.01, 0.1), sigmas=(0.1,), steps=1)
+    with pytest.warns(UserWarning, match="at the edge"):
+        flat = calibrate(clf, images, labels, budgets=(0.01, 0.1), sigmas=(0.1,), steps=1)
     assert flat.config.mapping == mappings.Linear(0.1, 0.0)
     assert any("power_law left out" in note for note in flat.notes)
     flat.save(tmp_path / "flat.json")
@@ -157,6 +173,7 @@ def test_the_command_writes_a_file_and_a_picture(
     assert main([*arguments, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "tau" in printed
+    assert "at the edge of the scales that were tried (0.02 to 0.1)" in printed, "of two scales each is an edge"
     assert "linear" in printed
     assert rc.ReACT.load(out).tau is not None
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,9 +15,11 @@ import torch
 from PIL import Image
 
 from react_clip.cli import parse_args
+from react_clip.defenses import SSTPT
 from react_clip.evaluation import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
+FINETUNED = ("TeCoA", "PMG-AFT", "FARE")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -38,6 +41,21 @@ def test_every_recipe_is_valid_for_both_models(path: Path, model: str | None) ->
     recipe = Recipe.load(path, model=model)
     assert recipe.paper
     assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize("name", ["table1", "table1-extended", "table5", "table6", "table7", "table8"])
+def test_a_table_of_the_paper_has_all_its_columns_and_budgets(name: str) -> None:
+    values = json.loads((ROOT / "benchmarks" / "paper.json").read_text())[name]
+    budgets, methods = values.pop("columns")[1:], {f"{name} (paper)" if name == "ReACT" else name for name in values}
+    recipes = [Recipe.load(ROOT / "recipes" / f"{name}.yaml")]
+    if name.startswith("table1"):
+        towers = ROOT / "recipes" / name.replace("table1", "finetuned")
+        recipes += [Recipe.load(towers.with_suffix(".yaml"), model=f"towers/{kind}") for kind in FINETUNED]
+    assert methods <= {item.label for recipe in recipes for item in recipe.defenses}
+    for recipe in recipes:
+        assert [f"{255 * item.eps:g}" for item in recipe.attacks] == budgets
+    tuned = [item.defense for item in recipes[0].defenses if isinstance(item.defense, SSTPT)]
+    assert [defense.augmix.chains for defense in tuned] == [0 if name == "table8" else 3]
 
 
 def test_make_has_the_targets_of_the_readme() -> None:

@@ -11,6 +11,7 @@ smallest score that a wanted share of them stays below.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, Self
@@ -29,7 +30,7 @@ from react_clip.mappings import Mapping as Curve
 from react_clip.zeroshot import ZeroShotClassifier
 
 BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
-SIGMAS = tuple(round(0.01 * k, 2) for k in range(1, 21))
+SIGMAS = tuple(round(0.01 * k, 2) for k in range(1, 29))
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the steps done and the steps in all."""
@@ -57,7 +58,7 @@ class Calibration(Configuration):
     clean_images: int
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """One line per curve that was left out."""
+    """One line per curve that was left out, and per budget whose best scale may lie beyond those that were tried."""
     calibration_version: Literal[1] = 1
 
     @classmethod
@@ -126,6 +127,9 @@ def calibrate(
     if mapping not in fits:
         reason = next(note for note in notes if note.startswith(mapping))
         raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
+    edge_notes = _edge_notes(points, sigmas)
+    for note in edge_notes:
+        warnings.warn(note, stacklevel=2)
     return Calibration(
         # How many views fit into one call depends on this machine, not on the encoder.
         config=base.replace(mapping=fits[mapping], tau=tau, max_batch=ReACT().max_batch),
@@ -134,8 +138,19 @@ def calibrate(
         clean_pass=clean_pass,
         clean_images=len(pixels),
         provenance={**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping},
-        notes=notes,
+        notes=(*edge_notes, *notes),
     )
+
+
+def _edge_notes(points: Sequence[CalibrationPoint], sigmas: Sequence[float]) -> list[str]:
+    """One line per budget whose best scale is the smallest or the largest of those that were tried."""
+    edges = {min(sigmas): "smaller", max(sigmas): "larger"}
+    return [
+        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales that were "
+        f"tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
+        for point in points
+        if point.best_sigma in edges
+    ]
 
 
 def _measure(

@@ -79,7 +79,7 @@ def table_rows(result: EvaluationResult, name: str) -> list[dict[str, str]]:
 
 def test_every_table_names_threat_scoring_and_model(finished: Any, tmp_path: Path) -> None:
     written = tables.write_tables(finished[1], tmp_path)
-    names = ("accuracy", "per_dataset", "detection", "passes", "draws", "attacks")
+    names = ("accuracy", "per_dataset", "detection", "detection_per_dataset", "passes", "draws", "attacks")
     assert {path.name for path in written} == {f"{name}{kind}" for name in names for kind in (".md", ".csv", ".tex")}
     for path in written:
         words = ["oblivious", "leakage_free"] if path.suffix == ".csv" else ["oblivious", "not the defence", "toy"]
@@ -104,6 +104,8 @@ def test_tables_hold_the_results_numbers(finished: Any) -> None:
     clean, attacked, _ = result.select(dataset="mean", defense="react")
     assert float(detected["clean"]) == pytest.approx(100 * (1 - clean.gate_rate), rel=1e-5)
     assert float(detected["pgd-10 1/255"]) == pytest.approx(100 * attacked.gate_rate, rel=1e-5)
+    (detected_there,) = [row for row in table_rows(result, "detection_per_dataset") if row["defence"] == "react"]
+    assert (detected_there["data set"], detected_there["clean"]) == ("data", detected["clean"])
     assert [values["draws"] for values in table_rows(result, "draws")] == 2 * ["mean", "worst of 2", "majority"]
 
 

@@ -67,7 +67,7 @@ def test_the_page_says_what_the_run_was(toy_folder: Path, toy_report: tuple[Repo
     facts += ["attacks 0; defences 0, 1", "Passed.", "Toys & <b>bold</b> claims", "480 of 480 rows (40 of 40 images)"]
     assert [fact for fact in (*facts, result.threat_meaning) if fact not in words] == []
     captions = re.findall(r"<caption>(.*?)</caption>", page)
-    assert len(captions) == len(all_tables(result)) == 6
+    assert len(captions) == len(all_tables(result)) == 7
     assert all("Threat model: oblivious" in text and "Scoring: leakage_free" in text for text in captions)
     row = result.select(dataset="mean", attack="pgd-10", defense="react")[0]
     assert f'title="95 % interval: {100 * row.low:.2f} to {100 * row.high:.2f}"' in page

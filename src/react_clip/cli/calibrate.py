@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
     group.add_argument("--mapping", default="linear", help="linear, logistic or power_law (%(default)s)")
-    group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.20 in steps of 0.01)")
+    group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)")
     group.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     common.add_model_options(parser)
 
@@ -118,7 +118,8 @@ def _run_react(args: argparse.Namespace) -> int:
     assert clf is not None
     about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
     pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))
-    with Progress(quiet=args.quiet, unit="batch") as progress:
+    with Progress(quiet=args.quiet, unit="batch") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
 
         def advance(stage: str, done: int, total: int) -> None:
             progress.show(stage, total=total * len(BUDGETS))

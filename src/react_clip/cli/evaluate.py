@@ -20,8 +20,8 @@ from react_clip.evaluation.store import TABLES
 from react_clip.report.tables import accuracy_table, write_tables
 
 EXAMPLE = (
-    "react-clip evaluate recipes/table1.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
-    "--datasets all --limit 100 --out runs/table1 (add --validate to check it and see its cost first)"
+    "react-clip evaluate recipes/rivals.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
+    "--datasets all --limit 100 --out runs/rivals (add --validate to check it and see its cost first)"
 )
 
 

@@ -106,11 +106,16 @@ def all_tables(result: EvaluationResult) -> list[Table]:
         return _by_attack(result, name, f"{what}, {over(result)}", [({"defence": d}, MEAN, cell) for d in defenses])
 
     sets = [info.name for info in result.sets]
-    per_set: Lines = [({"data set": name, "defence": d}, name, _accuracy) for name in sets for d in defenses]
+
+    def per_set(name: str, what: str, cell: CellOf) -> Table:
+        lines = [({"data set": one, "defence": d}, one, cell) for one in sets for d in defenses]
+        return _by_attack(result, name, f"{what}, per data set", lines)
+
     tables = [
         means("accuracy", "accuracy in %", _accuracy),
-        _by_attack(result, "per_dataset", "accuracy in % per data set", per_set),
-        means("detection", _DETECTION, lambda row: Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))),
+        per_set("per_dataset", "accuracy in %", _accuracy),
+        means("detection", _DETECTION, _detection),
+        per_set("detection_per_dataset", _DETECTION, _detection),
         means("passes", "encoder forward passes per image", lambda row: Cell(row.passes)),
     ]
     if result.draws > 1:
@@ -212,12 +217,17 @@ def _accuracy(row: Row) -> Cell:
     return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high, leaked)
 
 
+def _detection(row: Row) -> Cell:
+    """Share of clean images that pass through, or of attacked images that are corrected."""
+    return Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))
+
+
 def over(result: EvaluationResult) -> str:
     """The data sets and the number of images that a mean is over."""
-    images = sum(info.images for info in result.sets)
+    names, images = ", ".join(info.name for info in result.sets), sum(info.images for info in result.sets)
     if len(result.sets) == 1:
-        return f"{result.sets[0].name} ({images:,} images)"
-    return f"mean over {len(result.sets)} data sets ({images:,} images)"
+        return f"{names} ({images:,} images)"
+    return f"mean over {len(result.sets)} data sets ({names}; {images:,} images)"
 
 
 def _md_line(parts: Sequence[str]) -> str:
