@@ -16,7 +16,15 @@ from PIL import Image
 import react_clip as rc
 from react_clip import mappings
 from react_clip.attacks import PGD
-from react_clip.calibration import SIGMAS, Calibration, CalibrationPoint, _edge_notes, calibrate, choose_tau, fit_mappings
+from react_clip.calibration import (
+    SIGMAS,
+    Calibration,
+    CalibrationPoint,
+    _edge_notes,
+    calibrate,
+    choose_tau,
+    fit_mappings,
+)
 from react_clip.cli import common, main
 from react_clip.defenses import AOM
 from react_clip.defenses.look_calibration import threshold_for
