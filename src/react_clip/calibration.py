@@ -146,8 +146,8 @@ def _edge_notes(points: Sequence[CalibrationPoint], sigmas: Sequence[float]) -> 
     """One line per budget whose best scale is the smallest or the largest of those that were tried."""
     edges = {min(sigmas): "smaller", max(sigmas): "larger"}
     return [
-        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales that were "
-        f"tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
+        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales "
+        f"that were tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
         for point in points
         if point.best_sigma in edges
     ]
