@@ -86,21 +86,30 @@ def ttc(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
     return {"features": tower.unit_feature(mixture), "score": rho, "gated": rho < c.tau}
 
 
-def doc(
-    tower: Tower, c: Any, image: Array, draw: Array, probes: Sequence[Array], detours: Sequence[Array]
-) -> dict[str, Any]:
+def doc(tower: Tower, c: Any, image: Array, draw: Array, detours: Sequence[Array]) -> dict[str, Any]:
+    """The public port, in its order of operations and with its 1e-8."""
     anchor = tower.encode(image)
-    noisy = [project(image + c.eps * np.sign(probe), image, c.eps) for probe in probes]
-    shift = 1 - float(np.mean([unit(anchor) @ tower.unit_feature(view) for view in noisy]))
-    start = moved = uniform_start(image, draw, c.eps)
-    velocity = np.zeros_like(image)
-    for noise in detours:
-        # The gradient of the distance itself, not of its square.
-        slope = unit(tower.slope(moved, lambda feature: unit(feature - anchor)))
-        velocity = c.momentum * velocity + slope + c.diversity * unit(noise - (noise @ slope) * slope)
-        moved = step(moved, velocity, image, c)
-    output = start + sigmoid(c.gamma * (c.tau - shift)) * (moved - start)
-    return {"features": tower.unit_feature(output), "score": shift, "gated": shift < c.tau}
+    delta = uniform_start(image, draw, c.eps) - image
+    deltas, momentum = [delta], np.zeros_like(image)
+    for k in range(c.steps):
+        feature = tower.encode(image + delta)
+        if k == 0:
+            diff_ratio = np.sqrt(((feature - anchor) ** 2).sum()) / np.sqrt((anchor**2).sum())
+        grad = tower.slope(image + delta, away_from(anchor))
+        grad = grad / (np.sqrt((grad**2).sum()) + 1e-8)
+        orthogonal = detours[k] - (grad * detours[k]).sum() * grad
+        orthogonal = orthogonal / (np.sqrt((orthogonal**2).sum()) + 1e-8)
+        grad = grad + c.diversity * orthogonal
+        momentum = grad if k == 0 else c.momentum * momentum + (1 - c.momentum) * grad
+        delta = np.clip(delta + c.step_size * np.sign(momentum), -c.eps, c.eps)
+        delta = np.clip(delta, 0 - image, 1 - image)
+        deltas.append(delta)
+    soft = np.exp(c.beta * np.arange(c.steps + 1))
+    only_first = np.eye(c.steps + 1)[0]
+    scheme = sigmoid((c.tau - diff_ratio) * c.gamma)
+    weights = scheme * soft / soft.sum() + (1 - scheme) * only_first
+    output = image + sum(weight * delta for weight, delta in zip(weights, deltas, strict=True))
+    return {"features": tower.unit_feature(output), "score": diff_ratio, "gated": diff_ratio < c.tau}
 
 
 def mac(tower: Tower, c: Any, views: Sequence[tuple[Array, Array, Array]]) -> dict[str, Any]:

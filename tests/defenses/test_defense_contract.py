@@ -177,7 +177,7 @@ def test_bad_pixels_are_refused(name: str) -> None:
         ("second_look", "look", 1.0, "look is 1.0; it must be < 1"),
         ("doc", "momentum", -1, "momentum is -1; it must be >= 0"),
         ("doc", "diversity", -1, "diversity is -1"),
-        ("doc", "probes", 0, "probes is 0"),
+        ("doc", "momentum", 1.5, "momentum is 1.5"),
         ("mac", "temperature", 0, "temperature is 0; it must be > 0"),
         ("mac", "views", 0, "views is 0"),
         ("tte", "crops", -1, "crops is -1; it must be a whole number >= 0"),

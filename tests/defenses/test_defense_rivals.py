@@ -11,7 +11,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import noise
 from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, tte
-from react_clip.defenses.counterattack import DETOUR, PROBE, START, VIEW, VIEW_PROBE, VIEW_START, Counterattack
+from react_clip.defenses.counterattack import DETOUR, START, VIEW, VIEW_PROBE, VIEW_START, Counterattack
 from toys import ToyEncoder, toy_classifier, toy_images
 
 from . import literal, watching
@@ -30,9 +30,8 @@ def written_out(guard: Any, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
     if isinstance(guard, TTC):
         return literal.ttc(tower, guard, flat(image), start)
     if isinstance(guard, DOC):
-        probes = [normal_draws(branch(key, PROBE, probe)) for probe in range(guard.probes)]
         detours = [normal_draws(branch(key, DETOUR, step)) for step in range(guard.steps)]
-        return literal.doc(tower, guard, flat(image), start, probes, detours)
+        return literal.doc(tower, guard, flat(image), start, detours)
     if isinstance(guard, MAC):
         views = []
         for stream in (branch(key, VIEW, number) for number in range(guard.views)):
@@ -55,7 +54,8 @@ def written_out(guard: Any, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
     [
         *[TTC(steps=steps) for steps in (1, 2, 5)],
         DOC(),
-        DOC(diversity=0.5, momentum=0.2, probes=2, steps=3),
+        DOC(diversity=0.5, momentum=0.2, beta=0.5, steps=3),
+        DOC(steps=1),
         *[MAC(views=views) for views in (1, 2, 3)],
         AntiAdv(),
         AntiAdv(steps=3, step_size=0.15),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from react_clip import functional, linf, noise
 from react_clip.augment import WeakAugmentation
-from react_clip.config import Count, NonNegative, PixelLength, Positive
+from react_clip.config import Count, NonNegative, PixelLength, Positive, Share
 from react_clip.defenses.base import Defended, Defense, answer, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -29,7 +29,7 @@ from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
-START, PROBE, DETOUR = range(3)
+START, DETOUR = 0, 2
 """Branches of an image's random stream."""
 VIEW, VIEW_START, VIEW_PROBE = range(3)
 """The same for MAC: the streams of its views, and two branches of each view's stream."""
@@ -122,6 +122,15 @@ def ascend(
     )
 
 
+def iterate_weights(steps: int, beta: float) -> list[float]:
+    """Weights of the start and of the iterates after it: each counts exp(beta) times as much as the one before.
+
+    >>> [round(weight, 3) for weight in iterate_weights(2, 2.0)]
+    [0.016, 0.117, 0.867]
+    """
+    return (beta * torch.arange(steps + 1, dtype=torch.float64)).softmax(0).tolist()  # type: ignore[no-any-return]
+
+
 def _join(parts: Sequence[Defended]) -> Defended:
     """One result from those of consecutive chunks."""
     if len(parts) == 1:
@@ -195,7 +204,7 @@ class TTC(Counterattack):
 
     def _mixture(self, clf: ZeroShotClassifier, ball: Ball, anchor: Tensor, start: Tensor, slope: Tensor) -> Tensor:
         """The counterattacked images: a weighted mean of the start and of all N iterates."""
-        first, second, *later = (self.beta * torch.arange(self.steps + 1, dtype=torch.float64)).softmax(0).tolist()
+        first, second, *later = iterate_weights(self.steps, self.beta)
         moved = ball.step(start, slope, self.step_size)
         mixture = first * start + second * moved
         for weight in later:
@@ -208,25 +217,25 @@ class TTC(Counterattack):
 class DOC(Counterattack):
     r"""TTC's counterattack with momentum and orthogonal noise, weighted by how stable the image's feature is.
 
-    With g the gradient of :math:`\lVert F(x + \delta) - F(x) \rVert` and n noise orthogonal to it, both of unit length,
+    With g the gradient of :math:`\lVert F(x + \delta) - F(x) \rVert^2`, and n noise orthogonal to it, both of unit length,
 
     .. math::
-        m_{t+1} = \mu\,m_t + g + \lambda n, \qquad \delta_{t+1} = \Pi(\delta_t + s\,\mathrm{sign}\,m_{t+1}), \qquad
-        \delta = w\,\delta_T + (1 - w)\,\delta_0
+        m_1 = g + \lambda n, \qquad m_{t+1} = \mu\,m_t + (1 - \mu)(g + \lambda n), \qquad
+        \delta_{t+1} = \Pi(\delta_t + s\,\mathrm{sign}\,m_{t+1})
 
     .. math::
-        w = \mathrm{sigmoid}(\gamma\,[\tau - \hat\tau]), \qquad
-        \hat\tau = 1 - \tfrac1M \textstyle\sum_i \cos\big(F(x), F(x + \epsilon\,\mathrm{sign}\,\eta_i)\big)
+        w = \mathrm{sigmoid}(\gamma\,[\tau - \rho]), \qquad
+        \delta = w \textstyle\sum_t w_t \delta_t + (1 - w)\,\delta_0, \qquad w_t \propto e^{\beta t}
 
-    ``score`` is :math:`\hat\tau`, ``gated`` is :math:`\hat\tau < \tau`, where the counterattack outweighs the random
-    start. Costs ``steps`` + ``probes`` + 2 forward and ``steps`` backward passes.
+    with TTC's random start :math:`\delta_0` and its relative change :math:`\rho`. ``score`` is :math:`\rho`, ``gated``
+    is :math:`\rho < \tau`. Costs ``steps`` + 2 forward and ``steps`` backward passes.
 
-    The fields ``diversity``, ``momentum``, ``probes``, ``tau`` and ``gamma`` hold guesses (values of a port, none is
-    published). Guesses too: that the start is uniform in the ball, the steps are sign steps, and m is the running sum
-    above.
+    This is what a public port of the authors' code does with plain CLIP. The paper's text differs: it compares the mean
+    cosine distance under several draws of noise (without a value for :math:`\tau` or :math:`\gamma`), starts from
+    :math:`m_0 = 0`, and takes :math:`\delta_T` in place of the weighted mean.
 
     >>> DOC().cost()
-    (11, 4)
+    (6, 4)
     """
 
     kind = "doc"
@@ -235,47 +244,40 @@ class DOC(Counterattack):
     steps: Count = 4
     step_size: PixelLength = 3 / 255
     diversity: NonNegative = 0.05
-    """Lambda, the length of the orthogonal noise beside the unit gradient; a guess."""
-    momentum: NonNegative = 0.75
-    """Mu; a guess."""
-    probes: Count = 5
-    """M, the noisy views behind the stability estimate; a guess."""
+    """Lambda, the length of the orthogonal noise beside the unit gradient."""
+    momentum: Share = 0.75
+    """Mu."""
     tau: float = 0.155
-    """The counterattack has half its weight here; a guess."""
+    """The counterattack has half its weight here. The port's own experiments use 0.155 and a ``gamma`` of 75; its second
+    version calls 0.3 and 20 the authors' defaults, which would leave clean images less alone than TTC does."""
     gamma: NonNegative = 75.0
-    """Steepness of the weight; a guess."""
+    """Steepness of the weight."""
+    beta: float = 2.0
+    """Exponent of the iterates' weights, as in :class:`TTC`."""
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""
-        return self.steps + self.probes + 2, self.steps
+        return self.steps + 2, self.steps
 
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
         ball = Ball(pixels, self.eps)
         anchor = clf.encoder.raw_features(pixels)
-        shift = self._shift(clf, ball, functional.normalize(anchor), noise.fork(keys, PROBE))
-        weight = (self.gamma * (self.tau - shift)).sigmoid().to(pixels.dtype)[:, None, None, None]
-
         start = moved = ball.random_start(noise.fork(keys, START))
-        detours = noise.fork(keys, DETOUR)
-        direction = torch.zeros_like(pixels)
-        for step in range(self.steps):
-            # The squared distance has the same unit gradient as the distance, and one that is finite everywhere.
-            _, slope = gradient(clf.encoder, moved, distance_from(anchor))
-            direction = self.momentum * direction + self._diversified(slope, noise.fork(detours, step))
+        first, *later = iterate_weights(self.steps, self.beta)
+        mixture, direction, detours = first * start, torch.zeros_like(start), noise.fork(keys, DETOUR)
+        for step, weight in enumerate(later):
+            features, slope = gradient(clf.encoder, moved, distance_from(anchor))
+            if step == 0:
+                rho = relative_distance(features, anchor)
+            fresh = self._diversified(slope, noise.fork(detours, step))
+            direction = fresh if step == 0 else self.momentum * direction + (1.0 - self.momentum) * fresh
             moved = ball.step(moved, direction, self.step_size)
+            mixture = mixture + weight * moved
 
-        # Only rounding can leave the ball between two points inside.
-        output = encode_moved(clf.encoder, pixels, ball.project(start + weight * (moved - start)))
-        return answer(clf, output, passes=self.cost(), score=shift, gated=shift < self.tau)
-
-    def _shift(self, clf: ZeroShotClassifier, ball: Ball, unit: Tensor, keys: Tensor) -> Tensor:
-        """Mean cosine distance under sign noise of the ball's size."""
-        total = torch.zeros_like(unit[:, 0])
-        for probe in range(self.probes):
-            grain = noise.normal(noise.fork(keys, probe), ball.centre.shape[1:])
-            noisy = clf.encoder.encode_views(ball.step(ball.centre, grain.to(ball.centre.dtype), self.eps))
-            total = total + (unit * noisy).sum(-1)
-        return 1.0 - total / self.probes
+        strength = (self.gamma * (self.tau - rho)).sigmoid().to(pixels.dtype)[:, None, None, None]
+        # Only rounding can leave the ball between points inside.
+        output = encode_moved(clf.encoder, pixels, ball.project(start + strength * (mixture - start)))
+        return answer(clf, output, passes=self.cost(), score=rho, gated=rho < self.tau)
 
     def _diversified(self, slope: Tensor, keys: Tensor) -> Tensor:
         """Unit gradients plus ``diversity`` times unit noise orthogonal to them."""
