@@ -248,8 +248,8 @@ class DOC(Counterattack):
     momentum: Share = 0.75
     """Mu."""
     tau: float = 0.155
-    """The counterattack has half its weight here. The port's own experiments use 0.155 and a ``gamma`` of 75; its second
-    version calls 0.3 and 20 the authors' defaults, which would leave clean images less alone than TTC does."""
+    """The counterattack has half its weight here. The port's experiments use 0.155 and a ``gamma`` of 75; its second
+    version calls 0.3 and 20 the authors' defaults, which would change clean images more than TTC does."""
     gamma: NonNegative = 75.0
     """Steepness of the weight."""
     beta: float = 2.0
