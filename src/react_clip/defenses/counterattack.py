@@ -217,7 +217,7 @@ class TTC(Counterattack):
 class DOC(Counterattack):
     r"""TTC's counterattack with momentum and orthogonal noise, weighted by how stable the image's feature is.
 
-    With g the gradient of :math:`\lVert F(x + \delta) - F(x) \rVert^2` and n noise orthogonal to it, of unit length each,
+    With g the unit gradient of :math:`\lVert F(x + \delta) - F(x) \rVert^2` and n unit noise orthogonal to it,
 
     .. math::
         m_1 = g + \lambda n, \qquad m_{t+1} = \mu\,m_t + (1 - \mu)(g + \lambda n), \qquad
