@@ -128,7 +128,7 @@ def iterate_weights(steps: int, beta: float) -> list[float]:
     >>> [round(weight, 3) for weight in iterate_weights(2, 2.0)]
     [0.016, 0.117, 0.867]
     """
-    return (beta * torch.arange(steps + 1, dtype=torch.float64)).softmax(0).tolist()  # type: ignore[no-any-return]
+    return (beta * torch.arange(steps + 1, dtype=torch.float64)).softmax(0).tolist()
 
 
 def _join(parts: Sequence[Defended]) -> Defended:
