@@ -40,6 +40,7 @@ class ZeroShotClassifier(nn.Module):
     """
 
     class_features: Tensor
+    _empty_prompt: Tensor | None
 
     def __init__(
         self,
@@ -50,16 +51,25 @@ class ZeroShotClassifier(nn.Module):
         unique: bool = True,
     ) -> None:
         names = check_names(names, unique=unique)
+        prompts = tuple(templates or DEFAULT_TEMPLATES)
         if encoder.has_text:
-            self._set(encoder, names, _prompt_features(encoder, names, tuple(templates or DEFAULT_TEMPLATES)))
+            self._set(encoder, names, _prompt_features(encoder, names, prompts), prompts)
         else:
             self._set(encoder, names, _bank_features(encoder, names, templates))
 
-    def _set(self, encoder: Encoder, names: tuple[str, ...], features: Tensor) -> None:
+    def _set(
+        self,
+        encoder: Encoder,
+        names: tuple[str, ...],
+        features: Tensor,
+        templates: tuple[str, ...] = DEFAULT_TEMPLATES,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.names = names
+        self.templates = templates
         self.register_buffer("class_features", features.to(encoder.device), persistent=False)
+        self.register_buffer("_empty_prompt", None, persistent=False)
 
     @classmethod
     def from_features(
@@ -94,6 +104,22 @@ class ZeroShotClassifier(nn.Module):
     def device(self) -> torch.device:
         """Device of the encoder."""
         return self.encoder.device
+
+    def empty_prompt(self) -> Tensor:
+        """Unit feature ``[dim]`` of the templates with an empty name; computed once.
+
+        Where there is no text tower, the mean of the class features stands in for it. Where class features were given,
+        the templates are :data:`DEFAULT_TEMPLATES`.
+        """
+        if self._empty_prompt is None:
+            # The first call may be in inference mode, a later one may need gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                if self.encoder.has_text:
+                    features = self.encoder.encode_text([template.replace("{}", "") for template in self.templates])
+                else:
+                    features = self.class_features
+                self._empty_prompt = functional.normalize(features.mean(0)).to(self.class_features)
+        return self._empty_prompt
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits of unit features."""

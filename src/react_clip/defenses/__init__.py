@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from react_clip.defenses.agc import AGC
 from react_clip.defenses.base import BaseDefense, Defended, Defense, Undefended, as_module
+from react_clip.defenses.clipure import CLIPure
 from react_clip.defenses.counterattack import DOC, HD, MAC, TTC, AntiAdv
+from react_clip.defenses.csr import CSR
+from react_clip.defenses.et3 import ET3
 from react_clip.defenses.prompt_tuning import RTPT, SSTPT
 from react_clip.defenses.react import AOM, DefendCLIP, ReACT
 from react_clip.defenses.second_look import SecondLook
@@ -16,8 +20,11 @@ from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 
 __all__ = [
+    "AGC",
     "AOM",
+    "CSR",
     "DOC",
+    "ET3",
     "HD",
     "MAC",
     "RTPT",
@@ -26,6 +33,7 @@ __all__ = [
     "TTE",
     "AntiAdv",
     "BaseDefense",
+    "CLIPure",
     "DefendCLIP",
     "Defended",
     "Defense",
@@ -43,7 +51,7 @@ def names() -> list[str]:
     """The kinds of defence, those of other installed packages included.
 
     >>> names()[:3]
-    ['anti-adv', 'aom', 'defend-clip']
+    ['agc', 'anti-adv', 'aom']
     """
     return Defense.registry.names()
 

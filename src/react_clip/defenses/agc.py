@@ -1,0 +1,143 @@
+r"""AGC, adaptive geodesic correction (Li et al., 2026): turn the feature to the mean of perspective views, and beyond.
+
+With f the image's unit feature, :math:`v_i` those of its views and a their normalised mean, at the angle
+:math:`\theta` from f, the answer lies on the great circle through f and a, :math:`\beta\,\theta` away from f:
+
+.. math:: \beta = \beta_{clean} + (\beta_{adv} - \beta_{clean})\,c, \qquad
+          c = \big[\tfrac1n \textstyle\sum_i (1 - \langle v_i, f \rangle)\big]^{0.9}
+              \cdot \tfrac12 \big[1 + \mathrm{mean}_{i \ne j} \langle v_i, v_j \rangle\big]
+
+so the feature moves further where the views differ from the image but agree with each other.
+
+The views are torchvision's ``RandomPerspective`` with a distortion of one half. The released code draws them from
+8-bit PIL images at their original size, then resizes and crops; here they are drawn from the pixels that the encoder
+gets, as its published adversarial images were, and stay floats. Pillow's cubic kernel (a = -1) overshoots edges more
+than torch's (a = -0.75), which is used here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from react_clip import functional, noise
+from react_clip.config import Count, NonNegative
+from react_clip.defenses.base import Defended, Defense, answer
+from react_clip.noise import Seed
+from react_clip.preprocess import Images
+from react_clip.zeroshot import ZeroShotClassifier
+
+DISTORTION = 0.5
+"""Largest shift of a corner, as a share of half the side."""
+
+
+class AGC(Defense):
+    """Correct every image along the great circle to the mean of its perspective views.
+
+    ``score`` is c, ``drift`` the angle between f and a in radians. Gradients flow through all of it where the pixels
+    ask for them.
+
+    >>> AGC().cost()
+    (33, 0)
+    """
+
+    kind = "agc"
+    colour = "#228833"
+    views: Count = 32
+    beta_clean: NonNegative = 0.45
+    """Share of the angle to the views' mean that an image moves whose views all have its feature."""
+    beta_adv: NonNegative = 2.25
+    """The same for c = 1; values above 1 lead beyond the mean."""
+    gamma: NonNegative = 0.9
+    """Exponent of the views' mean distance in c."""
+    max_batch: Count = 64
+    """Most views in one encoder call."""
+
+    def cost(self) -> tuple[int, int]:
+        """Forward and backward passes of an image."""
+        return 1 + self.views, 0
+
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
+        encoder = clf.encoder
+        pixels = encoder.prepare(images)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
+            count, keys = len(pixels), noise.stream_keys(pixels, seed)
+
+            def build(start: int, stop: int) -> Tensor:
+                number = torch.arange(start, stop, device=pixels.device)
+                image, view = number // self.views, number % self.views
+                return perspective_views(pixels[image], noise.fork(keys[image], view))
+
+            plain = encoder.encode_in_batches(count, self.max_batch, lambda start, stop: pixels[start:stop])
+            views = encoder.encode_in_batches(count * self.views, self.max_batch, build)
+            features, score, angle = self.correct(plain, views.reshape(count, self.views, -1))
+            return answer(clf, features, passes=self.cost(), score=score.detach(), drift=angle.detach())
+
+    def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Corrected unit features ``[B, D]``, c and the angle ``[B]``, from unit features ``[B, D]`` and ``[B, V, D]``.
+
+        >>> _, score, angle = AGC().correct(torch.tensor([[1.0, 0.0]]), torch.tensor([[[0.8, 0.6]]]))
+        >>> score, angle
+        (tensor([0.2349]), tensor([0.6435]))
+        """
+        count = views.shape[1]
+        distance = (1.0 - (views * plain[:, None]).sum(-1)).mean(1).clamp(0.0, 1.0)
+        agreement = torch.ones_like(distance)
+        if count > 1:
+            # Over ordered pairs of different views: the square of the sum has every pair, and each view with itself.
+            pairs = views.sum(1).square().sum(-1) - views.square().sum((1, 2))
+            agreement = (0.5 * (1.0 + pairs / (count * (count - 1)))).clamp(0.0, 1.0)
+        # The floor keeps the gradient of the power finite at zero.
+        score = (distance.clamp_min(1e-12) ** self.gamma * agreement).clamp(0.0, 1.0)
+        beta = self.beta_clean + (self.beta_adv - self.beta_clean) * score
+
+        anchor = functional.normalize(views.mean(1))
+        cosine = (plain * anchor).sum(-1)
+        # In fp32 the bound would round to 1, where the arc cosine has no gradient; 1e-7 is the next number.
+        bound = 1.0 - max(1e-8, torch.finfo(cosine.dtype).eps)
+        angle = torch.arccos(cosine.clamp(-bound, bound))
+        tangent = functional.normalize(anchor - cosine[:, None] * plain)
+        step = (beta * angle)[:, None]
+        turned = functional.normalize(step.cos() * plain + step.sin() * tangent)
+        return torch.where((angle < 1e-6)[:, None], plain, turned), score, angle
+
+
+def perspective_views(images: Tensor, keys: Tensor) -> Tensor:
+    """One view per image ``[N, C, S, S]``: each corner moves inwards at random, in whole pixels; black comes in."""
+    side = images.shape[-1]
+    reach = int(DISTORTION * (side // 2))
+    # A draw just below 1 can round up to the end of the range, which is outside it.
+    shift = (noise.uniform(keys, 8) * (reach + 1)).long().clamp_max(reach).reshape(-1, 4, 2)
+    corners = torch.tensor([[0, 0], [side - 1, 0], [side - 1, side - 1], [0, side - 1]], device=images.device)
+    ends = torch.where(corners == 0, shift, corners - shift)
+    return _warp(images, _perspective(corners.expand_as(ends).double(), ends.double()))
+
+
+def _perspective(starts: Tensor, ends: Tensor) -> Tensor:
+    """Coefficients ``[N, 8]`` of the maps x = (a X + b Y + c) / (g X + h Y + 1), likewise y with d, e, f, from the four
+    ``ends`` (X, Y) of each view to the ``starts`` (x, y), both ``[N, 4, 2]``."""
+    x, y = ends.unbind(-1)
+    one, zero = torch.ones_like(x), torch.zeros_like(x)
+    rows_x = torch.stack([x, y, one, zero, zero, zero, -starts[..., 0] * x, -starts[..., 0] * y], -1)
+    rows_y = torch.stack([zero, zero, zero, x, y, one, -starts[..., 1] * x, -starts[..., 1] * y], -1)
+    targets = torch.cat([starts[..., 0], starts[..., 1]], 1)
+    coefficients: Tensor = torch.linalg.solve(torch.cat([rows_x, rows_y], 1), targets)
+    return coefficients
+
+
+def _warp(images: Tensor, coefficients: Tensor) -> Tensor:
+    """Images resampled at the mapped centres of their pixels; black where these lie outside, as Pillow does it."""
+    side = images.shape[-1]
+    centres = torch.arange(side, device=images.device, dtype=torch.float64) + 0.5
+    across, down = centres[None, None, :], centres[None, :, None]
+    a, b, c, d, e, f, g, h = coefficients[:, :, None, None].unbind(1)
+    depth = g * across + h * down + 1.0
+    place = torch.stack([(a * across + b * down + c) / depth, (d * across + e * down + f) / depth], -1)
+    inside = ((place >= 0) & (place < side)).all(-1)[:, None]
+    # Places outside may be infinite, which would make their gradients NaN.
+    place = torch.where(inside[:, 0, :, :, None], place, 0.0)
+    grid = (2.0 * place / side - 1.0).to(images.dtype)
+    views = F.grid_sample(images, grid, mode="bicubic", padding_mode="border", align_corners=False)
+    return torch.where(inside, views, 0.0).clamp(0.0, 1.0)

@@ -1,0 +1,122 @@
+"""CLIPure-Cos: equal to the steps of the released code, its gradients, its batches and its prompts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import react_clip as rc
+from react_clip.attacks import BPDA
+from react_clip.defenses import CLIPure
+from toys import toy_classifier, toy_images
+
+from .watching import F64
+
+
+def released(features: Tensor, prompt: Tensor, steps: int = 10, size: float = 30.0) -> Tensor:
+    """The steps as released: polar form, autograd for the direction, one norm for the whole batch, no second order."""
+    momentum = torch.zeros_like(features)
+    for _ in range(steps):
+        length = features.norm(dim=1, keepdim=True)
+        unit = features / length
+        loss = -F.cosine_similarity(features, prompt.expand_as(features), dim=1)
+        slope = torch.autograd.grad(loss, features, torch.ones_like(loss), retain_graph=True)[0]
+        slope = length * slope
+        momentum = 0.0 * momentum - slope / slope.norm(p=2)
+        unit = unit + size * momentum
+        features = length * (unit / unit.norm(dim=1, keepdim=True))
+    return features
+
+
+def pixel_gradient(logits: Tensor, pixels: Tensor) -> Tensor:
+    weights = torch.arange(1.0, 1 + logits.numel(), dtype=logits.dtype).reshape(logits.shape)
+    return torch.autograd.grad((weights * logits).sum(), pixels)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_answers_and_gradients_are_those_of_the_released_steps(count: int) -> None:
+    clf = toy_classifier(F64)
+    pixels = toy_images(count, dtype=F64).requires_grad_()
+    assert torch.allclose(CLIPure()(clf, pixels).features, released(clf.encoder(pixels), clf.empty_prompt()), atol=1e-9)
+    # More steps would make the gradient smaller than the rounding error of doubles.
+    ours = pixel_gradient(CLIPure(steps=3)(clf, pixels).logits, pixels)
+    theirs = pixel_gradient(clf.logits(released(clf.encoder(pixels), clf.empty_prompt(), steps=3)), pixels)
+    assert theirs.abs().max() > 0
+    assert torch.allclose(ours / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-6)
+
+
+def test_the_gradient_as_released_shrinks_by_the_step_size_with_every_step_and_the_full_one_does_not() -> None:
+    clf = toy_classifier(F64)
+    pixels = toy_images(1, dtype=F64).requires_grad_()
+
+    def size(**changes: object) -> float:
+        return float(pixel_gradient(CLIPure().replace(**changes)(clf, pixels).logits, pixels).norm())
+
+    plain = float(pixel_gradient(clf(pixels), pixels).norm())
+    assert size(steps=4) < plain / 20**4
+    assert plain / 30 < size(steps=4, graph="full") < plain * 30
+
+
+def test_the_full_graph_is_the_derivative_of_the_answer() -> None:
+    clf, guard = toy_classifier(F64), CLIPure(steps=3, step_size=0.7, graph="full")
+    features = clf.encoder(toy_images(3, dtype=F64)).detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda f: guard.purify(F.normalize(f, dim=1), clf.empty_prompt()), features)
+
+
+def test_without_a_graph_an_attacker_gets_the_gradients_of_clip() -> None:
+    clf, guard = toy_classifier(F64), CLIPure(graph="none")
+    pixels = toy_images(3, dtype=F64).requires_grad_()
+    assert not guard(clf, pixels).logits.requires_grad
+    logits = rc.as_module(clf, guard, differentiable=True)(pixels)
+    assert torch.equal(logits.detach(), CLIPure()(clf, pixels.detach()).logits)
+    assert torch.allclose(pixel_gradient(logits, pixels), pixel_gradient(clf(pixels), pixels))
+
+
+@pytest.mark.parametrize("graph", ["constant", "full", "none"])
+def test_an_attack_through_the_defence_runs_with_every_graph(graph: str) -> None:
+    clf = toy_classifier()
+    x, y = toy_images(4), torch.tensor([0, 1, 2, 3])
+    target = rc.as_module(clf, CLIPure.from_dict({"graph": graph}))
+    assert torch.isfinite(BPDA(steps=2, eot=1)(target, x, y).loss).all()
+
+
+def test_an_even_number_of_steps_of_one_image_returns_to_its_feature() -> None:
+    """A step turns by atan(30), more than the angle to the prompt: the second step comes back."""
+    clf = toy_classifier(F64)
+    plain = clf.encoder(toy_images(1, dtype=F64))
+    angle = torch.arccos(plain @ clf.empty_prompt())
+    turned = torch.arccos(CLIPure(steps=1).purify(plain, clf.empty_prompt()) @ clf.empty_prompt())
+    assert turned.item() == pytest.approx(abs(math.atan(30) - angle.item()), abs=1e-9)
+    assert angle.item() < math.atan(30), "the toy's image must be on the near side"
+    assert torch.allclose(CLIPure().purify(plain, clf.empty_prompt()), plain, atol=1e-9)
+
+
+def test_the_released_scaling_depends_on_the_batch_and_that_of_an_image_does_not() -> None:
+    clf, images = toy_classifier(F64), toy_images(6, dtype=F64)
+    for normalise, alike in (("batch", False), ("image", True)):
+        guard = CLIPure.from_dict({"normalise": normalise, "steps": 3})
+        assert torch.allclose(guard(clf, images).logits[:1], guard(clf, images[:1]).logits, atol=1e-6) is alike
+
+
+def test_an_image_equal_to_the_prompt_stays_finite() -> None:
+    prompt = F.normalize(torch.ones(4), dim=0)
+    assert torch.isfinite(CLIPure().purify(prompt[None], prompt)).all()
+
+
+def test_the_prompt_is_the_templates_with_an_empty_name_or_the_mean_of_the_classes(tiny_folder: Path) -> None:
+    encoder = rc.load(tiny_folder, device="cpu")
+    clf = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a {}.", "some {} there"])
+    with torch.inference_mode():
+        prompt = clf.empty_prompt()
+    assert torch.allclose(prompt, F.normalize(encoder.encode_text(["a .", "some  there"]).mean(0), dim=0), atol=1e-6)
+    assert not prompt.is_inference()
+    given = rc.ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features)
+    assert torch.allclose(given.empty_prompt(), encoder.encode_text(["This is a photo of a ."])[0], atol=1e-6)
+    toy = toy_classifier()
+    assert torch.allclose(toy.empty_prompt(), F.normalize(toy.class_features.mean(0), dim=0), atol=1e-6)
+    assert toy.empty_prompt() is toy.empty_prompt()
