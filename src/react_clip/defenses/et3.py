@@ -29,7 +29,7 @@ class ET3(Counterattack):
     """
 
     kind = "et3"
-    colour = "#AA4499"
+    colour = "#882255"
     eps: PixelLength = 5 / 255
     steps: Count = 2
     step_size: NonNegative = 2.5

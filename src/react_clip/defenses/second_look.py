@@ -13,6 +13,9 @@ photo keeps its feature in them.
 
 Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no
 best class: the distance decides alone.
+
+Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), which gates on the distance to a low-pass copy, and AGC
+(:mod:`react_clip.defenses.agc`), which moves the feature through the mean of views.
 """
 
 from __future__ import annotations
