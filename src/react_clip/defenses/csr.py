@@ -104,4 +104,5 @@ def low_pass(images: Tensor, radius: float) -> Tensor:
         torch.fft.fftfreq(side, 1 / side, device=images.device, dtype=images.dtype) for side in images.shape[2:]
     )
     mask = torch.exp(-(height[:, None] ** 2 + width**2) / (2.0 * radius**2))
-    return torch.fft.ifft2(torch.fft.fft2(images) * mask).real.clamp(0.0, 1.0)
+    filtered: Tensor = torch.fft.ifft2(torch.fft.fft2(images) * mask).real
+    return filtered.clamp(0.0, 1.0)
