@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from react_clip import data
@@ -68,6 +69,23 @@ def test_other_bad_files_are_explained(tmp_path: Path) -> None:
     save_file({"features": torch.eye(2)}, tmp_path / "b.safetensors")
     with pytest.raises(ReactClipError, match=r"is not a head \('names'\)"):
         data.load_head(tmp_path / "b.safetensors")
+
+
+def test_a_head_keeps_the_names_that_its_features_were_made_from(tmp_path: Path) -> None:
+    old = {"n02012849": "crane", "n03126707": "crane", "n02113186": "Cardigan", "n02963159": "cardigan"}
+    for folder in old:
+        (tmp_path / "imagenet" / "test" / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "imagenet" / "test" / folder / "a.png")
+    dataset = data.load("imagenet", root=tmp_path)
+    used = [dataset.class_names[label] for label in dataset.labels]
+    assert used == ["crane bird", "Cardigan Welsh corgi", "cardigan", "crane machine"]
+    aligned, head = dataset.align(make_head(*old.values(), folders=tuple(old)))
+    assert aligned.class_names == head.names == tuple(old.values())
+    found = [head.folders[label] for label in aligned.labels]
+    assert found == [photo.id.split("/")[0] for photo in dataset.photos], "found by folder, whatever the names"
+    # Without folders only the one class whose name is still the same can be found; the others are not guessed.
+    with pytest.raises(ReactClipError, match="knows 1 of the 4 classes"):
+        dataset.align(make_head("crane", "a crane", "Lhasa", "Cardigan"))
 
 
 def test_align_takes_the_heads_order_and_drops_what_it_lacks(pets: Path) -> None:

@@ -57,6 +57,13 @@ def test_names_follow_the_protocol() -> None:
     assert name_of("cifar100", "aquarium_fish") == "aquarium_fish"
     assert name_of("caltech256", "145.motorbikes-101") == "motorbikes"
     assert name_of("imagenet", "n02123045") == "tabby"
+    distinct = {"n02012849": "crane bird", "n03126707": "crane machine", "n02098413": "apso"}
+    distinct |= {"n02113186": "Cardigan Welsh corgi", "n02963159": "cardigan"}
+    distinct |= {"n03710637": "maillot tights", "n03710721": "maillot"}
+    assert {folder: name_of("imagenet", folder) for folder in distinct} == distinct
+    names = [name.lower() for name in data.get("imagenet").class_names]
+    assert len(set(names)) == len(names) == 1000, "no two classes may tie"
+    assert not any("-" in name for name in names)
 
 
 @pytest.mark.parametrize("name", ["imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch"])

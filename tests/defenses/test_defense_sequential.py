@@ -59,6 +59,20 @@ def test_drawing_equals_one_image_and_one_view_at_a_time() -> None:
     assert counts == {FIRST_VIEWS, GUARD.views}, "some images must stop early, others not"
 
 
+def test_features_for_retrieval_have_all_views_without_sequential() -> None:
+    name = "openai/clip-vit-base-patch32"
+    assert rc.ReACT.for_encoder(name) == rc.ReACT.constants_for(name).replace(sequential=0.99)
+    assert rc.ReACT.constants_for(name).sequential is None
+    clf, images = toy_classifier(F64), toy_images(12, dtype=F64)
+    answers, features = GUARD(clf, images, seed=4), GUARD.replace(sequential=None)(clf, images, seed=4)
+    assert (features.passes == 3 + GUARD.views).all()
+    stopped = answers.passes < features.passes
+    assert 0 < stopped.sum() < len(images)
+    apart = (answers.features - features.features).norm(dim=1)
+    assert (apart[stopped] > 1e-6).all(), "two views are another anchor"
+    assert torch.equal(answers.features[~stopped], features.features[~stopped])
+
+
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 def test_the_bound_is_at_least_that_of_student(confidence: float) -> None:
     stats = pytest.importorskip("scipy.stats", reason="needs scipy")

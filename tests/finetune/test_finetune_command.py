@@ -23,6 +23,8 @@ from react_clip.cli import main
 from react_clip.storage import sha256_of
 
 NAMES = ("reed", "brick", "cloth", "sand")
+SGD = {"algorithm": "sgd", "weight_decay": 0.0, "momentum": 0.9}
+JSON = ("--json", "--quiet")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +70,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     }
     record = json.loads((tuned / "finetune.json").read_text())
     expected = {
-        "method": {"kind": "tecoa"},
+        "method": {"kind": "tecoa", "optimiser": {**SGD, "lr": 1e-3}},
         "model": str(tiny_folder),
         "weights": rc.load(tiny_folder, device="cpu").fingerprint(),
         "sha256": sha256_of(tuned / "tower.safetensors"),
@@ -79,7 +81,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     }
     assert {name: record[name] for name in expected} == expected
     assert record["command"].startswith("react-clip finetune tecoa stripes")
-    assert (record["settings"]["steps"], record["settings"]["batch"], record["settings"]["lr"]) == (6, 8, 1e-3)
+    assert (record["settings"]["steps"], record["settings"]["batch"]) == (6, 8)
     assert record["final_loss"] < record["first_loss"]
     with (tuned / "log.csv").open() as stream:
         rows = list(csv.DictReader(stream))
@@ -97,7 +99,7 @@ def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, ti
     assert sha256_of(tuned / "finetune.json") == before
     code, _, err = run("finetune", *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
     assert code == 2
-    assert err.startswith(f"react-clip: {tuned} holds another run (other settings.lr);")
+    assert err.startswith(f"react-clip: {tuned} holds another run (other method.optimiser.lr);")
     assert err.count("\n") == 1
 
 
@@ -106,12 +108,15 @@ def test_fare_needs_neither_text_nor_heads(
 ) -> None:
     arguments = ["fare", f"folder:{root / 'stripes'}", "--model", tiny_folder, "--out", tmp_path / "fare"]
     arguments += ["--epochs", "1.5", "--batch", 8, "--accumulate", 2, "--limit", 20, "--device", "cpu"]
-    code, out, err = run("finetune", *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--json", "--quiet")
+    code, out, err = run(
+        "finetune", *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--lr", "2e-5", *JSON
+    )
     assert code == 0, err
     record = json.loads(out)
     assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
     assert record["class_source"] == "none needed"
     assert record["tower"]["dtype"] == "fp16"
+    assert record["method"]["optimiser"] == {**SGD, "algorithm": "adamw", "lr": 2e-5, "weight_decay": 1e-4}
     assert record["was_finished"] is False
     assert rc.load(tmp_path / "fare", device="cpu", dtype="bf16").dtype == torch.bfloat16
 
@@ -137,6 +142,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
         code, out, err = run("finetune", *arguments, "--device", "cpu")
         assert code == 0, err
         record = json.loads(out)
+        assert record["method"].pop("optimiser") == {**SGD, "lr": 5e-5}
         assert record["method"] == {"kind": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
         assert record["class_source"] == "head stripes.npz"
         losses.append(record["first_loss"])
@@ -157,6 +163,7 @@ def test_heads_come_first_from_a_folder_or_a_file(
         (["tecoa", "stripes", "--dtype", "fp16"], "must be one of fp32, bf16"),
         (["tecoa", "stripes", "--clean-weight", "1"], "--clean-weight belongs to pmg-aft, not tecoa"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "is not a head"),
+        (["tecoa", "stripes", "--optimiser", "lion"], "algorithm is 'lion'; it must be one of sgd, adamw"),
     ],
 )
 def test_mistakes_are_one_line(

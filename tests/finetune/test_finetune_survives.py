@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip.finetune import FARE, Finetuned, Settings, TeCoA, finetune
+from react_clip.finetune import FARE, Finetuned, Optimiser, Settings, TeCoA, finetune
 from react_clip.finetune.folder import read_log
 
 PROGRAM = Path(__file__).with_name("finetune_program.py")
-SETTINGS = Settings(steps=5, batch=6, lr=1e-3, save_every=2)
+SETTINGS = Settings(steps=5, batch=6, save_every=2)
+METHOD = FARE(optimiser=Optimiser("adamw", lr=1e-3))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -71,7 +72,7 @@ def stop(encoder: rc.Encoder, photos: Any, folder: Path, *, step: int = 4, seed:
     """A run that stopped in the middle."""
     settings = SETTINGS.replace(seed=seed)
     with pytest.raises(StoppedError):
-        finetune(encoder, "fare", photos[0], out=folder, settings=settings, progress=stop_after(step))
+        finetune(encoder, METHOD, photos[0], out=folder, settings=settings, progress=stop_after(step))
     return folder
 
 
@@ -82,7 +83,7 @@ def stopped(encoder: rc.Encoder, photos: Any, tmp_path: Path) -> Path:
 
 
 def again(encoder: rc.Encoder, photos: Any, folder: Path, **changes: Any) -> Finetuned:
-    return finetune(encoder, "fare", photos[0], out=folder, settings=SETTINGS.replace(**changes))
+    return finetune(encoder, METHOD, photos[0], out=folder, settings=SETTINGS.replace(**changes))
 
 
 def test_it_continues_from_the_checkpoint_and_not_from_the_start(
@@ -90,7 +91,7 @@ def test_it_continues_from_the_checkpoint_and_not_from_the_start(
 ) -> None:
     seen: list[int] = []
     settings = SETTINGS.replace(save_every=1)  # how often is no part of the outcome
-    finetune(encoder, "fare", photos[0], out=stopped, settings=settings, progress=lambda done, *_: seen.append(done))
+    finetune(encoder, METHOD, photos[0], out=stopped, settings=settings, progress=lambda done, *_: seen.append(done))
     assert seen == [3, 4, 5]
     fresh = again(encoder, photos, stopped.with_name("fresh"))
     assert content(stopped) == content(fresh.folder)
@@ -121,7 +122,11 @@ def test_another_configuration_is_refused_by_name(
         with pytest.raises(rc.ReactClipError, match=rf"another run \(other {other}\); .*choose another --out"):
             again(model, (pixels,), stopped, **changes)
 
-    refused(r"settings\.batch, settings\.lr", batch=3, lr=1e-4)
+    refused(r"settings\.batch, settings\.warmup", batch=3, warmup=2)
+    with pytest.raises(
+        rc.ReactClipError, match=r"another run \(other method\.optimiser\.lr, method\.optimiser\.weight"
+    ):
+        finetune(encoder, FARE(), photos[0], out=stopped, settings=SETTINGS)
     refused(r"settings\.seed", seed=1)
     refused(r"data\.photos", pixels=photos[0].flip(0))
     refused("weights", model=rc.load(other_folder, device="cpu"))
@@ -161,6 +166,7 @@ class Exploding(FARE):
     """FARE whose loss turns infinite once the tower has moved, or whose gradient does while the loss is finite."""
 
     quietly: bool = False
+    optimiser: Optimiser = METHOD.optimiser
 
     def loss(self, batch: Any, adversarial: Tensor) -> Tensor:
         value = super().loss(batch, adversarial)

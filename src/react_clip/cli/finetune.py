@@ -17,7 +17,7 @@ from react_clip.finetune.photos import check_memory
 
 EXAMPLE = "react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa"
 _PLOT = "loss.png"
-_SETTINGS = ("batch", "accumulate", "lr", "weight_decay", "dtype", "augment", "seed", "half", "save_every")
+_SETTINGS = ("batch", "accumulate", "dtype", "augment", "seed", "half", "save_every")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--epochs", type=float, help="passes over the photos, instead of --steps")
     parser.add_argument("--batch", type=int, default=Settings.batch, help="photos at a time (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=Settings.accumulate, help="batches per update (%(default)s)")
-    parser.add_argument("--lr", type=float, default=Settings.lr, help="largest learning rate (%(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=Settings.weight_decay, help="of AdamW (%(default)s)")
+    parser.add_argument("--optimiser", help="sgd (with momentum 0.9) or adamw (the method's published one)")
+    parser.add_argument("--lr", type=float, help="largest learning rate (the method's published one)")
+    parser.add_argument("--weight-decay", type=float, help="of the optimiser (the method's published one)")
     parser.add_argument("--warmup", type=int, help="steps until that rate (a tenth of all)")
     parser.add_argument("--eps", default="1/255", help="largest change of a pixel in the attack (%(default)s)")
     parser.add_argument("--attack-step", default="1/255", help="step size of the attack (%(default)s)")
@@ -86,7 +87,10 @@ def _method(args: argparse.Namespace) -> Method:
         raise ReactClipError(
             f"--{next(iter(given)).replace('_', '-')} belongs to pmg-aft, not {args.method}; leave it out"
         )
-    return get(args.method, **given)
+    method = get(args.method, **given)
+    changes = {"algorithm": args.optimiser, "lr": args.lr, "weight_decay": args.weight_decay}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return method.replace(optimiser=method.optimiser.replace(**changes))
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -27,7 +27,8 @@ class Defended:
     """Defended answers and diagnostics, one row per image; values that were not measured are NaN."""
 
     features: Tensor
-    """Unit features ``[B, D]``, for retrieval too."""
+    """Unit features ``[B, D]``. They serve retrieval too, except those of ``ReACT.for_encoder``: its anchors may have
+    two of the ten views, which are enough for the answer; ``ReACT.constants_for`` always has all of them."""
     logits: Tensor
     """``[B, K]``"""
     drift_low: Tensor

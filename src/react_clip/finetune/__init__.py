@@ -6,7 +6,8 @@
 """
 
 from react_clip.finetune.methods import CLIPFT, FARE, PMGAFT, Method, TeCoA, get, names
+from react_clip.finetune.optimiser import Optimiser
 from react_clip.finetune.training import Finetuned, InnerAttack, Settings, finetune
 
-__all__ = ["CLIPFT", "FARE", "PMGAFT", "Finetuned", "InnerAttack", "Method", "Settings", "TeCoA", "finetune"]
-__all__ += ["get", "names"]
+__all__ = ["CLIPFT", "FARE", "PMGAFT", "Finetuned", "InnerAttack", "Method", "Optimiser", "Settings", "TeCoA"]
+__all__ += ["finetune", "get", "names"]

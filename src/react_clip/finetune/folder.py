@@ -22,7 +22,6 @@ from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
 from react_clip.errors import ReactClipError, first_line
 
 _CHECKPOINT = "checkpoint.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,20 @@ class RunFolder:
         return complete
 
     def save(
-        self, step: int, seconds: float, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW
+        self, step: int, seconds: float, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer
     ) -> None:
         """Write everything that the next step depends on into one file."""
         tensors = {f"weights/{name}": weight.detach().cpu() for name, weight in weights.items()}
+        keys: set[str] = set()
         for name, weight in weights.items():
-            tensors |= {f"{moment}/{name}": optimiser.state[weight][moment].cpu() for moment in _MOMENTS}
-        header = {"step": step, "seconds": seconds, "identity": self._digest()}
+            state = {key: value for key, value in optimiser.state[weight].items() if isinstance(value, Tensor)}
+            tensors |= {f"{key}/{name}": value.cpu() for key, value in state.items()}
+            keys |= state.keys()
+        header = {"step": step, "seconds": seconds, "state": sorted(keys), "identity": self._digest()}
         # One entry, because safetensors writes several in no fixed order.
         storage.write_tensors(self.path / _CHECKPOINT, tensors, {"react-clip": json.dumps(header)})
 
-    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.AdamW) -> tuple[int, float]:
+    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer) -> tuple[int, float]:
         """Set weights and optimiser to the last checkpoint; returns its step and the seconds spent until then.
 
         Without a checkpoint they stay as they are, and both numbers are 0.
@@ -90,15 +92,14 @@ class RunFolder:
                 for number, (name, weight) in enumerate(weights.items()):
                     with torch.no_grad():
                         weight.copy_(stored.get_tensor(f"weights/{name}"))
-                    moments = {moment: stored.get_tensor(f"{moment}/{name}") for moment in _MOMENTS}
-                    state[number] = {"step": torch.tensor(float(header["step"])), **moments}
+                    state[number] = {key: stored.get_tensor(f"{key}/{name}") for key in header["state"]}
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
             return int(header["step"]), float(header["seconds"])
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ReactClipError(f"{path} is damaged ({first_line(error)}); remove it to begin again") from None
 
     def _drop_checkpoint(self) -> None:
-        """Remove the checkpoint: three times the size of the tower, and not needed beside it."""
+        """Remove the checkpoint: up to three times the size of the tower, and not needed beside it."""
         (self.path / _CHECKPOINT).unlink(missing_ok=True)
 
     def _check_identity(self) -> None:

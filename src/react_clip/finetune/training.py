@@ -57,14 +57,12 @@ class InnerAttack(Configuration):
 
 
 class Settings(Configuration):
-    """Everything but the method and the data. One step uses ``batch * accumulate`` photos."""
+    """Everything but the method with its optimiser and the data. One step uses ``batch * accumulate`` photos."""
 
     steps: Count = 300
     batch: Count = 64
     accumulate: Count = 1
     """Batches whose gradients are added before the weights are updated."""
-    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    weight_decay: Annotated[float, Field(ge=0, lt=1)] = 1e-4
     warmup: Whole | None = None
     """Steps until the full learning rate; a tenth of all by default."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -89,17 +87,17 @@ class Settings(Configuration):
         """Photos that one step uses."""
         return self.batch * self.accumulate
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to zero; steps count from 0.
+    def schedule(self, step: int) -> float:
+        """Share of the full learning rate: linear warm-up, then half a cosine down to zero; steps count from 0.
 
-        >>> settings = Settings(steps=20, warmup=2, lr=1e-5)
-        >>> [f"{settings.learning_rate(step):.1e}" for step in (0, 1, 2, 11, 19)]
-        ['5.0e-06', '1.0e-05', '1.0e-05', '5.0e-06', '7.6e-08']
+        >>> settings = Settings(steps=20, warmup=2)
+        >>> [round(settings.schedule(step), 4) for step in (0, 1, 2, 11, 19)]
+        [0.5, 1.0, 1.0, 0.5, 0.0076]
         """
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         if step < warmup:
-            return self.lr * (step + 1) / warmup
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup)))
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup)))
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide the outcome, as JSON values: all but ``save_every``."""
@@ -146,7 +144,7 @@ def finetune(
         labels: a class index per photo; FARE needs none.
         class_features: ``[K, dim]``, fixed throughout; FARE needs none.
         out: the folder.
-        settings: how long, how fast, in which precision.
+        settings: how long, in which precision, against which attack; the learning rate belongs to the method.
         about: plain values for ``finetune.json``, such as the data set's name.
         progress: called after each step.
     """
@@ -244,17 +242,13 @@ def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> fl
     """Train from the folder's last checkpoint to the last step; returns the seconds of all steps so far."""
     settings, began = task.settings, time.monotonic()
     weights = image_parameters(task.student)
-    optimiser = torch.optim.AdamW(
-        [weight.requires_grad_(True) for weight in weights.values()],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        fused=task.student.device.type == "cuda",
-    )
+    trained = [weight.requires_grad_(True) for weight in weights.values()]
+    optimiser = task.method.optimiser.make(trained, fused=task.student.device.type == "cuda")
     done, seconds = folder.restore(weights, optimiser)
     rows = read_log(folder.log)[:done]
     try:
         for step in range(done + 1, settings.steps + 1):
-            rate = settings.learning_rate(step - 1)
+            rate = task.method.optimiser.lr * settings.schedule(step - 1)
             for group in optimiser.param_groups:
                 group["lr"] = rate
             loss = gradients(task, step - 1)
@@ -298,7 +292,7 @@ def gradients(task: Task, step: int) -> Tensor:
         part = slice(begin, begin + settings.batch)
         pixels, labels = task.photos.batch(indices[part], device)
         pixels = augmented(pixels, upload(augment_keys[part], device), settings.augment)
-        batch = Batch(student, original, pixels, labels, task.class_features)
+        batch = Batch(student, original, pixels, labels, task.class_features, settings.photos_per_step)
         attacked = settings.attack(task.method, batch, upload(start_keys[part], device))
         loss = task.method.loss(batch, attacked).mean() / settings.accumulate
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,34 @@
+"""The optimiser of a finetuning method: SGD with momentum, or AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from react_clip.config import Configuration
+
+_Rate = Annotated[float, Field(gt=0, lt=1)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optimiser(Configuration):
+    """How the weights follow the gradient; :class:`Settings` lowers the learning rate along a schedule."""
+
+    algorithm: Literal["sgd", "adamw"]
+    lr: _Rate
+    """Largest learning rate."""
+    weight_decay: _Decay = 0.0
+    momentum: _Decay = 0.9
+    """Of SGD; AdamW has torch's own constants."""
+
+    def make(self, weights: Iterable[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+        """The optimiser of these weights."""
+        if self.algorithm == "sgd":
+            return torch.optim.SGD(
+                weights, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
+            )
+        return torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay, fused=fused)
