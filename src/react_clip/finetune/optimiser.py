@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor
 
 from react_clip.config import Configuration
 
@@ -25,7 +25,7 @@ class Optimiser(Configuration):
     momentum: _Decay = 0.9
     """Of SGD; AdamW has torch's own constants."""
 
-    def make(self, weights: Iterable[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+    def make(self, weights: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:
         """The optimiser of these weights."""
         if self.algorithm == "sgd":
             return torch.optim.SGD(
