@@ -62,16 +62,20 @@ def relative_drift(drift_low: Tensor, drift_high: Tensor) -> Tensor:
     return (drift_high - drift_low) / drift_low.clamp_min(SMALLEST_DRIFT)
 
 
-def js_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+def js_divergence(logits_p: Tensor, logits_q: Tensor, gradient_temperature: float = 1.0) -> Tensor:
     r"""Prediction instability :math:`J = \tfrac12 [KL(p \Vert m) + KL(q \Vert m)]` with :math:`m = (p + q)/2`, in nats.
 
     Takes logits, so that tiny probabilities keep their logarithms; a class of minus infinity in both adds nothing. The
-    result lies in :math:`[0, \ln 2]`.
+    result lies in :math:`[0, \ln 2]`. Its gradient may be that of logits divided by a temperature, for attackers: at a
+    margin of 12 between the two best classes the true one is about 1e-4.
 
     >>> p, q = torch.tensor([[90.0, 0.0]]), torch.tensor([[0.0, 90.0]])
     >>> js_divergence(p, p), js_divergence(p, q)
     (tensor([0.]), tensor([0.6931]))
     """
+    if gradient_temperature != 1.0:
+        soft = js_divergence(logits_p / gradient_temperature, logits_q / gradient_temperature)
+        return js_divergence(logits_p, logits_q).detach() + (soft - soft.detach())
     # Below the bound exp is 0: it only keeps the difference of two infinities out.
     log_p, log_q = logits_p.log_softmax(-1).clamp_min(-1e4), logits_q.log_softmax(-1).clamp_min(-1e4)
     log_m = torch.logaddexp(log_p, log_q) - MAX_INSTABILITY

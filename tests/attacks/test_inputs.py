@@ -142,7 +142,7 @@ SUITE = {"kind": "adaptive-suite"}
         ("no members", SUITE | {"members": []}),
         ("members is 'adaptive-both'", SUITE | {"members": "adaptive-both"}),
         ("is 3", SUITE | {"members": [3]}),
-        ("'adaptive-both-20' is listed twice", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
+        ("'adaptive-both-100' is listed twice", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
         ("give eps to the suite", SUITE | {"members": [{"kind": "adaptive-both", "eps": "1/255"}]}),
         ("is a suite or does not know the defence", SUITE | {"members": ["adaptive-suite"]}),
         ("'pgd-10' is a suite or does not know the defence", SUITE | {"members": ["pgd"]}),

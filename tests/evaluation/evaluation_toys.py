@@ -99,8 +99,8 @@ def numbers(result: EvaluationResult) -> str:
 GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
 MEMBERS = (
     Transfer(steps=4),
-    Both(steps=4, eot=1, checkpoint=False),
-    Evade(steps=3, eot=1, lambdas=(1.0,), checkpoint=False),
+    Both(steps=6, eot=1, checkpoint=False),
+    Evade(steps=8, eot=2, lambdas=(1.0,), checkpoint=False),
     Queries(queries=6, eot=1),
 )
 

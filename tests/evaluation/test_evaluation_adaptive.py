@@ -62,7 +62,7 @@ def test_members_and_checks_are_reported_and_the_threat_is_everywhere(attacked: 
     assert numbers(EvaluationResult.load(folder / "result.json")) == numbers(result)
     assert all(check.passed for check in result.checks)
     assert {(check.name, check.defense) for check in result.checks} == {
-        (name, label) for name in ("steps", "huge budget", "oblivious", "budget", "queries") for label in GUARDS
+        (name, label) for name in ("convergence", "huge budget", "oblivious", "budget", "queries") for label in GUARDS
     }
     names = ["", *(member.name for member in MEMBERS)]
     assert [row.part for row in result.attacks if row.defense == "ReACT"] == 2 * names
@@ -144,6 +144,21 @@ def test_weaker_than_an_oblivious_attack_is_refused(tmp_path: Path, monkeypatch:
         rc.ReactClipError, match=r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20"
     ):
         adaptive_run(tmp_path, attacks=[lazy], defenses={"plain": rc.Undefended()}, draws=1)
+
+
+class Patient(Both):
+    """Works from the eighth step on."""
+
+    def search(self, problem: Any) -> Any:
+        return super().search(problem) if self.steps >= 8 else problem.x
+
+
+def test_an_attack_that_has_not_converged_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "draws": 1, "data": toy_photos(48)}
+    with pytest.raises(rc.ReactClipError, match=r"sanity check 'convergence' failed .* twice the steps and draws"):
+        adaptive_run(tmp_path / "short", attacks=[Patient(eps=4 / 255, steps=4, eot=1)], **options)
+    result = adaptive_run(tmp_path / "long", attacks=[Patient(eps=4 / 255, steps=8, eot=1)], **options)
+    assert [check.name for check in result.checks if not check.passed] == []
 
 
 def row(eps: float, accuracy: float, n: int = 200) -> Row:

@@ -113,7 +113,7 @@ def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
         ({"threat": "psychic"}, "it must be one of oblivious, transfer, adaptive"),
         ({"threat": "transfer", "attacks": ["pgd"]}, "transfer_model is None; the model to craft on"),
         ({"transfer_model": "x"}, "belongs to threat: transfer, and only to it"),
-        ({"defenses": ["aom"], "attacks": ["adaptive-evade"]}, "'adaptive-evade-20 4/255' cannot be run on .* 'aom'"),
+        ({"defenses": ["aom"], "attacks": ["adaptive-evade"]}, "'adaptive-evade-100 4/255' cannot be run on .* 'aom'"),
         ({"attacks": [{"kind": "adaptive-suite", "members": []}]}, "a suite has no members"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_failure_costs_its_batch_and_not_the_engine(
 
 def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more images arrive at once than can be answered before the deadline."""
-    seconds, deadline, count = 0.05, 2.0, 200
+    seconds, deadline, count = 0.05, 5.0, 200
     preset = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
     settings = Settings(batch=count, queue=count, deadline=deadline)
     engine = Engine(encoder, rc.ReACT(), preset, secret=SECRET, settings=settings)

@@ -102,6 +102,8 @@ class Draw:
     """The part r(x) of the score, without the prediction instability."""
     threshold: Tensor
     """The gate opens where the score is at least this; minus infinity without a gate."""
+    targets: Tensor | None = None
+    """Class ``[B]`` that a targeted attack wants as the answer."""
 
     @property
     def defended(self) -> Answer:
@@ -111,13 +113,17 @@ class Draw:
         return Answer(features, torch.where(gated, opened.logits, closed.logits))
 
 
-def take_draw(defended: DefendedModule, pixels: Tensor, labels: Tensor, clean_features: Tensor) -> Draw:
+def take_draw(
+    defended: DefendedModule, pixels: Tensor, labels: Tensor, clean_features: Tensor, targets: Tensor | None = None
+) -> Draw:
     """One draw with all its parts, differentiable where the pixels require gradients."""
     defense = defended.defense
     with gradients(defended.clf.encoder, defended.how):
         if isinstance(defense, ReACT | SecondLook):
-            return Draw(labels, clean_features, **_anchored_parts(defended, defense, pixels))
-        return Draw(labels, clean_features, **_other_parts(defended, pixels))
+            parts = _anchored_parts(defended, defense, pixels)
+        else:
+            parts = _other_parts(defended, pixels)
+    return Draw(labels, clean_features, targets=targets, **parts)
 
 
 def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixels: Tensor) -> dict[str, Any]:

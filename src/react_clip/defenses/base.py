@@ -201,6 +201,7 @@ class DefendedModule(nn.Module):
         checkpoint: recompute every encoder call in the backward pass instead of keeping its activations; on where
             ``differentiable`` is.
         detach_sigma: keep the anchor's noise scale out of the gradient.
+        instability_temperature: divides the logits that the gradient of J is taken of.
         fresh: every call draws other noise, also for the same pixels, as averaging over draws (EOT) needs; a new
             module with the same seed repeats the same sequence.
     """
@@ -214,6 +215,7 @@ class DefendedModule(nn.Module):
         differentiable: bool = False,
         checkpoint: bool | None = None,
         detach_sigma: bool = False,
+        instability_temperature: float = 1.0,
         fresh: bool = False,
     ) -> None:
         super().__init__()
@@ -221,7 +223,8 @@ class DefendedModule(nn.Module):
         self.defense = defense
         self.seed = seed
         self.differentiable = differentiable
-        self.how = Gradients(differentiable if checkpoint is None else checkpoint, detach_sigma)
+        checkpoint = differentiable if checkpoint is None else checkpoint
+        self.how = Gradients(checkpoint, detach_sigma, instability_temperature)
         self.fresh = fresh
         self.calls = 0
 

@@ -341,7 +341,8 @@ class ReACT(Defense):
             return encoder.backend(self.augmentation, pixels[chosen], keys[chosen])
 
         augmented = encoder.encode_in_batches(len(rows), self.max_batch, views)
-        divergence = functional.js_divergence(logits(rows, plain[rows]), logits(rows, augmented))
+        temperature = encoder.gradients.instability_temperature
+        divergence = functional.js_divergence(logits(rows, plain[rows]), logits(rows, augmented), temperature)
         return result.index_copy(0, rows, divergence.to(result.dtype))
 
     def _anchor_views(

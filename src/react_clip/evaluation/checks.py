@@ -5,16 +5,16 @@ model is broken (normalisation twice, eps in the wrong unit, gradients that vani
 features), and no robust accuracy could be trusted, so the run stops before it starts.
 
 The sanity checks of attacks that know the defence (Carlini et al., 2019, "On Evaluating Adversarial Robustness"):
-accuracy must fall with the budget and with the number of steps, go to about 0 at a huge budget, not be lower without
-gradients than with them, and not be higher than under an attacker who does not know the defence. A check fails only if
-the 95 % intervals exclude that it holds.
+accuracy must fall with the budget, go to about 0 at a huge budget, not be lower without gradients than with them, not
+be higher than under an attacker who does not know the defence, and hardly change with twice the steps and draws. A
+check fails only if the 95 % intervals exclude that it holds.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,9 @@ def _passed(check: SelfCheck) -> SelfCheck:
 _HUGE = 64 / 255
 _HUGE_LIMIT = 0.1
 """Largest accuracy that may be left at the huge budget."""
-_IMAGES = 16
-_FEW_STEPS, _MANY_STEPS = 5, 20
+_IMAGES, _CONVERGENCE_IMAGES = 16, 48
+_STEPS = 20
+"""Of the extra attacks at a huge budget and on undefended CLIP."""
 
 
 def _wanted(recipe: Recipe) -> bool:
@@ -106,11 +107,14 @@ def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFra
     for chosen in recipe.defenses:
         weakest = images[(images["defense"] == chosen.label) & (images["eps"] == eps) & (images["attack"] != CLEAN)]
         right = weakest[weakest["attacked"] & (weakest["clean_prediction"] == weakest["label"])]
-        rows = sorted(set(right["index"].tolist()))[:_IMAGES]
+        rows = sorted(set(right["index"].tolist()))
         if rows:
-            extra = _ExtraAttacks(recipe, subject, chosen, rows, eps, store)
-            checks += extra.step_and_budget_checks(items)
-            checks.append(extra.oblivious_check(weakest[weakest["index"].isin(rows)]))
+            few, more = (
+                _ExtraAttacks(recipe, subject, chosen, rows[:count], eps, store)
+                for count in (_IMAGES, _CONVERGENCE_IMAGES)
+            )
+            checks.append(more.convergence_check(items, weakest))
+            checks += [*few.huge_budget_check(items), few.oblivious_check(weakest)]
     return checks
 
 
@@ -126,43 +130,42 @@ class _ExtraAttacks:
     eps: float
     store: ShardStore
 
-    def step_and_budget_checks(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
-        """More steps and a huge budget must make the first gradient attack stronger."""
+    def huge_budget_check(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
+        """The first gradient attack must break everything at a huge budget."""
         members = [item.attack.members_for(self.chosen.defense) or (item.attack,) for item in items]
         attack = next((member for member in itertools.chain(*members) if isinstance(member, GradientAttack)), None)
-        if attack is None:
-            return
-        few, many, huge = (
-            self._accuracy_under(attack.replace(eps=eps, steps=steps))
-            for eps, steps in ((self.eps, _FEW_STEPS), (self.eps, _MANY_STEPS), (_HUGE, _MANY_STEPS))
-        )
-        title = f"{attack.kind} {format_eps(self.eps)}"
-        expected = f"{_MANY_STEPS} steps leave no more than {_FEW_STEPS}"
-        yield _compare("steps", self.chosen.label, title, expected, few, many, len(self.rows))
-        title, expected = f"{attack.kind} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
-        yield Check("huge budget", self.chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
+        if attack is not None:
+            huge = self._accuracy_under(attack.replace(eps=_HUGE, steps=_STEPS))
+            title, expected = f"{attack.kind} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
+            yield Check("huge budget", self.chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
+
+    def convergence_check(self, items: Sequence[LabelledAttack], images: pd.DataFrame) -> Check:
+        """Twice the steps and draws must not take the strongest attack's accuracy out of its interval."""
+        left = self._left(images)
+        item = next(item for item in items if item.label == left.idxmin())
+        doubled = self._accuracy_under(_doubled(item.attack))
+        once = metrics.wilson(float(left.min()), len(self.rows))
+        expected = "twice the steps and draws change what is left by less than its interval"
+        title = f"{item.label} {format_eps(self.eps)}"
+        slack, passed = once.value - once.low, doubled >= once.low
+        return Check("convergence", self.chosen.label, title, expected, once.value, doubled, slack, passed)
 
     def oblivious_check(self, images: pd.DataFrame) -> Check:
         """PGD on undefended CLIP must not be stronger than the strongest of the recipe's attacks."""
-        attack = PGD(eps=self.eps, steps=_MANY_STEPS, step_size="eps/4")
-
-        def wrong(x: Tensor, y: Tensor) -> Tensor:
-            adversarial = attack(self.subject.attack_clf, x, y, seed=self.recipe.seed).images
-            answers = [self.chosen.defense(self.subject.clf, adversarial, seed=seed) for seed in self.recipe.seeds]
-            return torch.stack([answer.labels != y for answer in answers]).float().mean(0)
-
-        left = images.groupby("attack", sort=False, observed=True)["correct"].mean()
+        attack = PGD(eps=self.eps, steps=_STEPS, step_size="eps/4")
+        left = self._left(images)
         title = f"{left.idxmin()} {format_eps(self.eps)}"
         expected = f"it leaves no more than {attack.name} on undefended CLIP"
-        oblivious = self._accuracy(attack, wrong)
+        oblivious = self._accuracy_under(attack)
         return _compare("oblivious", self.chosen.label, title, expected, oblivious, float(left.min()), len(self.rows))
 
-    def _accuracy_under(self, attack: GradientAttack) -> float:
-        target = attack.target(self.subject.attack_clf, self.chosen.defense)
-        return self._accuracy(attack, lambda x, y: attack(target, x, y, seed=self.recipe.seed).broken)
+    def _left(self, images: pd.DataFrame) -> pd.Series[float]:
+        """Accuracy that each of the recipe's attacks left on these images."""
+        chosen = images[images["index"].isin(self.rows)]
+        return chosen.groupby("attack", sort=False, observed=True)["correct"].mean()
 
-    def _accuracy(self, attack: Attack, wrong: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """One minus the mean of ``wrong(pixels, labels)``, the share of wrong answers per image; stored in a shard."""
+    def _accuracy_under(self, attack: Attack) -> float:
+        """Accuracy of the defence, mean over the recipe's draws, on images of the attack; stored in a shard."""
         path = (self.subject.name, "checks", self.chosen.label, f"{attack.name} {format_eps(attack.eps)}")
         about = {
             "work": "sanity check",
@@ -175,9 +178,25 @@ class _ExtraAttacks:
         }
         shard = self.store.read(path, about)
         if shard is None:
-            shares = wrong(*_images_at(self.subject, self.rows))
+            starts = range(0, len(self.rows), self.recipe.batch)
+            shares = torch.cat([self._wrong(attack, self.rows[at : at + self.recipe.batch]) for at in starts])
             shard = self.store.write(path, about, {"wrong": shares.float()})
         return 1.0 - float(shard.tensors["wrong"].double().mean())
+
+    def _wrong(self, attack: Attack, rows: Sequence[int]) -> Tensor:
+        """Share of the recipe's draws ``[len(rows)]`` in which the defence is wrong on attacked images."""
+        clf, defense = self.subject.clf, self.chosen.defense
+        x, y = _images_at(self.subject, rows)
+        images = attack(attack.target(self.subject.attack_clf, defense), x, y, seed=self.recipe.seed).images
+        return torch.stack([defense(clf, images, seed=s).labels != y for s in self.recipe.seeds]).float().mean(0)
+
+
+def _doubled(attack: Attack) -> Attack:
+    """The attack with twice the steps or queries, and twice the draws of the noise for each."""
+    if isinstance(attack, Suite):
+        return attack.replace(members=tuple(map(_doubled, attack.members)))
+    numbers = {name: getattr(attack, name, None) for name in ("steps", "queries", "eot")}
+    return attack.replace(**{name: 2 * number for name, number in numbers.items() if number is not None})
 
 
 def sanity_by_numbers(recipe: Recipe, rows: Sequence[Row], attacks: Sequence[AttackRow]) -> list[Check]:
