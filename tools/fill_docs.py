@@ -51,7 +51,8 @@ def run_table(run: str, name: str) -> str:
 
 def ranking_table(*runs: str) -> str:
     """The ranking of the defences of several runs."""
-    ranking = rank([RESULTS / run for run in runs])
+    timings = [RESULTS / run for run in runs if run.endswith(".json")]
+    ranking = rank([RESULTS / run for run in runs if not run.endswith(".json")], timings)
     caption, _, body = ranking.table.markdown().partition("\n\n")
     command = f"react-clip rank {' '.join(f'benchmarks/results/{run}' for run in runs)}"
     return f"{body}\n*{caption} Made by `{command}`.*\n"

@@ -6,7 +6,6 @@ undefended CLIP, an attacker who does not know the defence, so all three kinds o
 
 from __future__ import annotations
 
-import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pandas as pd
 from doc_tables import table
 
-from react_clip.evaluation import EvaluationResult
+from react_clip.evaluation import EvaluationResult, metrics
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import Row
 from react_clip.report.run import read_run
@@ -38,9 +37,9 @@ def who(folder: Path) -> str:
     for run, result in zip(SUITES, suites, strict=True):
         label, sets = result.rows[0].defense, {info.name for info in result.sets}
         note = "" if len(sets) == most else f", {len(sets)} of the {most} sets"
-        clean = f"{100 * _row(result, 0.0).accuracy:.1f}"
-        for attacker, values in _left(folder, run, result, budgets).items():
-            rows.append([f"{label}{note}", attacker, clean, *(f"{100 * value:.1f}" for value in values)])
+        sizes = [info.images for info in result.sets]
+        for attacker, accuracies in _left(folder, run, result, budgets).items():
+            rows.append([f"{label}{note}", attacker, *(_with_interval(by_set, sizes) for by_set in accuracies)])
     first = suites[0]
     photos = sum(info.images for info in first.sets)
     sets_text = ", ".join(info.name for info in first.sets)
@@ -50,25 +49,32 @@ def who(folder: Path) -> str:
         *table(head, rows, words=2),
         "",
         f"*Accuracy in %, mean over {len(first.sets)} data sets ({sets_text}; {photos} images); {first.model}, "
-        f"{first.dtype}, {first.device}; leakage-free scoring. {runs}, made by {made}.*",
+        f"{first.dtype}, {first.device}; leakage-free scoring; ± is half of a 95 % interval. {runs}, made by {made}.*",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]) -> dict[str, list[float]]:
-    """Accuracy of one defence at each budget, by attacker."""
+def _left(folder: Path, run: str, result: EvaluationResult, budgets: list[float]) -> dict[str, list[list[float]]]:
+    """Accuracy of one defence on each set, on clean photos and at each budget, by attacker."""
     label = result.rows[0].defense
     informed, transferred = _shares(folder / run, label), _shares(folder / TRANSFER, label)
     transferred = transferred[transferred.index.isin(informed.index)]
     worst = pd.concat([informed, transferred], axis=1).min(axis=1)
-    return {
+    clean = _by_set(informed[0.0])
+    left = {
         "does not know the defence": [_oblivious(folder / run, result, informed[0.0], eps) for eps in budgets],
-        "crafts on another tower": [_mean(transferred[eps]) for eps in budgets],
-        "knows it: mean of ten draws": [_mean(informed[eps]) for eps in budgets],
-        "knows it: majority of the draws": [_row(result, eps).majority or 0.0 for eps in budgets],
-        "knows it: all of the draws right": [_row(result, eps).worst or 0.0 for eps in budgets],
-        "worst of these, image by image": [_mean(worst[eps]) for eps in budgets],
+        "crafts on another tower": [_by_set(transferred[eps]) for eps in budgets],
+        "knows it: mean of ten draws": [_by_set(informed[eps]) for eps in budgets],
+        "knows it: majority of the draws": [[row.majority for row in _rows(result, eps)] for eps in budgets],
+        "knows it: all of the draws right": [[row.worst for row in _rows(result, eps)] for eps in budgets],
+        "worst of these, image by image": [_by_set(worst[eps]) for eps in budgets],
     }
+    return {attacker: [clean, *accuracies] for attacker, accuracies in left.items()}
+
+
+def _with_interval(accuracies: list[float], sizes: list[int]) -> str:
+    estimate = metrics.mean_over_sets(accuracies, sizes)
+    return f"{100 * estimate.value:.1f} ± {50 * (estimate.high - estimate.low):.1f}"
 
 
 def members(folder: Path) -> str:
@@ -112,14 +118,15 @@ def _members(result: EvaluationResult) -> list[dict[str, Any]]:
 
 
 def _part(member: dict[str, Any]) -> str:
-    from react_clip import attacks
-
-    return attacks.from_dict(member).name
+    """The member's name in a result."""
+    options = [member.get("loss", "ce"), member.get("sigma", ""), "targeted" if member.get("targets") else ""]
+    length = str(member.get("steps", member.get("queries")))
+    return "-".join([member["kind"], length, *(o for o in options if o not in ("", "ce", "differentiated"))])
 
 
 def _name(member: dict[str, Any]) -> str:
-    detached = ", sigma detached" if member.get("sigma") == "detached" else ""
-    return str(member["kind"]).removeprefix("adaptive-") + detached
+    options = {"sigma detached": member.get("sigma") == "detached", "targeted": member.get("targets")}
+    return ", ".join([str(member["kind"]).removeprefix("adaptive-"), *(text for text, true in options.items() if true)])
 
 
 # ---------------------------------------------------------------------- shares of right answers
@@ -138,13 +145,13 @@ def _shares(run: Path, defense: str) -> pd.Series:
     return images[images["defense"] == defense].groupby(["eps", "dataset", "index"])["correct"].mean()
 
 
-def _mean(shares: pd.Series) -> float:
-    """The mean over sets of the means over their images."""
-    return float(shares.groupby("dataset").mean().mean())
+def _by_set(shares: pd.Series) -> list[float]:
+    """The mean over the images of each set."""
+    return [float(share) for share in shares.groupby("dataset", sort=False).mean()]
 
 
-def _oblivious(run: Path, result: EvaluationResult, clean: pd.Series, eps: float) -> float:
-    """Accuracy under the suite's first member, which met every image that is attacked."""
+def _oblivious(run: Path, result: EvaluationResult, clean: pd.Series, eps: float) -> list[float]:
+    """Accuracy on each set under the suite's first member, which met every image that is attacked."""
     images = _images(run).drop_duplicates(["dataset", "index"]).set_index(["dataset", "index"])
     spared = images.index[images["label"] != images["clean_prediction"]]
     accuracies = []
@@ -153,8 +160,9 @@ def _oblivious(run: Path, result: EvaluationResult, clean: pd.Series, eps: float
             mine = clean[clean.index.get_level_values("dataset") == part.dataset]
             right = mine[mine.index.isin(spared)].sum() + part.attacked * (1.0 - part.success_rate)
             accuracies.append(right / len(mine))
-    return statistics.fmean(accuracies)
+    return accuracies
 
 
-def _row(result: EvaluationResult, eps: float) -> Row:
-    return next(row for row in result.select(dataset=MEAN) if row.eps == eps)
+def _rows(result: EvaluationResult, eps: float) -> list[Row]:
+    """The rows of the sets, in their order."""
+    return [row for row in result.rows if row.dataset != MEAN and row.eps == eps]

@@ -93,6 +93,30 @@ def test_a_defence_has_one_row_over_all_threat_models(folder: Path, tmp_path: Pa
     assert len(both.conditions) == 2
 
 
+def test_milliseconds_come_from_a_bench_of_the_same_configurations(folder: Path, tmp_path: Path) -> None:
+    timed = {"ReACT": DEFENSES["ReACT"].replace(max_batch=7).to_dict(), "react": rc.ReACT().to_dict()}
+    contenders = [{"label": "ReACT", "milliseconds": 1.5}, {"label": "react", "milliseconds": 9.0}]
+    report: dict[str, Any] = {"model": "toy", "attacked": 1.0, "defenses": timed, "contenders": contenders}
+    report |= {"device": "cpu", "dtype": "fp32", "batch": 7, "command": "react-clip bench"}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(report))
+    ranking = rank([folder], [path])
+    assert ranking.table.header[-1] == "ms, 100 % attacked"
+    times = {entry.label: entry.cells[-1].value for entry in ranking.entries}
+    assert times.pop("ReACT") == 1.5
+    assert np.isnan(list(times.values())).all()
+    for changed, error in (
+        ({"model": "another"}, "timed another, but the runs defend toy"),
+        ({"contenders": []}, "has no table of defences"),
+        ({"contenders": None}, "has no table of defences"),
+    ):
+        path.write_text(json.dumps({**report, **changed}))
+        with pytest.raises(rc.ReactClipError, match=error):
+            rank([folder], [path])
+    with pytest.raises(rc.ReactClipError, match="is no file of `react-clip bench`"):
+        rank([folder], [tmp_path])
+
+
 def test_runs_that_do_not_fit_together_are_refused(folder: Path, tmp_path: Path) -> None:
     mine = {"mine": rc.ReACT(tau=0.5, views=2)}
     with pytest.raises(rc.ReactClipError, match="other photos or other attacks; report them apart"):

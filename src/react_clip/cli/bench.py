@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     reader = common.PhotoReader(args) if args.photos_in or not args.shapes else None
     job = _bench(args, reader)
-    report = _report(args, job.clf)
+    report = _report(args, job)
     axes = bench.SWEEPS if args.sweep == "all" else (args.sweep,)
     swept = {axis: job.sweep(axis) if axis else {0.0: job.table()} for axis in axes}
     steps = sum(one.steps(args.rounds, args.singles) for points in swept.values() for one in points.values())
@@ -137,9 +137,9 @@ def _defense(name: str, batch: int) -> defenses.Defense:
     return defenses.from_dict({**values, "max_batch": batch} if "max_batch" in values else values)
 
 
-def _report(args: argparse.Namespace, clf: ZeroShotClassifier) -> dict[str, Any]:
+def _report(args: argparse.Namespace, job: bench.Bench) -> dict[str, Any]:
     """The JSON document, without measurements."""
-    notes = []
+    clf, notes = job.clf, []
     if args.shapes:
         notes.append(
             "weights are random: no image is attacked, the gate's threshold is set so that the attacked share opens it"
@@ -159,6 +159,7 @@ def _report(args: argparse.Namespace, clf: ZeroShotClassifier) -> dict[str, Any]
         **{name: getattr(args, name) for name in _OPTIONS},
         "notes": notes,
         "versions": versions(),
+        "defenses": {label: one.to_dict() for label, one in {bench.OURS: job.guard, **job.defenses}.items()},
         "contenders": [],
         "sweeps": {},
     }

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank",
     )
     parser.add_argument("--out", type=Path, default=Path("ranking.html"), help="the page (%(default)s)")
+    parser.add_argument(
+        "--timings", type=Path, nargs="+", default=[], help="files of `react-clip bench --defenses ...`"
+    )
     group = parser.add_argument_group("for a defence of your own")
     group.add_argument("--quick", action="store_true", help="few photos and cheap attacks, for a first impression")
     group.add_argument("--recipe", type=Path, help="what to measure (the package's standard evaluation)")
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     own = [text for text in args.what if ":" in text and not Path(text).is_dir()]
     if own and len(args.what) > 1:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
-    ranking = rank([_measure(own[0], args)] if own else args.what)
+    ranking = rank([_measure(own[0], args)] if own else args.what, args.timings)
     ranking.write_page(args.out)
     document = {
         "page": str(args.out),

@@ -5,7 +5,7 @@ The columns stand in groups by what happened to the photos:
 - clean photos, and photos that nobody attacked but that were taken or stored badly (mean over the kinds of damage);
 - attackers who do not know the defence: the worst case per image over all attacks of one budget, and over all of them;
 - attackers who know it, and images crafted on another model, each from runs of their own on their own photos;
-- the cost in encoder passes.
+- the cost in encoder passes, and in milliseconds from files of ``react-clip bench``.
 
 Runs of one threat model must have the same photos, attacks, scoring and model; others are refused.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.result import EvaluationResult
@@ -39,8 +39,8 @@ _GROUPS = {
     ADAPTIVE: "the attacker knows the defence",
     TRANSFER: "crafted on another model",
 }
-_COST = "encoder passes"
-_SHORT = {_GROUPS[ADAPTIVE]: "knows it, ", _GROUPS[TRANSFER]: "other model, ", _COST: "passes, "}
+_COST, _TIME = "encoder passes", "milliseconds per image"
+_SHORT = {_GROUPS[ADAPTIVE]: "knows it, ", _GROUPS[TRANSFER]: "other model, ", _COST: "passes, ", _TIME: "ms, "}
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ class Ranking:
         write_text(path, render("ranking.html", ranking=self))
 
 
-def rank(folders: Sequence[str | Path]) -> Ranking:
+def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking:
     """The ranking of the defences of several runs.
 
     Args:
         folders: folders of finished runs. At least one has attackers who do not know the defence; it says which
             defences are ranked. Others add the columns of informed attackers and of images from another model.
+        timings: files of ``react-clip bench``, one per kind of traffic.
     """
     read = [_finished_run(folder) for folder in folders]
     _check_models(read)
@@ -102,6 +103,8 @@ def rank(folders: Sequence[str | Path]) -> Ranking:
         **{_GROUPS[threat]: _attacked(run, threat) for threat, run in runs.items()},
         _COST: _passes(base),
     }
+    if timings:
+        blocks[_TIME] = pd.DataFrame(dict(_milliseconds(base, path) for path in timings))
     numbers = pd.concat(blocks, axis=1).reindex(list(base.defenses))
     order = numbers[_GROUPS[OBLIVIOUS], ALL].map(lambda cell: cell.value).sort_values(ascending=False, kind="stable")
     entries = []
@@ -118,7 +121,7 @@ def rank(folders: Sequence[str | Path]) -> Ranking:
             f"Accuracy in %, mean over data sets; ± is half of a 95 % interval. Defences stand in the order of "
             f"{ALL!r}: the share of photos that no attack which does not know the defence turns into a wrong answer."
         ),
-        conditions=tuple(_conditions(run) for run in runs.values()),
+        conditions=(*(_conditions(run) for run in runs.values()), *map(_timing_conditions, timings)),
     )
 
 
@@ -165,7 +168,7 @@ def _with_labels_of(base: Run, run: Run) -> Run:
 
 
 def _configuration(entry: dict[str, Any]) -> str:
-    values = {key: value for key, value in entry.items() if key not in ("label", "family", "params")}
+    values = {key: value for key, value in entry.items() if key not in ("label", "family", "params", "max_batch")}
     return json.dumps(values, sort_keys=True, default=str)
 
 
@@ -222,6 +225,35 @@ def _passes(run: Run) -> pd.DataFrame:
     kinds = {kind: rows.groupby("defense") for kind, rows in _kinds(_images(run)).items()}
     means = {kind: kinds[kind]["passes"].mean() for kind in (CLEAN, "attacked")}
     return pd.DataFrame({**means, "backward": kinds["attacked"]["backward_passes"].mean()}).map(Cell)
+
+
+def _milliseconds(run: Run, path: Path) -> tuple[str, dict[str, Cell]]:
+    """Title of the column, and milliseconds per image of the defences that a file of ``react-clip bench`` measured."""
+    report = _timing_report(path)
+    times = {row["label"]: row["milliseconds"] for row in report["contenders"]}
+    measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
+    if report["model"] != _result(run).model:
+        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {_result(run).model}; time that one")
+    known = {label: measured.get(_configuration(entry)) for label, entry in run.defenses.items()}
+    title = f"{100 * report['attacked']:g} % attacked"
+    return title, {label: Cell(float(value)) for label, value in known.items() if value is not None}
+
+
+def _timing_report(path: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        complete = bool(report["contenders"]) and {"model", "attacked", "defenses"} <= report.keys()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReactClipError(f"{path} is no file of `react-clip bench`: {first_line(error)}") from error
+    if not complete:
+        raise ReactClipError(f"{path} has no table of defences; measure it with `react-clip bench --defenses ...`")
+    return report
+
+
+def _timing_conditions(path: Path) -> str:
+    report = _timing_report(path)
+    shown = (f"{report['device']}, {report['dtype']}", f"batches of {report['batch']}", f"`{report['command']}`")
+    return f"Milliseconds: {', '.join(shown)}"
 
 
 def _shares(images: pd.DataFrame) -> pd.Series[float]:
