@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import react_clip as rc
 from react_clip.encoders.cache import ViewCache, cached_views
-from react_clip.evaluation import evaluate
+from react_clip.evaluation import Recipe, evaluate
 from react_clip.evaluation.store import Pictures
 from react_clip.report import tables
 
@@ -48,6 +48,24 @@ def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path, ro
         row["attacked"] and row["eps"] == 0 and row["plain_prediction"] == plain[row["index"]] for row in damaged
     )
     assert "noise-0.05, " in str(result)
+
+
+def test_the_worst_case_over_attacks_is_that_of_plain_loops(tmp_path: Path, rows_of: Any) -> None:
+    recipe = {"perturbations": {"noise": [0.05]}, "attacks": [{"kind": "pgd", "steps": 1, "eps": ["1/255", "2/255"]}]}
+    attacks = Recipe.from_dict({**recipe, "model": "toy", "datasets": ["data"], "defenses": ["undefended"]}).attacks
+    assert [item.title for item in attacks] == ["noise-0.05", "pgd-1 1/255", "pgd-1 2/255"]
+    for worst_of, count in ((["all"], 2), (["noise-0.05", "pgd-1 1/255"], 2), (["pgd-1 2/255"], 1)):
+        folder = tmp_path / "-".join(worst_of).replace("/", "")
+        result = toy_run(folder, attacks=[item.attack for item in attacks], worst_of=worst_of, draws=2)
+        counted = [item for item in attacks if item.title in worst_of or (worst_of == ["all"] and item.eps)]
+        titles = {(item.label, item.eps) for item in counted}
+        answers = [row for row in rows_of(folder) if (row["attack"], row["eps"]) in titles]
+        for row in result.select(dataset="data", attack=f"worst of {count}"):
+            mine = [answer for answer in answers if answer["defense"] == row.defense]
+            wrong = {(answer["index"], answer["draw"]) for answer in mine if not answer["correct"]}
+            assert row.accuracy == pytest.approx(1 - len(wrong) / (2 * COUNT))
+            assert row.eps == max(item.eps for item in counted)
+        assert len(result.select(dataset="data", attack=f"worst of {count}")) == len(toy_defenses())
 
 
 def test_rows_are_what_the_per_image_file_says(finished: Any) -> None:

@@ -21,7 +21,7 @@ from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
 from react_clip import storage
-from react_clip.attacks import Attack
+from react_clip.attacks import Attack, Corruption
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.config import Configuration, Count, pop_kind, read_length
 from react_clip.defenses import Defense, ReACT
@@ -139,6 +139,8 @@ class Recipe(Configuration):
     images: Images = Images()
     batch: Count = 64
     """Images per shard and per encoder call."""
+    worst_of: tuple[Label, ...] = ()
+    """Titles of attacks, such as ``pgd-10 4/255``, or ``all``: their worst case per image is a column of its own."""
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -151,6 +153,10 @@ class Recipe(Configuration):
         _check_unique("attack", [attack.title for attack in self.attacks], "give one of them a label")
         _check_unique("defence", [defense.label for defense in self.defenses], "give one of them a label")
         self._check_threat()
+        titles = [item.title for item in self.attacks]
+        if unknown := [title for title in self.worst_of if title not in (*titles, "all")]:
+            known = ", ".join([*titles, "all"])
+            raise ReactClipError(f"worst_of names {unknown[0]!r}, which is no attack of the recipe; choose of {known}")
 
     def _check_threat(self) -> None:
         """Refuse attacks that do not fit the threat model or a defence."""
@@ -181,6 +187,12 @@ class Recipe(Configuration):
         """Precision of the encoder that attacks are crafted on."""
         return self.attack_dtype or self.dtype
 
+    def worst_case_over(self) -> tuple[LabelledAttack, ...]:
+        """The attacks that ``worst_of`` names, without natural damage if it says ``all``."""
+        everything = "all" in self.worst_of
+        wanted = [item for item in self.attacks if everything and not item.attack.natural]
+        return tuple(item for item in self.attacks if item.title in self.worst_of or item in wanted)
+
     @property
     def seeds(self) -> tuple[int, ...]:
         """The defence's seed of each draw."""
@@ -197,10 +209,15 @@ class Recipe(Configuration):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The recipe with these keys; entries with several budgets or a grid are expanded."""
+        """The recipe with these keys; entries with several budgets or a grid are expanded.
+
+        ``perturbations: {noise: [0.02, 0.08], ...}`` stands for attacks of kind ``corruption``.
+        """
         values = dict(data)
-        if "attacks" in values:
-            values["attacks"] = [item for entry in _entries("attacks", values) for item in _attacks(entry)]
+        damage = _perturbations(values.pop("perturbations", {}))
+        if "attacks" in values or damage:
+            attacks = _entries("attacks", {"attacks": (), **values})
+            values["attacks"] = [item for entry in (*damage, *attacks) for item in _attacks(entry)]
         if "defenses" in values:
             model = str(values.get("model"))
             values["defenses"] = [item for entry in _entries("defenses", values) for item in _defenses(entry, model)]
@@ -261,6 +278,16 @@ def _entries(name: str, values: Mapping[str, Any]) -> list[Any]:
         raise ReactClipError(f"{name} is {entries!r:.80}; it must be a list of names, mappings or objects like ReACT()")
     plain = [{"kind": entry} if isinstance(entry, str) else entry for entry in entries]
     return [dict(entry) if isinstance(entry, dict) else entry for entry in plain]
+
+
+def _perturbations(types: Any) -> list[dict[str, Any]]:
+    """Entries of the attacks that damage photos without intent, from a mapping of types to severities."""
+    if not isinstance(types, dict) or not all(isinstance(severities, list) for severities in types.values()):
+        raise ReactClipError(
+            f"perturbations is {types!r:.80}; it maps types of damage to lists of severities: {{noise: [0.02]}}"
+        )
+    pairs = [(name, severity) for name, severities in types.items() for severity in severities]
+    return [{"kind": Corruption.kind, "type": name, "severity": severity} for name, severity in pairs]
 
 
 def _attacks(entry: Any) -> list[LabelledAttack]:

@@ -46,6 +46,7 @@ def evaluate(
     threat: str = "oblivious",
     store: str = "float16",
     batch: int = 64,
+    worst_of: Sequence[str] = (),
     self_check: bool = True,
     progress: bool = True,
 ) -> EvaluationResult:
@@ -71,6 +72,7 @@ def evaluate(
         threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
         store: adversarial images are stored as ``float16`` or ``uint8``, or not at all (``none``).
         batch: images per shard and per encoder call.
+        worst_of: titles of attacks, such as ``pgd-10 4/255``, or ``all``; their worst case per image is a row too.
         self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
         progress: show a progress bar.
     """
@@ -90,6 +92,7 @@ def evaluate(
         "transfer_model": attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
         "images": {"store": store},
         "batch": batch,
+        "worst_of": worst_of,
         "self_check": self_check,
     }
     recipe = Recipe.from_dict(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,25 @@ def summarise(recipe: Recipe, tables: Sequence[pd.DataFrame]) -> tuple[list[Row]
         if item is not None and (item.adaptive or defense == recipe.defenses[0].label):
             members = [member.name for member in item.attack.members_for(defenses[defense])]
             attack_rows += _attack_rows(recipe, item, row, group, members)
-    return rows, attack_rows
+    return rows + [row for table in tables for row in _worst_case_rows(recipe, table)], attack_rows
+
+
+def _worst_case_rows(recipe: Recipe, table: pd.DataFrame) -> Iterator[Row]:
+    """The worst case per image over the attacks of ``worst_of``: right only if it is right under each of them.
+
+    Its budget is the largest of these attacks, gates and passes are means over them.
+    """
+    items = recipe.worst_case_over()
+    if not items:
+        return
+    titles = {(item.label, item.eps) for item in items}
+    chosen = table[[title in titles for title in zip(table["attack"], table["eps"], strict=True)]]
+    by_image = {"attacked": "any", "correct": "all", "gated": "mean", "passes": "mean", "backward_passes": "mean"}
+    same = dict.fromkeys(("label", "clean_prediction", "attack"), "first")
+    for (dataset, defense), group in chosen.groupby(["dataset", "defense"], sort=False, observed=True):
+        images = group.groupby(["draw", "index"], sort=True).agg({**by_image, **same}).reset_index()
+        name, eps = f"worst of {len(items)}", max(item.eps for item in items)
+        yield Row(dataset, name, eps, defense, recipe.threat, recipe.scoring, **_numbers(recipe, images))
 
 
 def _numbers(recipe: Recipe, group: pd.DataFrame) -> dict[str, Any]:
