@@ -1,14 +1,19 @@
 r"""The weak stochastic augmentation :math:`\mathcal T(x)` behind the prediction-instability score.
 
 A mild affine always; then Gaussian blur, additive noise and colour jitter, each with probability one half. Magnitudes
-are those of the closely related SS-TPT and MAC; the probability is not published and is a field. Parameters come from
-one stream per image, so an image's augmentation does not depend on its batch. Every step is differentiable in x.
+and probability are those of the released codes of SS-TPT and MAC, the order is the paper's. Parameters come from one
+stream per image, so an image's augmentation does not depend on its batch. Every step is differentiable in x.
+
+Those codes use torchvision. Different here: shifts are not rounded to whole pixels; the border fades into black once,
+there twice; brightness, contrast, saturation and hue change in this order, there in a random one; and hue turns in
+YIQ, which is smooth, instead of HSV.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -79,16 +84,26 @@ class WeakAugmentation(Motion):
         if self.blur_kernel % 2 == 0:
             raise ReactClipError(f"blur_kernel is {self.blur_kernel}; it must be odd, such as 5")
 
-    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
-        """One augmented view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``."""
+    _jitter_first: ClassVar[bool] = False
+
+    def __call__(self, images: Tensor, keys: Tensor, shared: Tensor | None = None) -> Tensor:
+        """One augmented view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``.
+
+        With ``shared`` keys ``[B]``, everything but the noise follows from them: where they are equal, views are moved,
+        blurred and jittered alike.
+        """
         parameters, grain = noise.fork(keys, torch.arange(2, device=keys.device)[:, None])
-        draw = noise.uniform(parameters, 13)
+        draw = noise.uniform(parameters if shared is None else noise.fork(shared, 0), 13)
         blurred, noisy, jittered = (draw[:, 4:7] < self.probability).unbind(1)
         draw = draw.to(images.dtype)
         view = self._move(images, draw[:, 0:4])
+        if self._jitter_first:
+            view = torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
         view = torch.where(_per_image(blurred), _blur(view, self._blur_kernels(draw[:, 7])), view)
         # A view without noise has noise of scale zero.
         view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy).clamp(0.0, 1.0)
+        if self._jitter_first:
+            return view
         return torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
 
     def _blur_kernels(self, draw: Tensor) -> Tensor:
@@ -107,6 +122,12 @@ class WeakAugmentation(Motion):
         view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
         turns = _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0))
         return torch.einsum("bij,bjhw->bihw", turns, view).clamp(0.0, 1.0)
+
+
+class JitterFirst(WeakAugmentation):
+    """The same with colour jitter before blur and noise, as in the released codes of MAC and SS-TPT."""
+
+    _jitter_first = True
 
 
 def smaller_copy(images: Tensor, size: int) -> Tensor:

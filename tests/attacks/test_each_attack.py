@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.attacks import APGD, FAB, PGD, Attack, AutoAttack, Square, autoattack, losses
-from react_clip.attacks.apgd import checkpoints
 from react_clip.attacks.fab import onto_plane
 from react_clip.attacks.losses import cross_entropy, margin
 from react_clip.attacks.problem import Candidates, relay
@@ -114,44 +112,49 @@ def test_the_summed_loss_survives_half_precision_in_a_large_batch() -> None:
 
 def plain_apgd(
     net: Callable[[Tensor], Tensor], start: Tensor, x: Tensor, y: Tensor, eps: float, steps: int
-) -> list[Tensor]:
-    """The paper's algorithm for one image, with plain numbers and lists; returns all points visited."""
+) -> tuple[list[Tensor], Tensor | None]:
+    """The released code for one image, with its counters; returns all points visited and the last that breaks it."""
 
     def project(point: Tensor) -> Tensor:
-        return torch.minimum(torch.maximum(point, (x - eps).clamp(0, 1)), (x + eps).clamp(0, 1))
+        return torch.clamp(torch.min(torch.max(point, x - eps), x + eps), 0.0, 1.0)
 
-    def loss_and_slope(point: Tensor) -> tuple[float, Tensor]:
+    def look(point: Tensor) -> tuple[Tensor, bool, float]:
         point = point.clone().requires_grad_()
-        value = F.cross_entropy(net(point), y)
-        return value.item(), torch.autograd.grad(value, point)[0]
+        logits = net(point)
+        value = F.cross_entropy(logits, y)
+        return torch.autograd.grad(value, point)[0], bool(logits.argmax(1) != y), value.item()
 
-    marks, visited, eta = checkpoints(steps), [start], 2 * eps
-    point, previous = start, start
-    value, slope = loss_and_slope(point)
-    best = (value, point, slope)
-    history, mark, best_at_mark, eta_at_mark = [value], 0, value, 0.0
-    for k in range(1, steps + 1):
-        target = project(point + eta * slope.sign())
-        a = 1.0 if k == 1 else 0.75
-        point, previous = project(point + a * (target - point) + (1 - a) * (point - previous)), point
-        value, slope = loss_and_slope(point)
-        visited.append(point)
-        history.append(value)
-        if value > best[0]:
-            best = (value, point, slope)
-        if k in marks:
-            rises = sum(later > earlier for earlier, later in itertools.pairwise(history))
-            if rises < 0.75 * (k - mark) or (eta == eta_at_mark and best[0] == best_at_mark):
-                value, point, slope = best
-                eta_at_mark, eta = eta, eta / 2
-            else:
-                eta_at_mark = eta
-            best_at_mark, mark, history = best[0], k, [value]
-    return visited
+    k, size_decr, n_iter_min = max(int(0.22 * steps), 1), max(int(0.03 * steps), 1), max(int(0.06 * steps), 1)
+    x_adv, x_adv_old, visited = start, start, [start]
+    grad, broken, loss_best = look(x_adv)
+    x_best, grad_best, x_best_adv = x_adv, grad, x_adv if broken else None
+    loss_steps = [0.0] * steps  # filled as it goes; index -1, read at the first checkpoint, is still 0 then
+    step_size, counter, reduced_last_check, loss_best_last_check = 2.0 * eps, 0, True, loss_best
+    for i in range(steps):
+        grad2, x_adv_old = x_adv - x_adv_old, x_adv
+        a = 0.75 if i > 0 else 1.0
+        aim = project(x_adv + step_size * torch.sign(grad))
+        x_adv = project(x_adv + (aim - x_adv) * a + grad2 * (1 - a))
+        visited.append(x_adv)
+        grad, broken, loss_steps[i] = look(x_adv)
+        if broken:
+            x_best_adv = x_adv
+        if loss_steps[i] > loss_best:
+            x_best, grad_best, loss_best = x_adv, grad, loss_steps[i]
+        counter += 1
+        if counter == k:
+            rises = sum(loss_steps[i - c] > loss_steps[i - c - 1] for c in range(k))
+            reduced = rises <= k * 0.75 or (not reduced_last_check and loss_best_last_check >= loss_best)
+            reduced_last_check, loss_best_last_check = reduced, loss_best
+            if reduced:
+                step_size, x_adv, grad = step_size / 2.0, x_best, grad_best
+            k, counter = max(k - size_decr, n_iter_min), 0
+    return visited, x_best_adv
 
 
+@pytest.mark.parametrize("steps", [60, 100])
 @pytest.mark.parametrize("seed", range(6))
-def test_visits_the_points_of_a_plain_loop(seed: int) -> None:
+def test_visits_the_points_of_the_released_code_and_returns_the_same(seed: int, steps: int) -> None:
     """On a model with many tops inside the ball, in fp64, so that rounding does not decide between them."""
     generator = torch.Generator().manual_seed(seed)
     weight = 3 * torch.randn(3, 12, generator=generator, dtype=torch.float64)
@@ -162,11 +165,16 @@ def test_visits_the_points_of_a_plain_loop(seed: int) -> None:
 
     y = wavy(x).argmax(1)
     record = Record(wavy)
-    APGD(eps=0.2, steps=60)(record, x, y, seed=seed)
+    result = APGD(eps=0.2, steps=steps)(record, x, y, seed=seed)
     visited = record.seen[1:-1]  # less the clean and the last pass
-    expected = plain_apgd(wavy, visited[0], x, y, 0.2, 60)
+    expected, adversarial = plain_apgd(wavy, visited[0], x, y, 0.2, steps)
     assert len({point.sum().item() for point in expected}) > 20, "a walk that stands still proves nothing"
     torch.testing.assert_close(torch.cat(visited), torch.cat(expected), rtol=0, atol=1e-6)
+    assert result.success.item() == (adversarial is not None)
+    if adversarial is None:
+        losses = torch.stack([F.cross_entropy(wavy(point), y) for point in expected])
+        adversarial = expected[int(losses.argmax())]
+    torch.testing.assert_close(result.images, adversarial, rtol=0, atol=1e-6)
 
 
 def test_each_restart_has_its_own_start(task: Task) -> None:

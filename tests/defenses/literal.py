@@ -117,7 +117,7 @@ def mac(tower: Tower, c: Any, views: Sequence[tuple[Array, Array, Array]]) -> di
     features, ratios = [], []
     for view, augmented, draw in views:
         anchor = tower.encode(view)
-        ratios.append(relative(tower.encode(augmented), anchor))
+        ratios.append(float(np.linalg.norm(tower.encode(augmented) - anchor) / (np.linalg.norm(anchor) + 1e-10)))
         moved = uniform_start(view, draw, c.eps)
         for _ in range(c.steps):
             moved = step(moved, tower.slope(moved, away_from(anchor)), view, c)
@@ -133,7 +133,7 @@ def anti_adv(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
     loss = through_logits(tower.classes, lambda p: p - np.eye(len(p))[label])
     moved = image
     for _ in range(c.steps):
-        moved = np.clip(moved - c.step_size * np.sign(tower.slope(moved, loss)), 0.0, 1.0)
+        moved = moved - c.step_size * np.sign(tower.slope(moved, loss))
     return {"features": tower.unit_feature(moved)}
 
 
@@ -146,11 +146,17 @@ def hd(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
     return {"features": tower.unit_feature(moved)}
 
 
-def tte(tower: Tower, image: Array, corners: Sequence[tuple[int, int]], margin: int) -> dict[str, Any]:
-    """``image`` is ``[3, S, S]``, corners are those of the random crops of the padded image."""
+def tte(tower: Tower, c: Any, image: Array, origins: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The released code with its list of transforms; ``image`` is ``[3, S, S]``, ``origins`` are those of the crops."""
     size = image.shape[-1]
-    padded = np.pad(image, ((0, 0), (margin, margin), (margin, margin)))
-    crops = [padded[:, top : top + size, left : left + size] for top, left in [(margin, margin), *corners]]
-    views = [tower.unit_feature(view.ravel()) for crop in crops for view in (crop, crop[:, :, ::-1])]
-    mean = np.mean(views, 0)
-    return {"features": unit(mean), "logits": 100 * tower.classes @ mean}
+
+    def crop(x: Array, origin: tuple[int, int]) -> Array:
+        x = np.pad(x, ((0, 0), (c.padding, c.padding), (c.padding, c.padding)))
+        return x[:, origin[0] : origin[0] + size, origin[1] : origin[1] + size]
+
+    # The released functions look their crop up when they are called, and all find the last one.
+    origins = origins if c.different else [*origins[-1:]] * c.crops
+    mirrored = image[:, :, ::-1]
+    views = [image, mirrored, *(crop(image, at) for at in origins), *(crop(mirrored, at) for at in origins)]
+    logits = np.mean([100 * tower.classes @ tower.unit_feature(view.ravel()) for view in views], 0)
+    return {"features": unit(np.mean([tower.unit_feature(view.ravel()) for view in views], 0)), "logits": logits}

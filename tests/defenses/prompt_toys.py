@@ -17,8 +17,8 @@ SMALL_RTPT = RTPT(views=9, selected=3, neighbours=4, max_batch=64)
 SMALL_SSTPT = SSTPT(views=6, selected=3, max_batch=64)
 both = pytest.mark.parametrize(
     "guard",
-    [SMALL_RTPT, SMALL_SSTPT, SMALL_SSTPT.replace(weak_views=True)],
-    ids=["r-tpt", "ss-tpt", "ss-tpt with weak views"],
+    [SMALL_RTPT, SMALL_SSTPT, SMALL_SSTPT.replace(weak_views=True), SMALL_SSTPT.replace(released=False)],
+    ids=["r-tpt", "ss-tpt", "ss-tpt with weak views", "ss-tpt as its text says"],
 )
 
 

@@ -195,7 +195,7 @@ def test_bad_pixels_are_refused(name: str) -> None:
         ("mac", "temperature", 0, "temperature is 0; it must be > 0"),
         ("mac", "views", 0, "views is 0"),
         ("tte", "crops", -1, "crops is -1; it must be a whole number >= 0"),
-        ("tte", "padding", 4, "padding is 4; it must be <= 0.5"),
+        ("tte", "padding", 0, "padding is 0; it must be a whole number >= 1"),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),
         ("r-tpt", "temperature", 0, "temperature is 0; it must be > 0"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import react_clip as rc
@@ -103,8 +104,9 @@ def test_half_precision_towers_keep_a_float32_context(places: dict[str, str], dt
 
 
 def literal_views(guard: PromptTuning, image: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Each view and its stream, drawn alone."""
+    """Each view of the image, cut to 8 bits, and its stream, drawn alone."""
     key = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning._VIEWS)
+    image = image.mul(255).byte().to(F64) / 255
     draw: Any = guard.augmentation if isinstance(guard, SSTPT) and guard.weak_views else guard.augmix
     streams = [noise.fork(key, number) for number in range(guard.views)]
     return [(image[None] if i == 0 else draw(image[None], stream), stream) for i, stream in enumerate(streams)]
@@ -154,6 +156,18 @@ def literal_rtpt(guard: RTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: i
     )
 
 
+def released_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """torch's kl_div takes the logarithm of what is compared first: this is KL(m || p)."""
+    m = 0.5 * (p + q)
+    each = [F.kl_div((one + 1e-8).log(), m + 1e-8, reduction="none").sum(-1) for one in (p, q)]
+    return 0.5 * (each[0] + each[1])
+
+
+def js_divergence(p: Tensor, q: Tensor) -> Tensor:
+    m = (p + q) / 2
+    return (p * (p / m).log() + q * (q / m).log()).sum() / 2
+
+
 def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     views = literal_views(guard, image, seed)
     f = [clf.encoder.encode_views(view)[0] for view, _ in views]
@@ -161,10 +175,11 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
     suit, stab = [], []
     for v, (view, stream) in enumerate(views):
         suit.append(1 / (mean_of([2 - 2 * float(f[v] @ f[u]) for u in range(guard.views) if u != v]) + 1e-8))
-        moved = clf.encoder.encode_views(guard.augmentation(view, noise.fork(stream, prompt_tuning._VARIANTS)))[0]
+        own = noise.fork(stream, prompt_tuning._VARIANTS)
+        shared = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning._VARIANTS) if guard.released else None
+        moved = clf.encoder.encode_views(guard.augmentation(view, own, shared))[0]
         p, q = (100 * text @ f[v]).softmax(0), (100 * text @ moved).softmax(0)
-        m = (p + q) / 2
-        stab.append(1 / (float((p * (p / m).log() + q * (q / m).log()).sum()) / 2 + 1e-8))
+        stab.append(1 / (float((released_divergence if guard.released else js_divergence)(p, q)) + 1e-8))
 
     def weigh(numbers: list[int]) -> dict[int, float]:
         def scaled(values: list[float], v: int) -> float:
@@ -179,9 +194,10 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
         weights, terms = weigh(surest), []
         for v in surest:
             rest = [u for u in surest if u != v]
-            target = sum((weights[u] * logits[u].softmax(0) for u in rest), torch.zeros(len(NAMES)))
+            p = {u: logits[u].softmax(0).clamp_min(1e-8 if guard.released else 0.0) for u in surest}
+            target = sum((weights[u] * p[u] for u in rest), torch.zeros(len(NAMES)))
             target = (target / sum(weights[u] for u in rest)).detach()
-            terms.append(literal_entropy(logits[v]) + (target * (target.log() - logits[v].log_softmax(0))).sum())
+            terms.append(literal_entropy(logits[v]) + F.kl_div(p[v].log(), target, reduction="sum"))
         return mean_of(terms)
 
     return literal_answer(guard, clf, f, list(weigh(list(range(guard.views))).values()), loss)

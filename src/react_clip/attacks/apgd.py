@@ -24,13 +24,16 @@ class APGD(Attack):
     .. math:: z_{k+1} &= \Pi(x_k + \eta \,\mathrm{sign}\, \nabla \ell(x_k)) \\
               x_{k+1} &= \Pi(x_k + \tfrac34 (z_{k+1} - x_k) + \tfrac14 (x_k - x_{k-1}))
 
-    At a checkpoint an image halves :math:`\eta` and goes back to its best point if the loss rose in fewer than 3/4 of
-    the steps since the last one, or if neither :math:`\eta` nor the best loss has changed since.
+    At a checkpoint an image halves :math:`\eta` and goes back to its best point if the loss rose in at most 3/4 of the
+    steps since the last one, or if neither :math:`\eta` nor the best loss has changed since.
 
     ``loss="dlr-targeted"`` is APGD-T: one run towards each of the ``targets`` strongest wrong classes (all of them if
     there are fewer). Restarts and targets after the first run only on images that are not broken yet. The result is the
-    iterate of largest loss among those that break the image, or among all where none does. ``eot`` passes are averaged
-    for each gradient. With 2 or 3 classes DLR changes as :mod:`~react_clip.attacks.losses` says.
+    last iterate that breaks the image. With 2 or 3 classes DLR changes as :mod:`~react_clip.attacks.losses` says.
+
+    This follows the authors' released code, which has "at most 3/4" where their paper has "fewer than". Different here:
+    where no iterate breaks the image, the result is the one of largest loss (there the image itself), and with ``eot``
+    passes the logits and the loss are averaged as the gradient is (there they are those of the last pass).
 
     >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
     >>> x, y = torch.full((1, 3, 2, 2), 0.51), torch.tensor([0])
@@ -74,46 +77,44 @@ class APGD(Attack):
         ball, marks = problem.ball, checkpoints(self.steps)
         x = previous = problem.random_start()
         logits, value, slope = problem.gradient(x, loss, self.eot)
-        highest: tuple[Tensor, ...] = (x, value, slope)
-        # Returned per image: the iterate of highest loss among those that break it, or among all if none does.
-        best: tuple[Tensor, ...] = (x, logits, value)
+        highest: tuple[Tensor, ...] = (x, logits, slope, value)
+        breaking: tuple[Tensor, ...] = (x, logits)
         wrong = logits.argmax(1) != problem.y
         step = 2.0 * ball.eps
-        rises, last_mark = torch.zeros_like(value), 0
+        # The released code compares the loss of the first step with 0.
+        rises, last_mark, old_value = torch.zeros_like(value), 0, torch.zeros_like(value)
         halved, highest_at_mark = torch.ones_like(value, dtype=torch.bool), value
 
         for k in range(1, self.steps + 1):
             share = _MOMENTUM if k > 1 else 1.0  # the first step has no previous one to continue
             aim = ball.step(x, slope, step)
             x, previous = ball.project(x + share * (aim - x) + (1.0 - share) * (x - previous)), x
-            old_value = value
             logits, value, slope = problem.gradient(x, loss, self.eot)
             problem.steps.tick()
 
-            rises = rises + (value > old_value)
-            highest = select(value > highest[1], (x, value, slope), highest)
+            rises, old_value = rises + (value > old_value), value
+            highest = select(value > highest[3], (x, logits, slope, value), highest)
             breaks = logits.argmax(1) != problem.y
-            better = (breaks & ~wrong) | ((breaks == wrong) & (value > best[2]))
-            best, wrong = select(better, (x, logits, value), best), wrong | breaks
+            breaking, wrong = select(breaks, (x, logits), breaking), wrong | breaks
 
             if k in marks:
-                stalled = (rises < _RISE_RATE * (k - last_mark)) | (~halved & (highest[1] == highest_at_mark))
+                stalled = (rises <= _RISE_RATE * (k - last_mark)) | (~halved & (highest[3] == highest_at_mark))
                 step = torch.where(stalled[:, None, None, None], step / 2.0, step)
-                x, value, slope = select(stalled, highest, (x, value, slope))
-                rises, last_mark, halved, highest_at_mark = torch.zeros_like(rises), k, stalled, highest[1]
-        return Candidates.judged(best[0], best[1], problem.y)
+                x, slope = select(stalled, highest[::2], (x, slope))
+                rises, last_mark, halved, highest_at_mark = torch.zeros_like(rises), k, stalled, highest[3]
+        return Candidates.judged(*select(wrong, breaking, highest[:2]), problem.y)
 
 
 def checkpoints(steps: int) -> list[int]:
-    r"""Steps :math:`\lceil p_j N \rceil` after which the step size may be halved.
+    """Steps after which the step size may be halved: first 22 % of all, then 3 % fewer each time, but at least 6 %.
 
-    :math:`p_0 = 0`, :math:`p_1 = 0.22`, :math:`p_{j+1} = p_j + \max(p_j - p_{j-1} - 0.03, 0.06)`, here in whole
-    percents, since 0.41 is no binary fraction and its product with 100 must not round up to 42.
+    Shares are rounded down to whole steps, as in the released code, but to at least one step.
 
     >>> checkpoints(100)
     [22, 41, 57, 70, 80, 87, 93, 99]
     """
-    percents, gap = [22], 22
-    while (following := percents[-1] + (gap := max(gap - 3, 6))) <= 100:
-        percents.append(following)
-    return [-(-percent * steps // 100) for percent in percents]
+    gap, decrease, least = (max(percent * steps // 100, 1) for percent in (22, 3, 6))
+    marks = [gap]
+    while marks[-1] + (gap := max(gap - decrease, least)) <= steps:
+        marks.append(marks[-1] + gap)
+    return marks

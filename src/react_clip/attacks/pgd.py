@@ -1,4 +1,4 @@
-"""Projected gradient descent (Madry et al., 2018), and the same with the margin loss ("C&W")."""
+"""Projected gradient descent (Madry et al., 2018) on the cross-entropy or on the margin ("C&W" in papers on CLIP)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class PGD(Attack):
     steps: Count = 10
     step_size: PositiveLength | Literal["eps/4"] = 1 / 255
     loss: Literal["ce", "margin"] = "ce"
+    """``"margin"`` is what papers on CLIP call C&W: not the attack of Carlini and Wagner, only a loss of theirs."""
     random_start: bool = True
     stop: Literal["success"] | None = None
     """``"success"`` leaves an image alone once another class leads by ``margin``; by default all steps are taken."""
@@ -66,10 +67,10 @@ class PGD(Attack):
 
 
 class CW(PGD):
-    """ "C&W-10" as papers on CLIP use the name: :class:`PGD` on :func:`~react_clip.attacks.losses.margin`.
+    """Earlier name of ``PGD(loss="margin")``, kept for recipes and results that say ``cw``.
 
-    >>> CW().name
-    'cw-10'
+    >>> CW().name, PGD(loss="margin").name
+    ('cw-10', 'cw-10')
     """
 
     kind: ClassVar[str] = "cw"

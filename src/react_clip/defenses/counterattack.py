@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import functional, linf, noise
-from react_clip.augment import WeakAugmentation
+from react_clip.augment import JitterFirst
 from react_clip.config import Count, NonNegative, PixelLength, Positive, Share
 from react_clip.defenses.base import Defended, Defense, answer, straight_through
 from react_clip.encoders.base import Encoder
@@ -290,8 +290,8 @@ class DOC(Counterattack):
 class MAC(Counterattack):
     r"""Counterattack the image and a weakly augmented view, each weighted by how far augmentation moves its feature.
 
-    For each view v, with :math:`\delta` from sign steps up :math:`\lVert F(v + \delta) - F(v) \rVert^2` and T' another
-    draw of the augmentation,
+    For each view v, with :math:`\delta` from sign steps up :math:`\lVert F(v + \delta) - F(v) \rVert^2` from a uniform
+    start in the ball, and T' another draw of the augmentation T,
 
     .. math:: w = \mathrm{sigmoid}\Big(\frac{1}{T}\Big[\frac{\lVert F(T'v) - F(v) \rVert}{\lVert F(v) \rVert}
               - \tau\Big]\Big), \qquad z = \tfrac1V \textstyle\sum_v z(v + w\,\delta)
@@ -313,9 +313,8 @@ class MAC(Counterattack):
     temperature: Positive = 0.01
     views: Count = 2
     """The image itself and its augmentations."""
-    augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
-    """That both T and T' are draws of ReACT's weak augmentation, and that the steps start uniformly in the ball (the
-    gradient is zero at the view itself), are guesses."""
+    augmentation: JitterFirst = field(default_factory=JitterFirst)
+    """T and T'."""
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""
@@ -361,8 +360,9 @@ class AntiAdv(Counterattack):
     .. math:: \delta_{k+1} = \delta_k - a\,\mathrm{sign}\,\nabla_\delta \mathrm{CE}(x + \delta_k, \hat y), \qquad
               \hat y = \arg\max_c p_c(x), \qquad \delta_0 = 0
 
-    There is no ball, only the image range. Every image is treated, with ``steps`` + 1 forward (the first step's pass
-    finds :math:`\hat y` too) and ``steps`` backward passes. Nothing is drawn at random: the seed is not used.
+    There is no ball, and pixels may leave [0, 1], as in the released code. Every image is treated, with ``steps`` + 1
+    forward (the first step's pass finds :math:`\hat y` too) and ``steps`` backward passes. Nothing is drawn at random,
+    so the seed is not used.
 
     >>> AntiAdv().cost()
     (3, 2)
@@ -373,8 +373,7 @@ class AntiAdv(Counterattack):
     colour = "#8C6D31"
     steps: Count = 2
     step_size: PixelLength = 4 / 255
-    """a. A guess that no measurement backs yet: no value is published for CLIP, and that for CIFAR (0.15) suits
-    classifiers of 32 pixels. Calibrate it before comparing with published rows."""
+    """a. A guess: no value is published for CLIP, and that for CIFAR (0.15) suits classifiers of 32 pixels."""
 
     def cost(self) -> tuple[int, int]:
         """Forward and backward passes of an image."""
@@ -391,8 +390,9 @@ class AntiAdv(Counterattack):
                 label = scores.detach().argmax(-1, keepdim=True)
             return scores.gather(-1, label).squeeze(-1)
 
-        whole_range = Ball(pixels, 1.0)
-        moved = ascend(clf.encoder, pixels, certainty, whole_range, steps=self.steps, step_size=self.step_size)
+        moved = pixels
+        for _ in range(self.steps):
+            moved = moved + self.step_size * gradient(clf.encoder, moved, certainty)[1].sign()
         return answer(clf, encode_moved(clf.encoder, pixels, moved), passes=self.cost())
 
 

@@ -10,6 +10,9 @@ Image features do not depend on the prompt, so a view is encoded once, where the
 times; ``passes`` counts these image-tower passes. The text tower has to run on all K prompts again for every image: one
 forward and one backward pass per step (``backward_passes`` counts the latter), one more forward pass for the answer,
 and a repetition of the former where K prompts do not fit into one call.
+
+The published codes hand the attacked image over as an 8-bit one, its pixels cut off to multiples of 1/255. So does this
+one, for every image.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional, noise
-from react_clip.augment import WeakAugmentation
+from react_clip.augment import JitterFirst
 from react_clip.config import Count, NonNegative, Positive, Share, Whole
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, Defense, answer
+from react_clip.defenses.base import Defended, Defense, answer, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -124,8 +127,8 @@ class PromptTuning(Defense):
         """One random view per image."""
         return self.augmix(images, keys)
 
-    def _variants(self, views: Tensor, keys: Tensor) -> list[Tensor]:
-        """Images to encode for each view, the view itself first."""
+    def _variants(self, views: Tensor, keys: Tensor, image_keys: Tensor) -> list[Tensor]:
+        """Images to encode for each view, the view itself first; ``image_keys`` are equal for views of one image."""
         return [views]
 
     @abstractmethod
@@ -153,8 +156,8 @@ class PromptTuning(Defense):
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
 
-        Gradients, where the pixels ask for them, flow through the views and their weights; the tuned prompt counts as a
-        constant.
+        Gradients, where the pixels ask for them, flow through the views and their weights; the tuned prompt and the cut
+        to 8 bits count as constants.
         """
         self.check(clf.encoder)
         pixels = clf.encoder.prepare(images)
@@ -164,6 +167,7 @@ class PromptTuning(Defense):
             return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
 
     def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
+        pixels = straight_through((255.0 * pixels.detach()).floor() / 255.0, pixels)
         prompts = SoftPrompts(clf.encoder, self.words, clf.names)
         with torch.no_grad():
             class_features = prompts(prompts.start[None], self.max_batch)[0]
@@ -189,13 +193,14 @@ class PromptTuning(Defense):
         """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
         numbers = torch.arange(self.views, device=pixels.device)
         view_keys = noise.fork(noise.fork(keys, _VIEWS)[:, None], numbers).flatten()
+        image_keys = noise.fork(keys, _VARIANTS)
         parts = []
         for first in range(0, len(view_keys), self.max_batch):
             rows = torch.arange(first, min(first + self.max_batch, len(view_keys)), device=pixels.device)
             images, streams = pixels[rows // self.views], view_keys[rows]
             itself = (rows % self.views == 0)[:, None, None, None]
             views = torch.where(itself, images, self._augment(images, streams))
-            variants = self._variants(views, noise.fork(streams, _VARIANTS))
+            variants = self._variants(views, noise.fork(streams, _VARIANTS), image_keys[rows // self.views])
             parts.append(torch.stack([encoder.encode_views(variant) for variant in variants], 1))
         unit = torch.cat(parts)
         return unit.reshape(len(pixels), self.views, *unit.shape[1:])
@@ -292,7 +297,7 @@ class SSTPT(PromptTuning):
     r"""Weight views by suitability (close to other views) and stability; tune the prompt so that sure views agree.
 
     The score of view v mixes suitability and stability, each stretched to [0, 1] over the views at hand, where T is the
-    weak augmentation, and J the Jensen-Shannon divergence:
+    weak augmentation, and J a divergence that ``released`` chooses:
 
     .. math:: s(v) = \beta\,\overline{\Big[\tfrac1{V-1} \sum_{u \ne v} (2 - 2 \cos(f(v), f(u)))\Big]^{-1}}
               + (1 - \beta)\,\overline{J\big(p(v), p(Tv)\big)^{-1}}, \qquad w = \mathrm{softmax}_v(s(v) / T_w)
@@ -324,24 +329,28 @@ class SSTPT(PromptTuning):
     """Share of suitability in the score; the rest is stability."""
     consistency: NonNegative = 1.0
     """Weight of the divergence in the loss."""
-    augmentation: WeakAugmentation = field(default_factory=WeakAugmentation)
-    """The weak augmentation T behind the stability. Its magnitudes are SS-TPT's own; the published code jitters colours
-    before it blurs and adds noise, this one after. The published divergence is KL(m || p) instead of J's KL(p || m)."""
+    augmentation: JitterFirst = field(default_factory=JitterFirst)
+    """The weak augmentation T behind the stability."""
+    released: bool = True
+    """As the released code: one draw of T for all views of an image (each has noise of its own), J the mean of
+    KL(m || p) and KL(m || q) with m = (p + q) / 2 and 1e-8 added to all three, and no p below 1e-8 in the loss.
+    Otherwise as the text: a draw of T for each view, and J the Jensen-Shannon divergence."""
     weak_views: bool = False
     """Draw the views from the weak augmentation too; the published code draws them from AugMix."""
 
     def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
         return self.augmentation(images, keys) if self.weak_views else super()._augment(images, keys)
 
-    def _variants(self, views: Tensor, keys: Tensor) -> list[Tensor]:
-        return [views, self.augmentation(views, keys)]
+    def _variants(self, views: Tensor, keys: Tensor, image_keys: Tensor) -> list[Tensor]:
+        return [views, self.augmentation(views, keys, shared=image_keys if self.released else None)]
 
     def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
         """Suitability and stability, ``[B, V, 2]``."""
         spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
         # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
         plain, moved = functional.logits(features.double(), class_features.double()).unbind(2)
-        instability = functional.js_divergence(plain, moved).to(features.dtype)
+        divergence = reversed_divergence if self.released else functional.js_divergence
+        instability = divergence(plain, moved).to(features.dtype)
         return torch.stack([1.0 / (spread + _FLOOR), 1.0 / (instability + _FLOOR)], -1)
 
     def _weights(self, quality: Tensor) -> Tensor:
@@ -350,10 +359,21 @@ class SSTPT(PromptTuning):
         return (score / self.temperature).softmax(1)
 
     def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
-        log_p = logits.log_softmax(-1)
+        log_p = logits.softmax(-1).clamp_min(_FLOOR).log() if self.released else logits.log_softmax(-1)
         others = leave_one_out(log_p.exp(), self._weights(quality)).detach()
         divergence = (torch.xlogy(others, others) - others * log_p).sum(-1)
         return (entropy(logits) + self.consistency * divergence).mean(1)
+
+
+def reversed_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+    r""":math:`\tfrac12 [KL(m \Vert p) + KL(m \Vert q)]` with :math:`m = (p + q)/2` and 1e-8 added to p, q and m.
+
+    >>> reversed_divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986]]))
+    tensor([0.0348])
+    """
+    p, q = logits_p.softmax(-1), logits_q.softmax(-1)
+    mean = (p + q) / 2 + _FLOOR
+    return (mean * (mean.log() - ((p + _FLOOR).log() + (q + _FLOOR).log()) / 2)).sum(-1)
 
 
 def stretch(values: Tensor) -> Tensor:
