@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from react_clip import noise
-from react_clip.attacks import APGD, FAB, PGD, Attack, AutoAttack, Square, autoattack, losses
+from react_clip import attacks, noise
+from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AutoAttack, Square, autoattack, losses
 from react_clip.attacks.fab import onto_plane
 from react_clip.attacks.losses import cross_entropy, margin
 from react_clip.attacks.problem import Candidates, relay
@@ -80,6 +80,17 @@ def test_matches_a_plain_loop(task: Task, loss: str, step_size: float, step: flo
     theirs = plain_pgd(task.net, x, y, 8 / 255, step, loss)
     # The bounds round differently by an ulp, which may flip the sign of a gradient that is nearly 0: a stray pixel.
     assert ((ours.images - theirs).abs() < 1e-6).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    "old", [CW(eps=8 / 255, steps=5), attacks.from_dict({"kind": "cw", "eps": "8/255", "steps": 5})]
+)
+def test_cw_is_pgd_on_the_margin_by_its_earlier_name(task: Task, old: Attack) -> None:
+    x, y = task.head(20)
+    new = attacks.from_dict({"kind": "pgd", "loss": "margin", "eps": "8/255", "steps": 5})
+    assert old.name == new.name == "cw-5"
+    for name, value in vars(new(task.net, x, y, seed=3)).items():
+        assert not isinstance(value, Tensor) or torch.equal(getattr(old(task.net, x, y, seed=3), name), value), name
 
 
 def test_random_start_is_uniform_in_the_ball() -> None:

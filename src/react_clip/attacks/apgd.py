@@ -102,7 +102,8 @@ class APGD(Attack):
                 step = torch.where(stalled[:, None, None, None], step / 2.0, step)
                 x, slope = select(stalled, highest[::2], (x, slope))
                 rises, last_mark, halved, highest_at_mark = torch.zeros_like(rises), k, stalled, highest[3]
-        return Candidates.judged(*select(wrong, breaking, highest[:2]), problem.y)
+        images, logits = select(wrong, breaking, highest[:2])
+        return Candidates.judged(images, logits, problem.y)
 
 
 def checkpoints(steps: int) -> list[int]:
