@@ -74,6 +74,24 @@ def test_every_recipe_of_the_paper_is_named() -> None:
     assert of_the_paper - set(mentioned()) == set()
 
 
+def test_the_sweeps_span_what_the_paper_sweeps() -> None:
+    def recipe(name: str) -> Recipe:
+        return Recipe.load(ROOT / "recipes" / f"{name}.yaml")
+
+    for method in ("AOM", "Defend-CLIP"):
+        swept = [item.params for item in recipe("leakage").defenses if item.family == method]
+        alphas, scales = ({point[name] for point in swept} for name in ("alpha", "mapping.sigma"))
+        assert (min(alphas), max(alphas), min(scales), max(scales)) == (0.0, 2.4, 0.03, 0.28)
+    taus = {item.params["tau"] for item in recipe("table3").defenses if item.params}
+    assert {round(0.5 + 0.05 * step, 2) for step in range(11)} <= taus
+    assert {item.params["views"] for item in recipe("sweep-views").defenses} >= {1, 3, 7, 10}
+    assert {item.params["alpha"] for item in recipe("sweep-alpha").defenses} >= {1.2, 2.0, 2.4}
+    for name, steps in {"table1-extended": 10, "mappings": 10, "mappings-pgd100": 100, "mappings-imagenet": 10}.items():
+        attacks = recipe(name).attacks
+        assert [item.attack.to_dict()["steps"] for item in attacks] == 6 * [steps]
+        assert [round(255 * item.eps) for item in attacks] == [1, 4, 8, 16, 24, 32]
+
+
 def slug(heading: str) -> str:
     """The anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -76,7 +76,7 @@ class TeCoA(Method):
 
     kind = "tecoa"
     colour = "#7F7FD5"
-    # The released script has 1e-7 as its default; 1e-5 at a batch of 256 is the rate of later work with the same code.
+    # The released script has 1e-7 as its default; 1e-5 is the rate of later work in batches of 256.
     optimiser: Optimiser = Optimiser("sgd", lr=1e-5)
 
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
