@@ -40,11 +40,11 @@ def pixel_gradient(logits: Tensor, pixels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_answers_and_gradients_are_those_of_the_released_steps(count: int) -> None:
-    clf = toy_classifier(F64)
+    clf, guard = toy_classifier(F64), CLIPure(batch=count)
     pixels = toy_images(count, dtype=F64).requires_grad_()
-    assert torch.allclose(CLIPure()(clf, pixels).features, released(clf.encoder(pixels), clf.empty_prompt()), atol=1e-9)
+    assert torch.allclose(guard(clf, pixels).features, released(clf.encoder(pixels), clf.empty_prompt()), atol=1e-9)
     # More steps would make the gradient smaller than the rounding error of doubles.
-    ours = pixel_gradient(CLIPure(steps=3)(clf, pixels).logits, pixels)
+    ours = pixel_gradient(guard.replace(steps=3)(clf, pixels).logits, pixels)
     theirs = pixel_gradient(clf.logits(released(clf.encoder(pixels), clf.empty_prompt(), steps=3)), pixels)
     assert theirs.abs().max() > 0
     assert torch.allclose(ours / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-6)
@@ -63,7 +63,7 @@ def test_the_gradient_as_released_shrinks_by_the_step_size_with_every_step_and_t
 
 
 def test_the_full_graph_is_the_derivative_of_the_answer() -> None:
-    clf, guard = toy_classifier(F64), CLIPure(steps=3, step_size=0.7, graph="full")
+    clf, guard = toy_classifier(F64), CLIPure(steps=3, step_size=0.7, graph="full", batch=2)
     features = clf.encoder(toy_images(3, dtype=F64)).detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda f: guard.purify(F.normalize(f, dim=1), clf.empty_prompt()), features)
 
@@ -96,11 +96,12 @@ def test_an_even_number_of_steps_of_one_image_returns_to_its_feature() -> None:
     assert torch.allclose(CLIPure().purify(plain, clf.empty_prompt()), plain, atol=1e-9)
 
 
-def test_the_released_scaling_depends_on_the_batch_and_that_of_an_image_does_not() -> None:
-    clf, images = toy_classifier(F64), toy_images(6, dtype=F64)
-    for normalise, alike in (("batch", False), ("image", True)):
-        guard = CLIPure.from_dict({"normalise": normalise, "steps": 3})
-        assert torch.allclose(guard(clf, images).logits[:1], guard(clf, images[:1]).logits, atol=1e-6) is alike
+def test_images_are_scaled_in_groups_of_a_batch() -> None:
+    clf, images = toy_classifier(F64), toy_images(7, dtype=F64)
+    guard = CLIPure(steps=3, batch=3)
+    parts = [released(clf.encoder(part).requires_grad_(), clf.empty_prompt(), 3) for part in images.split(3)]
+    assert torch.allclose(guard(clf, images).features, torch.cat(parts), atol=1e-9)
+    assert not torch.allclose(guard(clf, images[:1]).features, parts[0][:1], atol=1e-6), "neighbours matter"
 
 
 def test_an_image_equal_to_the_prompt_stays_finite() -> None:

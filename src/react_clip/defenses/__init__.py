@@ -11,6 +11,7 @@ from react_clip.defenses.base import BaseDefense, Defended, Defense, Undefended,
 from react_clip.defenses.clipure import CLIPure
 from react_clip.defenses.counterattack import DOC, HD, MAC, TTC, AntiAdv
 from react_clip.defenses.csr import CSR
+from react_clip.defenses.dbd import DBD
 from react_clip.defenses.et3 import ET3
 from react_clip.defenses.prompt_tuning import RTPT, SSTPT
 from react_clip.defenses.react import AOM, DefendCLIP, ReACT
@@ -23,6 +24,7 @@ __all__ = [
     "AGC",
     "AOM",
     "CSR",
+    "DBD",
     "DOC",
     "ET3",
     "HD",

@@ -56,6 +56,7 @@ _SHAPES: dict[str, tuple[str, Dashes]] = {
     "et3": ("s", DASHED),
     "clipure": ("v", SOLID),
     "agc": ("d", DOTTED),
+    "dbd": ("8", DOTTED),
     "tte": (">", DOTTED),
     "r-tpt": ("p", DOTTED),
     "ss-tpt": ("h", DOTTED),

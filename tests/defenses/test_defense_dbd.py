@@ -1,0 +1,120 @@
+"""DBD: equal to the released arithmetic image by image, its 31 views, and its gradients."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import react_clip as rc
+from react_clip import noise
+from react_clip.defenses import DBD, dbd
+from toys import toy_classifier, toy_images
+
+from .literal import Array, unit
+from .watching import F64
+
+
+def literal_dbd(x: Array, views: Array, classes: Array, c: DBD) -> tuple[Array, float]:
+    """The released correction of one image: corrected feature and score."""
+    entropies = []
+    for view in views:
+        logits = 100 * classes @ view
+        p = np.exp(logits - logits.max())
+        p = p / p.sum()
+        entropies.append(-sum(q * np.log(q) for q in p if q > 0))
+    sure = np.argsort(entropies, kind="stable")[: c.selected]
+    drifts = views[sure] - x
+    mean = drifts.mean(0)
+    lengths = np.linalg.norm(drifts, axis=1) + 1e-8
+    score = float(np.mean(drifts @ mean / lengths)) / (np.linalg.norm(mean) + 1e-8)
+    return unit(x + (c.alpha if score > c.threshold else 1.0) * mean), score
+
+
+@pytest.mark.parametrize("selected", [16, 31, 1])
+def test_it_equals_the_released_arithmetic(selected: int) -> None:
+    clf, images = toy_classifier(F64), toy_images(4, dtype=F64)
+    guard = DBD(selected=selected)
+    if selected > 1:
+        # Between the images, so that both strengths are tried.
+        guard = guard.replace(threshold=float(guard(clf, images, seed=3).score.sort().values[1:3].mean()))
+    out, keys = guard(clf, images, seed=3), noise.stream_keys(images, 3)
+    assert selected == 1 or 0 < out.gated.sum() < 4
+    for i in range(len(images)):
+        streams = noise.fork(keys[i], torch.arange(dbd.VIEWS))
+        views = clf.encoder.encode_views(dbd.make_views(images[i].expand(31, 3, 16, 16), 0, streams)).numpy()
+        plain = clf.encoder(images[i : i + 1])[0].numpy()
+        feature, score = literal_dbd(plain, views, clf.class_features.numpy(), guard)
+        assert out.features[i].tolist() == pytest.approx(feature, abs=1e-7)
+        assert out.score[i].item() == pytest.approx(score, abs=1e-7)
+
+
+def window(plane: Array, row: int, column: int, mode: str) -> Array:
+    padded = np.pad(plane, 2, mode=mode)
+    return padded[row : row + 5, column : column + 5]
+
+
+def views_of(image: Tensor) -> Array:
+    return dbd.make_views(image[None].expand(31, 3, 16, 16), 0, torch.arange(31)).numpy()
+
+
+def test_views_are_what_the_released_code_makes_of_8_bit_images() -> None:
+    levels = (255 * toy_images(1, dtype=F64)[0]).round()
+    levels[0, 0, :4] = torch.tensor([255.0, 240.0, 239.0, 225.0])
+    views, image = views_of(levels / 255), levels.numpy()
+    for number, rounding in ((16, np.floor), (17, np.round), (18, np.ceil)):
+        expected = (rounding(image / 32) * 32).astype(int).astype(np.uint8)
+        assert np.allclose(255 * views[number], expected)
+    assert (views[17][0, 0, :4] > 0).tolist() == [False, False, True, True], "256 wraps around to black"
+    for number, quality in ((19, 50), (20, 60), (21, 75)):
+        file = io.BytesIO()
+        Image.fromarray(image.transpose(1, 2, 0).astype(np.uint8)).save(file, "JPEG", quality=quality)
+        assert np.allclose(255 * views[number], np.array(Image.open(file)).transpose(2, 0, 1))
+    binomial = np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256
+    for row, column in ((0, 0), (0, 9), (7, 8), (15, 15)):
+        for channel in range(3):
+            plane, at = image[channel] / 255, (channel, row, column)
+            assert views[28][at] == pytest.approx(np.median(window(plane, row, column, "edge")))
+            assert views[29][at] == pytest.approx(window(plane, row, column, "reflect").mean())
+            assert views[30][at] == pytest.approx((binomial * window(plane, row, column, "reflect")).sum())
+
+
+def test_noise_and_crops_differ_from_view_to_view() -> None:
+    image = torch.full((3, 16, 16), 0.5, dtype=F64)
+    image[:, :, 8:] = 0.6
+    views = views_of(image)
+    assert len(np.unique(views[:16].reshape(16, -1).round(6), axis=0)) > 8
+    grain = views[22:28] - image.numpy()
+    assert 0.09 < grain.std() < 0.11
+    assert len(np.unique(grain.reshape(6, -1)[:, 0])) == 6
+
+
+def test_a_batch_may_begin_with_any_view() -> None:
+    image, keys = toy_images(1, dtype=F64).expand(31, 3, 16, 16), torch.arange(31)
+    whole = dbd.make_views(image, 0, keys)
+    parts = [dbd.make_views(image[i : i + 4], i, keys[i : i + 4]) for i in range(0, 31, 4)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_gradients_flow_through_all_views() -> None:
+    clf = toy_classifier(F64)
+    images = toy_images(2, dtype=F64).requires_grad_()
+    logits = rc.as_module(clf, DBD(selected=31), differentiable=True)(images)
+    slope = torch.autograd.grad(logits[:, 0].sum(), images)[0]
+    assert torch.isfinite(slope).all()
+    assert slope.abs().sum() > 0
+    for number in range(31):
+        pixels = toy_images(1, dtype=F64).requires_grad_()
+        view = dbd.make_views(pixels, number, torch.tensor([5]))
+        assert torch.autograd.grad(view.sum(), pixels)[0].abs().sum() > 0, number
+
+
+def test_views_equal_to_the_image_leave_it_alone() -> None:
+    plain = torch.nn.functional.normalize(torch.randn(3, 12, generator=torch.Generator().manual_seed(0)), dim=1)
+    corrected, score = DBD().correct(plain, plain[:, None].expand(3, 4, 12))
+    assert torch.allclose(corrected, plain, atol=1e-6)
+    assert torch.isfinite(score).all()
