@@ -99,7 +99,8 @@ class DBD(Defense):
 
 def _direction(vectors: Tensor) -> Tensor:
     """Vectors of unit length, as released: rounding errors of a view equal to the image have no direction."""
-    return vectors / (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) + 1e-8)
+    length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / (length + 1e-8)
 
 
 def make_views(images: Tensor, first: int, keys: Tensor) -> Tensor:
