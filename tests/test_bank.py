@@ -172,3 +172,9 @@ def test_cats_and_dogs_are_told_apart(bank: LabelBank, tower: Encoder, shared: P
         found = (tower(as_pixels(photos, tower.image_size)) @ bank.features(["cat", "dog"]).T).argmax(1)
     right = [(choice == 0) == breed.name[0].isupper() for choice, breed in zip(found.tolist(), chosen, strict=True)]
     assert sum(right) / len(right) >= 0.9
+
+
+@pytest.mark.parametrize(("label", "near"), [("cta", "cat"), ("Katze", ""), ("sky", "skyscraper")])
+def test_an_unknown_label_names_neighbours_and_the_option_for_photos(label: str, near: str) -> None:
+    with pytest.raises(ReactClipError, match=rf"no '{label}' \(near: .*{near}.*\); .*--photos"):
+        LabelBank.load().resolve(label)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import react_clip as rc
-from react_clip import mappings
+from react_clip import data, mappings
 from react_clip.attacks import PGD
 from react_clip.calibration import (
     SIGMAS,
@@ -28,7 +28,8 @@ from react_clip.calibration import (
 from react_clip.cli import common, main
 from react_clip.defenses import AOM
 from react_clip.defenses.look_calibration import threshold_for
-from toys import patch_encoder, toy_classifier, toy_images
+from react_clip.evaluation.sets import class_source
+from toys import patch_encoder, toy_classifier, toy_images, write_photos
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_impossible_calibrations_are_refused() -> None:
     labels = clf(images).argmax(1)
     with pytest.raises(rc.ReactClipError, match="mapping 'cubic' is unknown; choose one of linear"):
         calibrate(clf, images, labels, mapping="cubic")
-    with pytest.raises(rc.ReactClipError, match="gets only 0 of 12 photos right"):
+    with pytest.raises(rc.ReactClipError, match="gets 0 of 12 photos right"):
         calibrate(clf, images, (labels + 1) % 5)
     with pytest.raises(rc.ReactClipError, match="too few to fit"):
         calibrate(clf, images, labels, budgets=(0.1,))
@@ -234,3 +235,20 @@ def test_encoders_get_the_constants_that_suit_them(tiny_folder: Path) -> None:
         rc.ReactClipError, match=r"no calibration for .*run `react-clip calibrate --defense react folder:PHOTOS"
     ):
         rc.ReACT.for_encoder(rc.load(tiny_folder))
+
+
+def test_the_offline_tower_takes_its_classes_from_the_bank_and_not_from_the_photos_it_is_calibrated_on(
+    tmp_path: Path,
+) -> None:
+    encoder = patch_encoder()
+    encoder.name = encoder.base = "clip-vit-b-16"
+    encoder.dim = 512
+    for name in ("cat", "dog"):
+        write_photos(tmp_path / "photos" / "train" / name)
+        write_photos(tmp_path / "plain" / name)
+    for folder in ("photos", "plain"):
+        dataset = data.load(f"folder:{tmp_path / folder}", root=tmp_path, split="train")
+        source = class_source(encoder, dataset, None, tmp_path, average_train=False)
+        assert source.description == "label bank"
+        clf, _ = source.classifier(encoder)
+        assert torch.equal(clf.class_features, rc.LabelBank.load().features(["cat", "dog"]))

@@ -73,7 +73,7 @@ def test_embed_writes_defended_features(
     run: Run, photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out" / "features.safetensors"
-    assert run("embed", photos, *tiny, "--out", out)[0] == 0
+    assert run("embed", photos, *tiny, "--seed", 0, "--out", out)[0] == 0
     with safe_open(out, "pt") as stream:
         features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
@@ -112,7 +112,7 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     clf = rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "classes")
     expected = guard(clf, sorted(photos.iterdir()), seed=0)
 
-    code, _, err = run("embed", photos, "--photos", "classes", *options, "--out", "features.npy")
+    code, _, err = run("embed", photos, "--photos", "classes", *options, "--seed", 0, "--out", "features.npy")
     assert code == 0
     assert err.count(line) == err.count("the defence is") == 1
     assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
@@ -124,6 +124,57 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     for row in json.loads(out)["results"]:
         assert (row["sigma"] is None) == isinstance(guard, rc.SecondLook)
         assert (row["passes"] % 1 == 0) == isinstance(guard, rc.ReACT)
+
+
+def test_without_a_seed_the_noise_follows_a_secret(
+    run: Run, photos: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[object] = []
+    answer = rc.ReACT.__call__
+    monkeypatch.setattr(
+        rc.ReACT, "__call__", lambda self, *args, seed=0: seeds.append(seed) or answer(self, *args, seed=seed)
+    )
+    options = ["--model", tiny_folder, "--labels", "cat, dog", "--config", "paper"]
+    for given in ([], [], ["--seed", 3]):
+        _, _, err = run("classify", photos, *options, *given)
+        assert err.count("the noise is keyed by a new random secret") == (not given)
+    secret, again, number = seeds
+    assert isinstance(secret, bytes)
+    assert len(secret) == 32
+    assert secret == again, "one secret per process"
+    assert number == 3
+
+
+@pytest.mark.parametrize("command", ["classify", "classify --json", "embed", "demo"])
+def test_what_is_finished_is_kept_when_a_command_is_stopped(
+    command: str, run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3, 6):
+        Image.new("RGB", (40, 40)).save(photos / f"photo{number}.png")
+    answer, calls = rc.ReACT.__call__, iter(range(100))
+
+    def stop_at_the_second_batch(self: rc.ReACT, *args: object, **kwargs: object) -> rc.Defended:
+        if next(calls):
+            raise KeyboardInterrupt
+        return answer(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rc.ReACT, "__call__", stop_at_the_second_batch)
+    name, *json_flag = command.split()
+    out = {"embed": ["--out", tmp_path / "f.npy"], "demo": ["--out", tmp_path / "page", "--steps", 1]}.get(name, [])
+    code, printed, err = run(name, photos, *tiny, *json_flag, *out)
+    assert code == 130
+    assert "stopped; finished work is kept" in err
+    if json_flag:
+        assert len(json.loads(printed)["results"]) == 4
+    elif name == "classify":
+        assert [line.partition(": ")[0] for line in printed.splitlines()] == [
+            str(photos / f"photo{number}.png") for number in range(4)
+        ]
+    elif name == "embed":
+        assert len(np.load(tmp_path / "f.npy", allow_pickle=False)) == 4
+        assert len(json.loads((tmp_path / "f.files.json").read_text())["files"]) == 4
+    else:
+        assert "photo0.png" in (tmp_path / "page" / "index.html").read_text()
 
 
 def test_embed_leaves_nothing_when_it_cannot_finish(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from react_clip import functional
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 BANK_FILE = Path(__file__).parent / "assets" / "label_bank.safetensors"
 TENSOR = "features"
@@ -93,12 +93,15 @@ class LabelBank:
                 return self._lookup[candidate]
         shown = label if len(label) <= 40 else label[:37] + "..."
         raise ReactClipError(
-            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names, a model with a text "
-            "tower, ready features (ZeroShotClassifier.from_features) or a folder of photos (from_folder)"
+            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names "
+            "(English), photos of each class (--photos; ZeroShotClassifier.from_folder) or a model with a text tower"
         )
 
     def _nearest(self, key: str) -> str:
-        near = difflib.get_close_matches(key, self._lookup, n=3, cutoff=0.7)
+        # Short names with two letters swapped and names in other languages are less alike than typing errors.
+        near = next(
+            (n for cutoff in (0.7, 0.5) if (n := difflib.get_close_matches(key, self._lookup, n=3, cutoff=cutoff))), []
+        )
         # "sky" should lead to "skyscraper" too, which is far away in edit distance.
         near += [other for other in self._lookup if len(key) > 2 and key in other and other not in near]
         return f" (near: {', '.join(self._lookup[other] for other in near[:4])})" if near else ""
@@ -138,7 +141,7 @@ def _other_number(key: str) -> Iterator[str]:
 @functools.lru_cache(maxsize=4)
 def _load(path: Path) -> LabelBank:
     if not path.is_file():
-        raise ReactClipError(f"the label bank {path} is missing; install react-clip again")
+        raise MissingFileError(f"the label bank {path} is missing; install react-clip again")
     try:
         with safe_open(path, framework="pt") as stored:
             matrix = stored.get_tensor(TENSOR).float()

@@ -115,8 +115,8 @@ def calibrate(
     right = (answers == labels.to(answers.device)).nonzero().flatten()
     if len(right) < 10:
         raise ReactClipError(
-            f"plain CLIP gets only {len(right)} of {len(labels)} photos right; calibration needs at least 10, better "
-            "300: check the labels or give more photos"
+            f"plain CLIP gets {len(right)} of {len(labels)} photos right; calibration needs at least 10 such photos, "
+            "better 300: give more photos, or check the labels"
         )
     tau = base.tau if clean_pass is None else choose_tau(clf, pixels, base, clean_pass, batch=batch, seed=seed)
     points = [

@@ -1,8 +1,27 @@
-"""The error that users see, and foreign errors in one line."""
+"""The errors that users see, and foreign errors in one line."""
+
+from pathlib import Path
 
 
 class ReactClipError(ValueError):
     """Bad input or a missing resource; the command line prints it as one line and exits with code 2."""
+
+
+class MissingFileError(ReactClipError, FileNotFoundError):
+    """A file or folder that does not exist."""
+
+
+class MissingPackageError(ReactClipError, ImportError):
+    """A package of an extra that is not installed."""
+
+
+def missing_or_wrong(path: Path, line: str) -> ReactClipError:
+    """The error for a path that cannot be used: :class:`MissingFileError` if nothing is there.
+
+    >>> type(missing_or_wrong(Path("nowhere"), "nowhere is no folder")).__name__
+    'MissingFileError'
+    """
+    return ReactClipError(line) if path.exists() else MissingFileError(line)
 
 
 def first_line(error: BaseException) -> str:

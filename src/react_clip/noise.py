@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ from react_clip.errors import ReactClipError
 
 Seed = int | bytes
 """A public number for research, or a secret key for a service whose noise must not be predictable."""
+
+
+@cache
+def process_secret() -> bytes:
+    """A secret drawn once per process: noise that nobody can predict, and other noise after a restart."""
+    return secrets.token_bytes(32)
 
 
 def _signed(value: int) -> int:

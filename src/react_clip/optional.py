@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import MissingPackageError
 
 
 def require(module: str, purpose: str, *, extra: str) -> Any:
@@ -19,4 +19,4 @@ def require(module: str, purpose: str, *, extra: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         command = f"pip install 'react-clip[{extra}]'"
-        raise ReactClipError(f"{purpose} needs {package}, which is missing; {command}") from error
+        raise MissingPackageError(f"{purpose} needs {package}, which is missing; {command}") from error

@@ -1,7 +1,7 @@
 """Bytes, paths and PIL images to float pixels in [0, 1], as encoders take them.
 
-RGB, shorter side to 256 with bilinear filtering, centre crop to 224 (in proportion for encoders of another size). An
-image that already has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
+RGB on white, shorter side to 256 with bilinear filtering, centre crop to 224 (in proportion for encoders of another
+size). An image that already has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
 
 Files are untrusted: length, format and pixel count are checked before a pixel is decoded.
 """
@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
@@ -48,7 +48,11 @@ DEFAULT_LIMITS = Limits()
 
 
 def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Image:
-    """Decode to upright RGB: EXIF rotation applied, CMYK and 16-bit converted, the first frame of an animation."""
+    """Decode to upright RGB: EXIF rotation applied, CMYK and 16-bit converted, the first frame of an animation.
+
+    Transparent images are laid on white, as most viewers show them: colours under transparent pixels, which nobody
+    sees, do not count.
+    """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
     name, data = _read_bytes(source, limits)
@@ -90,7 +94,7 @@ def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]
         with path.open("rb") as stream:
             return str(path), stream.read(limits.max_bytes + 1)
     except FileNotFoundError:
-        raise ReactClipError(f"{path} does not exist; check the path") from None
+        raise MissingFileError(f"{path} does not exist; check the path") from None
     except IsADirectoryError:
         raise ReactClipError(f"{path} is a folder; give an image file") from None
     except OSError as error:
@@ -106,6 +110,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         values += 128
         values //= 257
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image.convert("RGB"), mask=image.getchannel("A"))
+        return white
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

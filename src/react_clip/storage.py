@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from platformdirs import user_cache_path
 from safetensors.torch import save
 from torch import Tensor
 
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, missing_or_wrong
 
 _LOCK = ".lock"
 
@@ -36,19 +36,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+        temporary.touch(exist_ok=False)
     except OSError as error:
         raise ReactClipError(f"cannot write {path}: {error.strerror}; choose another place") from error
-    os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        # mkstemp makes files private; the finished file gets the permissions of any new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
         temporary.replace(path)
     except OSError as error:
         raise ReactClipError(
@@ -102,7 +97,7 @@ def read_json(path: Path, advice: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ReactClipError(f"{path} cannot be read: {error.strerror}; {advice}") from None
+        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}; {advice}") from None
     except ValueError as error:
         raise ReactClipError(f"{path} is no valid JSON ({error}); {advice}") from None
 

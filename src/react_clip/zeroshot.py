@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from react_clip import functional
 from react_clip.bank import LabelBank
 from react_clip.encoders.base import Encoder
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, missing_or_wrong
 from react_clip.preprocess import PHOTO_SUFFIXES, as_pixels
 from react_clip.storage import cache_dir, write_tensors
 
@@ -36,7 +37,7 @@ class ZeroShotClassifier(nn.Module):
         encoder: from :func:`react_clip.load`.
         names: the classes, in the order of the logits.
         templates: prompts with ``{}`` for the name; several are averaged into one feature (prompt ensemble). An encoder
-            without a text tower looks the names up in the label bank instead, and takes no templates.
+            without a text tower looks the names up in the label bank instead; it ignores templates, with a warning.
     """
 
     class_features: Tensor
@@ -150,10 +151,21 @@ def check_names(names: Sequence[str], *, unique: bool = True) -> tuple[str, ...]
     return stripped
 
 
+def fill_template(template: str, name: str) -> str:
+    """The template with the name in place of ``{}``; other braces stay as they are.
+
+    >>> fill_template("a {} of {x}", "cat")
+    'a cat of {x}'
+    """
+    if template.count("{}") != 1:
+        raise ReactClipError(f"template {template!r} needs exactly one {{}} where the label goes")
+    return template.replace("{}", name)
+
+
 def list_class_photos(folder: Path) -> dict[str, list[Path]]:
     """Photos by class of a ``folder/class/photo`` tree, sorted."""
     if not folder.is_dir():
-        raise ReactClipError(f"{folder} is no folder; give one with a sub-folder of photos per class")
+        raise missing_or_wrong(folder, f"{folder} is no folder; give one with a sub-folder of photos per class")
     photos = {
         child.name: [path for path in sorted(child.iterdir()) if path.suffix.lower() in PHOTO_SUFFIXES]
         for child in sorted(folder.iterdir())
@@ -172,22 +184,22 @@ def _bank_features(encoder: Encoder, names: tuple[str, ...], templates: Sequence
     bank = LabelBank.load()
     if encoder.base != bank.encoder:
         raise ReactClipError(
-            f"{encoder.name!r} has no text tower and the label bank belongs to {bank.encoder!r}; use "
-            "ZeroShotClassifier.from_features or from_folder"
+            f"{encoder.name!r} has no text tower and the label bank belongs to {bank.encoder!r}; "
+            "give photos of each class (--photos; ZeroShotClassifier.from_folder) or ready features (from_features)"
         )
     if templates is not None:
-        raise ReactClipError(f"{encoder.name!r} has no text tower, so templates do nothing; leave them out")
+        warnings.warn(
+            f"{encoder.name!r} has no text tower: the templates are ignored and the label bank gives the classes",
+            stacklevel=3,
+        )
     return bank.features(names)
 
 
 def _prompt_features(encoder: Encoder, names: tuple[str, ...], templates: tuple[str, ...]) -> Tensor:
-    for template in templates:
-        if template.count("{}") != 1:
-            raise ReactClipError(f"template {template!r} needs exactly one {{}} where the label goes")
+    prompts = [fill_template(template, name) for template in templates for name in names]
     key = hashlib.sha256(json.dumps(["prompts", encoder.fingerprint(), names, templates]).encode()).hexdigest()
 
     def compute() -> Tensor:
-        prompts = [template.format(name) for template in templates for name in names]
         features = torch.cat([encoder.encode_text(prompts[i : i + 256]) for i in range(0, len(prompts), 256)])
         return functional.normalize(features.reshape(len(templates), len(names), -1).mean(0)).cpu()
 

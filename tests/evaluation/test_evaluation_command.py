@@ -184,7 +184,7 @@ def test_validate_collects_all_problems(
     assert "no model is called 'missing'" in call("--validate", "--model", "missing", capsys=capsys)[2]
     write_head(place / "heads" / "toys.npz", name="fruit")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    code, _, err = call("--validate", "--datasets", "toys,nothing,folder:nowhere,others", capsys=capsys)
+    code, out, err = call("--validate", "--datasets", "toys,nothing,folder:nowhere,others", capsys=capsys)
     problems = (
         "toys: the head knows 0 of the 5 classes",
         "data set 'nothing' is not known, .* known are cifar10",
@@ -194,6 +194,26 @@ def test_validate_collects_all_problems(
     assert code == 2
     for line, problem in zip(err.splitlines(), problems, strict=True):
         assert re.search(problem, line)
+        assert not re.search(problem, out), "printed once"
+
+
+def test_validate_gives_the_cost_of_one_image_where_there_is_no_data(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = call("--validate", "--datasets", "folder:nowhere", capsys=capsys)
+    assert "cost: at most 27 forward and 10 backward passes an image" in out
+    assert "time:" not in out
+
+
+def test_validate_estimates_the_time_of_a_run_with_data(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr("react_clip.evaluation.validate.time.perf_counter", lambda: float(next(clock)))
+    report = check(place, toys(place))
+    # Six seconds for the measured batch; a backward pass counts as two forward ones.
+    images = min(4, toys(place).batch)
+    passes = report.forward_passes + 2 * report.backward_passes
+    assert report.minutes == pytest.approx(passes * 6 / images / 60)
+    assert f"time: about {report.minutes:,.0f} minutes" in "\n".join(report.lines())
 
 
 def test_class_features_come_from_head_prompts_or_train_photos(place: Path) -> None:
@@ -204,9 +224,11 @@ def test_class_features_come_from_head_prompts_or_train_photos(place: Path) -> N
     assert prompts.description == "prompts (This is a photo of a {}.)"
     clf, _ = prompts.classifier(ToyWithText())
     assert torch.equal(clf.class_features, torch.eye(CLASSES))
-    with pytest.raises(rc.ReactClipError, match=r"no text tower, and there is neither toys\.npz .* nor photos in"):
+    with pytest.raises(rc.ReactClipError, match=r"no text tower, .* neither toys\.npz .* nor photos in"):
         class_source(ToyEncoder(), dataset, None, root)
     write_photos(root, "toys", "train", count=50, seed=9)
+    with pytest.raises(rc.ReactClipError, match="nor another split than train"):
+        class_source(ToyEncoder(), dataset, None, root, average_train=False)
     train = class_source(ToyEncoder(), dataset, None, root)
     assert train.description == "mean features of 50 train photos"
     clf, aligned = train.classifier(ToyEncoder())

@@ -14,7 +14,7 @@ from PIL import Image
 import react_clip as rc
 import tiny_clip
 from react_clip import noise
-from react_clip.integrations import drift_only
+from react_clip.integrations import common, drift_only
 from react_clip.integrations.chroma import array_to_image
 from toys import patch_encoder
 
@@ -105,6 +105,19 @@ def test_a_secret_is_not_stored(hf_folder: Path, encoder: rc.Encoder, photos: li
     assert np.allclose(function(arrays(photos)), defended(encoder, photos, b"open sesame").numpy(), atol=1e-5)
     with pytest.raises(rc.ReactClipError, match="made with seed, which Chroma does not store"):
         function.build_from_config(function.get_config())
+
+
+def test_without_a_seed_a_secret_is_drawn_and_the_collection_opens_again(
+    hf_folder: Path, photos: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    common._logged_secret.cache_clear()
+    function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS)
+    assert isinstance(function.seed, bytes)
+    rebuilt = function.build_from_config(function.get_config())
+    assert np.allclose(rebuilt(arrays(photos)), function(arrays(photos)), atol=1e-5), "one secret per process"
+    assert [record.getMessage()[:45] for record in caplog.records if record.name.startswith("react_clip")] == [
+        "the noise is keyed by a new random secret: fe"
+    ]
 
 
 def test_langchain_searches_texts_and_photos(encoder: rc.Encoder, photos: list[Path]) -> None:

@@ -193,6 +193,7 @@ def test_the_command_writes_beside_the_run_and_joins_several(
     ("arguments", "says"),
     [
         (["nowhere"], "nowhere is no folder"),
+        (["RUN/../photos"], "photos is no run: it has neither result.json nor recipe.yaml"),
         (["RUN", "--rows", "-1"], "rows is -1; it must be 0 or more"),
         (["RUN", "--photos", "-5"], "photos is -5; it must be 0 or more"),
         (["RUN", "--calibration", "nowhere.json"], "nowhere.json"),
@@ -203,9 +204,12 @@ def test_the_command_writes_beside_the_run_and_joins_several(
 def test_bad_input_is_one_line_and_code_2(
     toy_copy: Path, capsys: pytest.CaptureFixture[str], no_figures: None, arguments: list[str], says: str
 ) -> None:
+    folder = toy_copy.parent / "photos"
+    folder.mkdir()
     code = main(["report", "--quiet", *(argument.replace("RUN", str(toy_copy)) for argument in arguments)])
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert says in captured.err
+    assert not list(folder.iterdir())

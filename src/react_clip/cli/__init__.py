@@ -33,6 +33,9 @@ COMMANDS = {
 }
 """Commands and their summaries in ``--help``."""
 
+_KEEP = ("demo", "classify", "embed", "attack", "evaluate", "rank", "finetune")
+"""Commands that print or write results as they finish."""
+
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ``run`` of the result is the command's function."""
@@ -43,12 +46,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"react-clip {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    chosen = _command(argv)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
             configure(subparser, name)
     return parser.parse_args(argv)
+
+
+def _command(argv: Sequence[str]) -> str | None:
+    return next((word for word in argv if not word.startswith("-")), None)
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
@@ -63,14 +70,16 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        args = parse_args(words)
         return int(args.run(args))
     except ReactClipError as error:
         print(f"react-clip: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("react-clip: stopped; finished work is kept", file=sys.stderr)
+        kept = "; finished work is kept" if _command(words) in _KEEP else ""
+        print(f"react-clip: stopped{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe; without this Python complains again when it flushes at exit.

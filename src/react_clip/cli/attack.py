@@ -11,7 +11,6 @@ from react_clip.preprocess import to_image
 from react_clip.storage import atomic_path
 
 EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
-_BATCH = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
     if "oblivious" not in attack.threats:
         known = ", ".join(attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
-    reader = common.PhotoReader(args, batch=_BATCH)
+    reader = common.PhotoReader(args)
     _refuse_equal_names([path.stem for path in reader.files])
     encoder = common.load_encoder(args)
     clf = common.build_classifier(args, encoder)
     rows = []
-    for paths, clean in reader.batches(encoder.image_size):
+    for paths, clean in reader.batches(encoder):
         pixels = clean.to(clf.device)
         answers = clf(pixels).argmax(-1)
         # Judged as written: a PNG holds 8 bits a pixel, and rounding can undo an attack.

@@ -114,7 +114,8 @@ def _describe_look(result: LookCalibration) -> Iterator[str]:
 def _run_react(args: argparse.Namespace) -> int:
     sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
     encoder = common.load_encoder(args)
-    photos, clf, _ = common.load_photos(args, encoder)
+    # Classes made of the very photos that are attacked would look better than they are.
+    photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
     assert clf is not None
     about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
     pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))

@@ -21,15 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Classify in batches and print one line per photo."""
+    """Classify in batches and print one line per photo as soon as it is known."""
+    common.check_at_least_one(args, "top")
     reader = common.PhotoReader(args)
     encoder = common.load_encoder(args)
     clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     common.notice(args, common.defense_line(guard))
+    seed = common.secret_seed(args)
     rows: list[dict[str, Any]] = []
-    for paths, pixels in reader.batches(encoder.image_size):
-        rows += describe(paths, guard(clf, pixels, seed=args.seed), max(1, args.top))
-    common.print_result(args, {"results": rows, "errors": reader.failed}, map(_line, rows))
+    try:
+        for paths, pixels in reader.batches(encoder):
+            rows += (batch := describe(paths, guard(clf, pixels, seed=seed), args.top))
+            for row in batch if not args.json else ():
+                reader.write(_line(row))
+    finally:
+        # Also when stopped: what is finished is printed.
+        common.print_result(args, {"results": rows, "errors": reader.failed})
     return reader.exit_code
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli.progress import Progress
-from react_clip.errors import ReactClipError
+from react_clip.errors import MissingFileError, ReactClipError, missing_or_wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
     from react_clip.data import ImageDataset
+    from react_clip.noise import Seed
 
 DEFAULT_MODEL = "clip-vit-b-16"
 DEFENSES = ("second_look", "react")
@@ -59,7 +60,9 @@ def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool =
     group.add_argument(
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of the defence's random numbers (%(default)s)")
+    # Who defends photos wants noise that nobody can predict; who attacks or measures wants the same numbers again.
+    default, text = (None, "a new secret; for collections 0") if choose_defense else (0, "0")
+    group.add_argument("--seed", type=int, default=default, help=f"of the random numbers ({text})")
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
@@ -152,6 +155,18 @@ def diagnostics(out: Defended, row: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- model, classes, defence
 
 
+def secret_seed(args: argparse.Namespace) -> Seed:
+    """--seed, or a new secret and a notice about it."""
+    from react_clip.noise import process_secret
+
+    if args.seed is not None:
+        return int(args.seed)
+    notice(
+        args, "the noise is keyed by a new random secret: answers may differ from run to run (not with --seed 0)"
+    )
+    return process_secret()
+
+
 def load_encoder(args: argparse.Namespace) -> Encoder:
     """Load --model on --device in --dtype."""
     from react_clip import encoders
@@ -186,7 +201,7 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
             return [line for line in args.labels_file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise ReactClipError(f"{args.labels_file} cannot be read: {reason}") from None
+            raise missing_or_wrong(args.labels_file, f"{args.labels_file} cannot be read: {reason}") from None
     bank = LabelBank.load()
     if encoder.base != bank.encoder:
         raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
@@ -228,11 +243,12 @@ def defense_line(guard: ReACT | SecondLook) -> str:
 
 
 def load_photos(
-    args: argparse.Namespace, encoder: Encoder, *, classes: bool = True
+    args: argparse.Namespace, encoder: Encoder, *, classes: bool = True, average_train: bool = True
 ) -> tuple[ImageDataset, ZeroShotClassifier | None, str]:
     """The photos that the data set options describe, their classifier, and where its class features come from.
 
-    Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier.
+    Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier, without
+    ``average_train`` none that is made of photos of the train split.
     """
     from react_clip import data
     from react_clip.evaluation.sets import class_source
@@ -242,7 +258,7 @@ def load_photos(
     photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     classifier, description = None, "none needed"
     if classes:
-        source = class_source(encoder, photos, args.heads, root)
+        source = class_source(encoder, photos, args.heads, root, average_train=average_train)
         classifier, photos = source.classifier(encoder, progress=not args.quiet)
         description = source.description
     return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description
@@ -291,7 +307,7 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
         elif path.exists():
             files.append(path)
         else:
-            raise ReactClipError(f"{path} does not exist; check the path")
+            raise MissingFileError(f"{path} does not exist; check the path")
     return files
 
 
@@ -301,23 +317,33 @@ class PhotoReader:
     A photo that cannot be read is an entry of ``failed`` and a line on stderr; the others are still read.
     """
 
-    def __init__(self, args: argparse.Namespace, *, batch: int = 32) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.files = expand_inputs(args.photos_in or bundled_photos())
         self.failed: list[dict[str, str]] = []
-        self._batch = batch
-        self._quiet = args.quiet
+        self._progress = Progress(quiet=args.quiet, unit="photo", total=len(self.files))
 
-    def batches(self, size: int) -> Iterator[tuple[list[Path], Tensor]]:
-        """Paths and pixels ``[B, 3, size, size]`` of the photos that can be read."""
+    def batches(self, encoder: Encoder) -> Iterator[tuple[list[Path], Tensor]]:
+        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read.
+
+        Batches are small on a CPU, which gains nothing from large ones: answers and progress come sooner.
+        """
+        yield from self._batches(encoder.image_size, 4 if encoder.device.type == "cpu" else 32)
+
+    def _batches(self, size: int, batch: int) -> Iterator[tuple[list[Path], Tensor]]:
         import torch
 
-        with Progress(quiet=self._quiet, unit="photo", total=len(self.files)) as progress:
-            for start in range(0, len(self.files), self._batch):
-                chunk = self.files[start : start + self._batch]
-                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size, progress)) is not None]
+        with self._progress as progress:
+            progress.show(total=len(self.files))
+            for start in range(0, len(self.files), batch):
+                chunk = self.files[start : start + batch]
+                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size)) is not None]
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
                 progress.advance(len(chunk))
+
+    def write(self, line: str) -> None:
+        """Print a line to stdout, above the progress bar."""
+        self._progress.write(line)
 
     def sample(self, count: int, size: int) -> Tensor:
         """Pixels ``[N, 3, size, size]`` of at most ``count`` photos, spread evenly over all of them."""
@@ -325,7 +351,7 @@ class PhotoReader:
 
         count = min(count, len(self.files))
         self.files = [self.files[number * len(self.files) // count] for number in range(count)]
-        batches = [pixels for _, pixels in self.batches(size)]
+        batches = [pixels for _, pixels in self._batches(size, 1)]
         if not batches:
             raise ReactClipError(f"none of the {count} photos could be read; give others")
         return torch.cat(batches)
@@ -335,12 +361,12 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, size: int, progress: Progress) -> Tensor | None:
+    def _read(self, path: Path, size: int) -> Tensor | None:
         from react_clip.preprocess import to_pixels
 
         try:
             return to_pixels(path, size)
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
-            progress.write(f"react-clip: {error}", error=True)
+            self._progress.write(f"react-clip: {error}", error=True)
             return None

@@ -70,26 +70,31 @@ def run(args: argparse.Namespace) -> int:
             progress.write(f"the defences are {names}; --config FILE replaces the one of its kind", error=True)
         demo = _Demo(clf, guards, args, progress)
         write = (lambda text: None) if args.json else progress.write
-        for number, path in enumerate(dict.fromkeys([*attacked, noisy])):
-            # The first photo's budgets are attacked one by one, so that the first outcome comes soon; one batch of all
-            # budgets takes less time in total.
-            chosen = attacked.get(path, ())
-            groups = [chosen] if number and chosen else [[budget] for budget in chosen]
-            result = PhotoResult(path.name, [])
-            write(_heading(result, guards))
-            for outcome in demo.outcomes(path, groups, _NOISE if path == noisy else 0.0):
-                result.outcomes.append(outcome)
-                write(_row(result, outcome))
-            results.append(result)
-    page = args.out / "index.html"
-    write_page(
-        page,
-        results,
-        model=f"{encoder.name} in {args.dtype}",
-        defenses=[_description(guard) for guard in guards],
-        steps=args.steps,
-        classes=len(clf.names),
-    )
+        page = args.out / "index.html"
+        try:
+            for number, path in enumerate(dict.fromkeys([*attacked, noisy])):
+                # The first photo's budgets are attacked one by one, so that the first outcome comes soon; one batch of
+                # all budgets takes less time in total.
+                chosen = attacked.get(path, ())
+                groups = [chosen] if number and chosen else [[budget] for budget in chosen]
+                result = PhotoResult(path.name, [])
+                write(_heading(result, guards))
+                for outcome in demo.outcomes(path, groups, _NOISE if path == noisy else 0.0):
+                    if not result.outcomes:
+                        results.append(result)
+                    result.outcomes.append(outcome)
+                    write(_row(result, outcome))
+        finally:
+            # Also when stopped: the page shows what is finished.
+            if results:
+                write_page(
+                    page,
+                    results,
+                    model=f"{encoder.name} in {args.dtype}",
+                    defenses=[_description(guard) for guard in guards],
+                    steps=args.steps,
+                    classes=len(clf.names),
+                )
     closing = [
         "\nThese attacks do not know the defences; an attacker who does can defeat them.",
         f"Page with the photos and perturbations: {page.resolve()}",

@@ -91,7 +91,7 @@ def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotC
         args.out,
         clf,
         guard,
-        seed=args.seed,
+        seed=args.seed or 0,  # not a secret: an interrupted run can be continued
         engine=args.engine,
         device=args.device,
         progress=not args.quiet,
@@ -112,9 +112,15 @@ def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShot
     out, dim = Path(args.out), clf.encoder.dim
     files: list[str] = []
     features: list[Tensor] = []
-    for paths, pixels in reader.batches(clf.encoder.image_size):
-        features.append(guard(clf, pixels, seed=args.seed).features.cpu())
-        files += [str(path) for path in paths]
+    seed = common.secret_seed(args)
+    try:
+        for paths, pixels in reader.batches(clf.encoder):
+            features.append(guard(clf, pixels, seed=seed).features.cpu())
+            files += [str(path) for path in paths]
+    except KeyboardInterrupt:
+        if files:
+            write_features(out, torch.cat(features), files, clf.encoder.name)
+        raise
     if not files:
         raise ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
     write_features(out, torch.cat(features), files, clf.encoder.name)

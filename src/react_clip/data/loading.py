@@ -16,7 +16,7 @@ import numpy as np
 from react_clip.data.dataset import ImageDataset, Photo
 from react_clip.data.formats import SHARDS, TABLES, class_folders, find_files, load_folder, load_shards, load_tables
 from react_clip.data.registry import ClassIndex, DatasetSpec, default_root, registry
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingPackageError, ReactClipError, first_line
 from react_clip.optional import require
 
 _FOLDER = "folder:"
@@ -170,7 +170,7 @@ def construct(spec: DatasetSpec, root: Path, **arguments: object) -> Any:
             root.mkdir(parents=True, exist_ok=True)
         return getattr(datasets, spec.torchvision)(root, **arguments)
     except ImportError as error:
-        raise ReactClipError(
+        raise MissingPackageError(
             f"{spec.name} needs {error.name}, which is missing; pip install 'react-clip[data]'"
         ) from error
     except Exception as error:  # torchvision raises RuntimeError, ValueError, URLError, OSError or KeyError as it comes

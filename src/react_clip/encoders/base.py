@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -366,13 +367,32 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence the log messages of loading libraries (retries, download notices); errors still raise."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    """Silence the log messages of loading libraries (retries, download notices); errors still raise.
+
+    Other loggers of the process stay as they are. One thread at a time: loading in transformers changes global state.
+    """
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    with _loading:
+        before = [logger.level for logger in loggers]
+        logging.root.addFilter(_not_from_open_clip)
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL + 1)
+            yield
+        finally:
+            logging.root.removeFilter(_not_from_open_clip)
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+_loading = threading.RLock()
+_CHATTY = ("transformers", "huggingface_hub", "httpx", "urllib3", "filelock", "onnxscript", "onnx_ir", "torch.onnx")
+"""Loggers of the libraries that load and convert models."""
+
+
+def _not_from_open_clip(record: logging.LogRecord) -> bool:
+    """False for what open_clip writes to the root logger."""
+    return "open_clip" not in Path(record.pathname).parent.name
 
 
 def loading_error(name: str, error: Exception) -> ReactClipError:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from react_clip import data as data_room
 from react_clip.attacks import Attack
@@ -25,10 +29,14 @@ from react_clip.evaluation.result import AttackRow, Check, EvaluationResult, Sel
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, log, open_run
+from react_clip.storage import read_json, write_text
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_SELF_CHECK = "self_check.json"
+"""Among the shards of a run: the self-check that it has passed."""
 
 
 def evaluate(
@@ -148,9 +156,24 @@ def _run(
         check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
             if not outcomes:
-                check = checks.self_check(recipe, subject)
+                check = _self_check(recipe, subject, store.folder / _SELF_CHECK, progress)
             outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
         return write_result(recipe, folder, check, outcomes, command)
+
+
+def _self_check(recipe: Recipe, subject: EvaluationSet, path: Path, progress: bool) -> SelfCheck:
+    """The self-check; one that an earlier start of this run has passed on the same photos and model is read back."""
+    with suppress(ReactClipError, KeyError, TypeError):
+        stored = read_json(path, "it is made again")
+        if recipe.self_check and stored["identity"] == subject.identity():
+            return SelfCheck(**stored["check"])
+    if progress and recipe.self_check:
+        line = f"self-check: PGD-10 at 1/255 on {min(32, len(subject))} images of {subject.name}"
+        tqdm.write(line, file=sys.stderr)
+    check = checks.self_check(recipe, subject)
+    if check.enabled:
+        write_text(path, json.dumps({"identity": subject.identity(), "check": dataclasses.asdict(check)}))
+    return check
 
 
 def write_result(

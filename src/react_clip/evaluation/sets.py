@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.attacks.base import TRANSFER
+from react_clip.bank import LabelBank
 from react_clip.data import Head, ImageDataset, load_head
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
@@ -204,13 +206,17 @@ class ClassSource:
         # Real sets have duplicate names (both face classes of Caltech101 are "person"), which count as a tie.
         if head is not None:
             return ZeroShotClassifier.from_features(encoder, head.names, head.features, unique=False), dataset
-        return ZeroShotClassifier(encoder, dataset.class_names, templates=dataset.templates, unique=False), dataset
+        templates = dataset.templates if encoder.has_text else None
+        return ZeroShotClassifier(encoder, dataset.class_names, templates=templates, unique=False), dataset
 
 
-def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, root: Path) -> ClassSource:
-    """Choose a ready head, prompts or the photos of the train split, in this order; nothing is encoded yet.
+def class_source(
+    encoder: Encoder, dataset: ImageDataset, heads: Path | None, root: Path, *, average_train: bool = True
+) -> ClassSource:
+    """Choose a ready head, prompts, the photos of the train split or the label bank, in this order.
 
-    ``heads`` is a folder of heads, or one head.
+    Nothing is encoded yet. ``heads`` is a folder of heads, or one head. Without ``average_train`` the photos of the
+    train split are no source of classes.
     """
     own_folder = dataset.name.startswith(_FOLDER)
     folder = Path(dataset.name.removeprefix(_FOLDER)).expanduser() if own_folder else root / dataset.name
@@ -227,15 +233,20 @@ def class_source(encoder: Encoder, dataset: ImageDataset, heads: Path | None, ro
     if encoder.has_text:
         return ClassSource(dataset, f"prompts ({' | '.join(dataset.templates)})")
     train = folder / "train"
-    if train.is_dir():
+    if train.is_dir() and average_train:
         list_class_photos(train)  # raises on folders that cannot be averaged
         photos = data_room.load(dataset.name, root=root, split="train")
         return ClassSource(dataset, f"mean features of {len(photos)} train photos", train=(photos, train))
+    if encoder.base == LabelBank.load().encoder:
+        with suppress(ReactClipError):
+            LabelBank.load().features(dataset.class_names)
+            return ClassSource(dataset, "label bank")
     missing = f" (it is not in {heads})" if heads is not None else ""
+    photos_in = f" nor photos in {train}" if average_train else " nor another split than train"
     raise ReactClipError(
-        f"{dataset.name} has no class features: {encoder.name!r} has no text tower, and there is neither "
-        f"{folder.name}{_HEAD_SUFFIXES[0]} in --heads DIR{missing} nor photos in {train}; add one of them or use a "
-        "model with a text tower"
+        f"{dataset.name} has no class features: {encoder.name!r} has no text tower, the label bank lacks its names, "
+        f"and there is neither {folder.name}{_HEAD_SUFFIXES[0]} in --heads DIR{missing}{photos_in}; add one of them or "
+        "use a model with a text tower"
     )
 
 

@@ -65,8 +65,8 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
     if stored != asked:
         keys = [key for key in asked if stored.get(key) != asked[key]]
         raise ReactClipError(
-            f"{folder} holds the run {stored.get('title')!r}, which is not {recipe.title!r} as asked for now (other "
-            f"{', '.join(keys) or 'keys'}); choose another --out"
+            f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}; "
+            "ask for the same values to continue it, or choose another --out"
         )
 
 

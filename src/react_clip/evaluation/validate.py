@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from react_clip import data as data_room
 from react_clip.attacks.base import ADAPTIVE
 from react_clip.attacks.targets import Passes, total
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.cost import defense_cost, disk_bytes, image_cost
+from react_clip.evaluation.cost import defense_cost, disk_bytes, image_cost, work
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.sets import check_replayable, class_source, load_encoders
 
@@ -37,6 +40,10 @@ class Validation:
     title: str
     model: str
     sets: tuple[SetReport, ...]
+    image_passes: Passes
+    """Forward and backward passes of one image."""
+    minutes: float | None
+    """Time of all passes at the speed of a few measured ones; None without images or a model."""
     forward_passes: int
     backward_passes: int
     disk_bytes: int
@@ -58,10 +65,16 @@ class Validation:
         """One line per set, then the totals."""
         lines = []
         for report in self.sets:
-            description = f"{report.images:,} images, {report.classes:,} classes, {report.class_source}"
-            lines.append(f"{report.name}: {report.problem or description}")
-        for label, passes in {**self.defenses, "cost": (self.forward_passes, self.backward_passes)}.items():
-            lines.append(f"{label}: at most {passes[0]:,} forward and {passes[1]:,} backward passes")
+            if not report.problem:  # problems are listed apart
+                numbers = f"{report.images:,} images, {report.classes:,} classes"
+                lines.append(f"{report.name}: {numbers}, {report.class_source}")
+        counted = any(report.images for report in self.sets)
+        totals = (self.forward_passes, self.backward_passes) if counted else self.image_passes
+        unit = "" if counted else " an image"
+        for label, passes in {**(self.defenses if counted else {}), "cost": totals}.items():
+            lines.append(f"{label}: at most {passes[0]:,} forward and {passes[1]:,} backward passes{unit}")
+        if self.minutes is not None:
+            lines.append(f"time: about {self.minutes:,.0f} minutes at the speed of a few passes on this device")
         return [*lines, f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free"]
 
 
@@ -88,6 +101,9 @@ def validate(
     problems += [f"{report.name}: {report.problem}" for report in reports if report.problem]
     images = sum(report.images for report in reports)
     forward, backward = total((image_cost(recipe), images))
+    minutes = None
+    if encoder is not None and images:
+        minutes = work((forward, backward)) * _seconds_per_pass(encoder, recipe.batch) / 60
     size = encoder.image_size if encoder is not None else 0
     needed, free = sum(disk_bytes(recipe, report.images, size) for report in reports), _free(Path(folder))
     if needed > free:
@@ -99,6 +115,8 @@ def validate(
         title=recipe.title,
         model=recipe.model,
         sets=tuple(reports),
+        image_passes=image_cost(recipe),
+        minutes=minutes,
         forward_passes=forward,
         backward_passes=backward,
         disk_bytes=needed,
@@ -109,6 +127,18 @@ def validate(
             for number, item in enumerate(recipe.defenses if recipe.threat == ADAPTIVE else ())
         },
     )
+
+
+@torch.no_grad()
+def _seconds_per_pass(encoder: Encoder, batch: int) -> float:
+    """Time of one image in a forward pass: the second of two small batches."""
+    count = min(batch, 64 if encoder.device.type == "cuda" else 4)
+    images = torch.zeros(count, 3, encoder.image_size, encoder.image_size, device=encoder.device)
+    for _ in range(2):
+        began = time.perf_counter()
+        encoder(images).sum().item()
+        seconds = (time.perf_counter() - began) / count
+    return seconds
 
 
 def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, heads: Path | None) -> SetReport:

@@ -23,8 +23,8 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
     """Chroma's ``EmbeddingFunction`` over texts and images (numpy arrays, as its ``ImageLoader`` makes them).
 
     Takes the arguments of :class:`~react_clip.integrations.common.DefendedFeatures`. Chroma stores the configuration
-    with the collection: the model's name, the guard, the labels and an integer seed. Secrets are never stored; see
-    :meth:`build_from_config`.
+    with the collection: the model's name, the guard, the labels and an integer seed. Secrets are never stored: your own
+    is needed again to open the collection; in place of one that was drawn, a new one is drawn.
     """
 
     def __call__(self, input: Any) -> Any:
@@ -54,13 +54,13 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 
     def get_config(self) -> dict[str, Any]:
         """The configuration that Chroma stores with a collection."""
-        secret = isinstance(self.seed, bytes)
+        own = self.has_own_secret
         return {
             "model": self.encoder.name,
             "guard": self.guard.to_dict(),
             "labels": self.labels,
-            "seed": None if secret else self.seed,
-            "withheld": ["seed"] * secret + ["class_features"] * self.has_class_features,
+            "seed": self.seed if isinstance(self.seed, int) else None,
+            "withheld": ["seed"] * own + ["class_features"] * self.has_class_features,
         }
 
     @staticmethod
@@ -98,7 +98,7 @@ def _build(config: str) -> ChromaEmbeddings:
             "function to get_collection(embedding_function=...)"
         )
     guard = defenses.from_dict(values["guard"])
-    return ChromaEmbeddings(values["model"], guard, labels=values.get("labels"), seed=values.get("seed", 0))
+    return ChromaEmbeddings(values["model"], guard, labels=values.get("labels"), seed=values.get("seed"))
 
 
 def array_to_image(array: NDArray[Any]) -> Image.Image:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +18,7 @@ from react_clip.bank import LabelBank
 from react_clip.defenses import Defense, ReACT, SecondLook, Undefended, default_for
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
-from react_clip.noise import Seed
+from react_clip.noise import Seed, process_secret
 from react_clip.preprocess import ImageSource, as_pixels
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -45,6 +47,19 @@ def resolve_encoder(model: Encoder | str | Path, device: str | torch.device | No
     if device is not None:
         raise ReactClipError(f"device {str(device)!r} is given with a loaded encoder; load the encoder there instead")
     return model
+
+
+def resolve_seed(seed: Seed | None) -> Seed:
+    """The seed as it is, or the secret of this process, about which the first call logs a line."""
+    return _logged_secret() if seed is None else seed
+
+
+@functools.cache
+def _logged_secret() -> bytes:
+    logging.getLogger("react_clip.integrations").warning(
+        "the noise is keyed by a new random secret: features may differ after a restart; seed=b'...' keeps them"
+    )
+    return process_secret()
 
 
 def local_image(source: ImageSource) -> ImageSource:
@@ -79,7 +94,7 @@ class DefendedFeatures:
         guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
         labels: classes over which the guard compares predictions.
         class_features: the same as ready features ``[K, dim]``.
-        seed: a number, or a secret as ``bytes``.
+        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
         device: where to load the model; CUDA if there is one by default.
     """
 
@@ -90,11 +105,11 @@ class DefendedFeatures:
         *,
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
-        seed: Seed = 0,
+        seed: Seed | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self.encoder = encoder = resolve_encoder(model, device)
-        self.seed = seed
+        self.seed, self.has_own_secret = resolve_seed(seed), isinstance(seed, bytes)
         self.labels = None if labels is None else list(labels)
         self.has_class_features = class_features is not None
         classes = _classes(encoder, labels, class_features)

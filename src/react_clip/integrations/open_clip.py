@@ -29,7 +29,7 @@ class DefendedOpenCLIP(nn.Module):
         labels: classes over which the guard compares predictions; a bare model needs its ``tokenizer`` for them.
         class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
-        seed: a number, or a secret as ``bytes``.
+        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DefendedOpenCLIP(nn.Module):
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
         tokenizer: Any = None,
-        seed: Seed = 0,
+        seed: Seed | None = None,
     ) -> None:
         super().__init__()
         encoder = load(model) if isinstance(model, str) else model

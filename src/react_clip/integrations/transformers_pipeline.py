@@ -27,10 +27,10 @@ from react_clip.encoders.base import quiet_libraries
 from react_clip.encoders.hf import HFEncoder, load_hf
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
-from react_clip.integrations.common import local_image, resolve_encoder
+from react_clip.integrations.common import local_image, resolve_encoder, resolve_seed
 from react_clip.noise import Seed
 from react_clip.preprocess import read_image
-from react_clip.zeroshot import ZeroShotClassifier, check_names
+from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
 
 TASK = "defended-zero-shot-image-classification"
 _TEMPLATE = "This is a photo of {}."
@@ -39,7 +39,7 @@ _TEMPLATE = "This is a photo of {}."
 def zero_shot_pipeline(
     model: Encoder | str | Path,
     guard: Defense | None = None,
-    seed: Seed = 0,
+    seed: Seed | None = None,
     *,
     device: str | torch.device | None = None,
     **kwargs: Any,
@@ -49,7 +49,7 @@ def zero_shot_pipeline(
     Args:
         model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
         guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`).
-        seed: a number, or a secret as ``bytes``.
+        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
         device: where to run; CUDA if there is one by default.
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
@@ -92,14 +92,14 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         self,
         *args: Any,
         guard: Defense | None = None,
-        seed: Seed = 0,
+        seed: Seed | None = None,
         encoder: Encoder | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.encoder = encoder or self._wrap_model(kwargs.get("tokenizer"))
         self.guard = default_for(self.encoder) if guard is None else guard
-        self.seed = seed
+        self.seed = resolve_seed(seed)
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
     def _wrap_model(self, tokenizer: Any) -> Encoder:
@@ -153,7 +153,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         if not self.encoder.has_text:
             templates = None if template is None else [template]
             return ZeroShotClassifier(self.encoder, names, templates=templates, unique=False)
-        prompts = [(template or _TEMPLATE).format(name) for name in names]
+        prompts = [fill_template(template or _TEMPLATE, name) for name in names]
         return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
 
 

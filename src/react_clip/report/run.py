@@ -1,7 +1,7 @@
 """Read a run for the report: its result, its rows per image, and one line for each part that is missing.
 
-Reading does not fail on a run that is unfinished, damaged or from another version; only a folder that does not exist is
-an error.
+Reading does not fail on a run that is unfinished, damaged or from another version; only a folder that does not exist or
+holds no file of a run is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from react_clip.config import pop_kind
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingFileError, ReactClipError, first_line, missing_or_wrong
 from react_clip.evaluation import store
 from react_clip.evaluation.recipe import read_yaml
 from react_clip.evaluation.result import EvaluationResult, merge
@@ -72,7 +72,12 @@ def read_run(folder: str | Path) -> Run:
     """Read a folder of ``react-clip evaluate``."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ReactClipError(f"{folder} is no folder; give the --out folder of `react-clip evaluate`")
+        raise missing_or_wrong(folder, f"{folder} is no folder; give the --out folder of `react-clip evaluate`")
+    if not any((folder / name).exists() for name in (store.RESULT, store.RECIPE, store.PER_IMAGE, store.SHARDS)):
+        raise ReactClipError(
+            f"{folder} is no run: it has neither {store.RESULT} nor {store.RECIPE}; give the --out folder of "
+            "`react-clip evaluate`"
+        )
     missing: list[str] = []
     result = _or_missing(missing, store.RESULT, lambda: EvaluationResult.load(folder / store.RESULT))
     recipe = result.recipe if result is not None else None
@@ -123,7 +128,7 @@ def _or_missing(missing: list[str], name: str, read: Callable[[], T]) -> T | Non
 
 def _read_images(path: Path) -> pd.DataFrame:
     if not path.exists():
-        raise ReactClipError(f"{path} does not exist; figures and rows per image need it")
+        raise MissingFileError(f"{path} does not exist; figures and rows per image need it")
     table = require("pyarrow.parquet", "reading per-image results", extra="eval").read_table(path)
     if absent := [name for name in (*_TEXTS, *_OTHERS) if name not in table.column_names]:
         raise ReactClipError(f"{path} has no column {absent[0]!r}; it was written by another version of react-clip")

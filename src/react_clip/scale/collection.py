@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingFileError, ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.preprocess import DEFAULT_LIMITS, PHOTO_SUFFIXES
 
@@ -125,7 +125,7 @@ def _find_one(source: str) -> Iterator[File]:
     elif fs.isdir(root):
         shown, prefix, listing = source.rstrip("/"), root.rstrip("/"), fs.find(root, detail=True)
     else:
-        raise ReactClipError(f"{source} does not exist; check the path")
+        raise MissingFileError(f"{source} does not exist; check the path")
     for path, info in listing.items():
         file = File(shown + path[len(prefix) :], int(info.get("size") or 0))
         if info.get("type") != "directory" and file.suffix in _SUFFIXES:
