@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -177,6 +178,18 @@ def test_what_is_finished_is_kept_when_a_command_is_stopped(
         assert "photo0.png" in (tmp_path / "page" / "index.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "words", [["classify", "--help"], ["classify", "nowhere.jpg"], ["embed", "nowhere", "--out", "f.npy"]]
+)
+def test_help_and_mistyped_paths_do_not_wait_for_torch(command: list[str], words: list[str], tmp_path: Path) -> None:
+    # A module of this name shadows the real one: importing it fails.
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    finished = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environment)
+    assert "torch was imported" not in finished.stderr
+    assert finished.returncode == (0 if "--help" in words else 2), finished.stderr
+
+
 def test_embed_leaves_nothing_when_it_cannot_finish(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
     for path in photos.iterdir():
         path.write_bytes(b"")
@@ -285,6 +298,8 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
         ("classify --labels cat", "run `react-clip calibrate PHOTOS --model"),
         ("classify", "needs names; give --labels"),
+        ("classify --labels cat --top 0", "--top is 0; it must be at least 1"),
+        ("classify --labels cat --dtype fp8", "choose one of fp32, bf16, fp16, auto"),
         ("classify nowhere.jpg", "nowhere.jpg does not exist; check the path"),
         ("attack --labels cat --out adv --eps 8", "8/255"),
         ("attack --labels cat --out adv --attack magic", "attack 'magic' does not exist"),

@@ -217,3 +217,16 @@ def test_impossible_values_are_refused_in_one_line(name: str, field: str, value:
     with pytest.raises(rc.ReactClipError, match=says) as caught:
         defenses.from_dict({"kind": name, field: value})
     assert "\n" not in str(caught.value)
+
+
+def test_results_print_shortly_and_become_dictionaries_and_tables() -> None:
+    clf, images = toy_classifier(), toy_images(6)
+    for guard in (rc.Undefended(), rc.ReACT(), rc.SecondLook(threshold=0.5)):
+        out = guard(clf, images)
+        assert len(repr(out)) < 200
+        assert f"6 images: {out.names[0]}" in repr(out)
+        rows = json.loads(json.dumps(out.to_dict()))
+        assert [row["name"] for row in rows] == out.names
+        assert [row["gated"] for row in rows] == out.gated.tolist()
+        table = out.to_pandas()
+        assert table["probability"].tolist() == pytest.approx(out.probs.max(-1).values.tolist())

@@ -144,7 +144,7 @@ def test_a_folder_with_another_or_a_damaged_recipe_is_refused(tmp_path: Path) ->
     toy_run(tmp_path, **SMALL, title="first")
     recipe = tmp_path / "recipe.yaml"
     for prepare, message in (
-        (lambda: None, r"holds the run 'first', .* not 'second' .*draws.*; choose another --out"),
+        (lambda: None, r"holds a run of 'first' with other values of .*draws.*, or choose another --out"),
         (lambda: recipe.write_text("title: ["), "remove it to continue, or choose another --out"),
         (recipe.unlink, r"has a result\.json but no recipe\.yaml"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import re
 import struct
@@ -20,6 +21,7 @@ from PIL import Image
 from serve_client import SECOND_LOOK, as_form, as_json, check_error
 
 import react_clip as rc
+from react_clip.serve import responses
 
 Direct = Callable[..., rc.Defended]
 
@@ -192,7 +194,19 @@ def test_pages_load_nothing_from_elsewhere(server: Any) -> None:
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-    assert "POST /v1/classify" in server.client.get("/docs").text
+    manual = server.client.get("/docs").text
+    assert "POST /v1/classify" in manual
+    assert f"{server.url}/v1/classify" in manual
+    assert "<code>top_k</code><dd>Answers per photo, best first. Default: 5." in manual
+    assert html.escape('"label": "cat"') in manual
+
+
+def test_example_answers_are_answers(server: Any) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    for path, model in (("/v1/classify", responses.ClassifyResponse), ("/v1/embed", responses.EmbedResponse)):
+        answer = paths[path]["post"]["responses"]["200"]["content"]["application/json"]
+        assert "schema" in answer
+        assert model.model_validate(answer["example"]).model_dump() == answer["example"]
 
 
 def test_headers_and_unknown_routes(server: Any) -> None:

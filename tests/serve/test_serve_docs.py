@@ -97,7 +97,7 @@ def test_the_routes_are_those_of_the_server(server: Any) -> None:
     table = TEXT.partition("| route |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)`", table))
     real = set(server.client.get("/openapi.json").json()["paths"])
-    assert named == real | OPEN_PATHS | {"/metrics", "/v1/demo/attack"}
+    assert named == real | OPEN_PATHS | {"/metrics", "/v1/demo/attack", "/v1/demo/progress"}
 
 
 def test_the_open_paths_are_listed() -> None:

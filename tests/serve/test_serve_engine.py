@@ -238,7 +238,9 @@ def test_an_attack_of_an_abandoned_request_is_not_computed(
         queued.set()
         return run(function)
 
-    def attack(clf: rc.ZeroShotClassifier, pixels: torch.Tensor, label: int, eps: float) -> torch.Tensor:
+    def attack(
+        clf: rc.ZeroShotClassifier, pixels: torch.Tensor, label: int, eps: float, progress: Callable[[int, int], None]
+    ) -> torch.Tensor:
         computed.append(eps)
         return pixels
 
@@ -254,3 +256,48 @@ def test_an_attack_of_an_abandoned_request_is_not_computed(
         in_loop(ask_and_leave())
     run(lambda: None).result()
     assert computed == []
+
+
+def test_a_slow_attack_has_its_own_deadline_tells_its_steps_and_ends_when_its_caller_leaves(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, photos: list[bytes]
+) -> None:
+    go_on, began, steps = threading.Event(), threading.Event(), []
+
+    def attack(
+        clf: rc.ZeroShotClassifier, pixels: torch.Tensor, label: int, eps: float, progress: Callable[[int, int], None]
+    ) -> torch.Tensor:
+        for step in range(1, 4):
+            progress(step, 3)
+            steps.append(step)
+            began.set()
+            go_on.wait(60)
+        return pixels
+
+    async def ask() -> tuple[dict[str, int], int]:
+        async with client_of(engine, attack) as client:
+            task = asyncio.create_task(client.post("/v1/demo/attack", **as_form(photos[:1])))
+            await asyncio.to_thread(began.wait, 60)
+            # Longer than the deadline of other requests.
+            await asyncio.sleep(3 * engine.settings.deadline)
+            shown = (await client.get("/v1/demo/progress")).json()
+            go_on.set()
+            return shown, (await task).status_code
+
+    async def leave() -> None:
+        async with client_of(engine, attack) as client:
+            task = asyncio.create_task(client.post("/v1/demo/attack", **as_form(photos[:1])))
+            await asyncio.to_thread(began.wait, 60)
+            task.cancel()
+            await asyncio.wait([task])
+            assert (await client.get("/v1/demo/progress")).json() == {"done": 0, "steps": 0}
+
+    settings = engine.settings.model_copy(update={"deadline": 0.2, "demo_deadline": 60.0})
+    monkeypatch.setattr(engine, "settings", settings)
+    assert in_loop(ask()) == ({"done": 1, "steps": 3}, 200)
+    assert steps == [1, 2, 3]
+    go_on.clear()
+    began.clear()
+    in_loop(leave())
+    go_on.set()
+    engine.run(lambda: None).result()
+    assert steps == [1, 2, 3, 1], "the second step of the abandoned attack raised"

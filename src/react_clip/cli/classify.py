@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from react_clip import Defended
 from react_clip.cli import common
+
+if TYPE_CHECKING:
+    from react_clip import Defended
 
 EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 

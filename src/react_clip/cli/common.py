@@ -161,9 +161,7 @@ def secret_seed(args: argparse.Namespace) -> Seed:
 
     if args.seed is not None:
         return int(args.seed)
-    notice(
-        args, "the noise is keyed by a new random secret: answers may differ from run to run (not with --seed 0)"
-    )
+    notice(args, "the noise is keyed by a new random secret: answers may differ from run to run (not with --seed 0)")
     return process_secret()
 
 
@@ -293,11 +291,11 @@ def bundled_photos() -> list[Path]:
 
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
-    from react_clip.preprocess import PHOTO_SUFFIXES
-
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
+            from react_clip.preprocess import PHOTO_SUFFIXES  # slow: a mistyped path is reported before
+
             photos = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
             if not photos:
                 raise ReactClipError(

@@ -7,18 +7,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from react_clip import ReactClipError
 from react_clip.cli import common
-from react_clip.defenses import Defense
-from react_clip.scale import defend_dataset
-from react_clip.storage import atomic_path, write_tensors, write_text
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.errors import ReactClipError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from react_clip.defenses import Defense
+    from react_clip.zeroshot import ZeroShotClassifier
 
 EXAMPLE = "react-clip embed s3://bucket/shards --out s3://bucket/features --engine ray --resume"
 _FOLDER_OPTIONS = ("chunk", "top", "column", "resume", "address", "workers")
@@ -86,6 +84,8 @@ def _check_folder(out: str) -> None:
 
 
 def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotClassifier, guard: Defense) -> int:
+    from react_clip.scale import defend_dataset
+
     summary = defend_dataset(
         args.photos_in,
         args.out,
@@ -100,7 +100,8 @@ def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotC
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)
     failed = f", {summary.errors} of them with an error" if summary.errors else ""
-    notices = [f"{summary.images} images in {summary.parts} parts in {summary.out}{failed}"]
+    parts = f"{summary.parts} part{'s' if summary.parts != 1 else ''}"
+    notices = [f"{summary.images} images in {parts} in {summary.out}{failed}"]
     if summary.missing:
         notices.append(f"{len(summary.missing)} pieces are missing; --resume tries them again")
     common.print_result(args, asdict(summary), notices=notices)
@@ -109,6 +110,8 @@ def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotC
 
 def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
     """Write one row per photo; a photo that cannot be read is a line on stderr and has no row."""
+    import torch
+
     out, dim = Path(args.out), clf.encoder.dim
     files: list[str] = []
     features: list[Tensor] = []
@@ -133,6 +136,10 @@ def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShot
 
 def write_features(path: Path, features: Tensor, files: list[str], model: str) -> None:
     """Write features ``[N, dim]`` and the file name of each row; a failed write leaves no partial file."""
+    import numpy as np
+
+    from react_clip.storage import atomic_path, write_tensors, write_text
+
     if path.suffix == ".safetensors":
         write_tensors(path, {"features": features}, {"files": json.dumps(files), "model": model})
         return

@@ -118,9 +118,11 @@ def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> Fast
     return create_app(engine, demo_attack if settings.demo else None, keys=keys)
 
 
-def demo_attack(clf: ZeroShotClassifier, pixels: Tensor, label: int, eps: float) -> Tensor:
+def demo_attack(
+    clf: ZeroShotClassifier, pixels: Tensor, label: int, eps: float, progress: Callable[[int, int], None]
+) -> Tensor:
     """The demo's attack: PGD with 10 steps on plain CLIP, which does not know the defence."""
-    return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label])).images
+    return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label]), progress=progress).images
 
 
 def _log_to_stderr(level: str) -> None:

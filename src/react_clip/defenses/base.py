@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,18 @@ from torch import Tensor, nn
 from react_clip.config import Registered, Registry
 from react_clip.encoders.base import Encoder, Gradients
 from react_clip.noise import Seed
+from react_clip.optional import require
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma")
 """Fields of :class:`Defended` with one number per image that say why it was corrected or not."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Defended:
     """Defended answers and diagnostics, one row per image; values that were not measured are NaN."""
 
@@ -70,6 +74,22 @@ class Defended:
 
     def __len__(self) -> int:
         return len(self.features)
+
+    def __repr__(self) -> str:
+        """Number of images, the first answers and how many were corrected."""
+        shown = ", ".join(self.names[:4]) + (", ..." if len(self) > 4 else "")
+        return f"{type(self).__name__}({len(self)} images: {shown}; {int(self.gated.sum())} corrected)"
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """One dictionary of JSON values per image: answer, probability and :data:`MEASUREMENTS`; no features."""
+        best = self.probs.max(-1).values.tolist()
+        rows = zip(self.names, best, diagnostics(self), strict=True)
+        return [{"name": name, "probability": value, **measured} for name, value, measured in rows]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """:meth:`to_dict` as a table with one row per image; needs pandas (extra ``eval``)."""
+        table: pd.DataFrame = require("pandas", "to_pandas", extra="eval").DataFrame(self.to_dict())
+        return table
 
 
 class Defense(Registered, ABC):

@@ -103,7 +103,7 @@ class Correction:
         return self.branch != KEEP
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SecondLooked(Defended):
     """Answers of :class:`SecondLook`; ``drift`` and ``score`` are the distance between image and look as features."""
 

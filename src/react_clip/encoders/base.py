@@ -348,7 +348,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise ReactClipError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        raise ReactClipError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}, auto")
     return DTYPES[dtype]
 
 

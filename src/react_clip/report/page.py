@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
 from react_clip.report import page_data
-from react_clip.report.run import SCORINGS, Run, conditions, read_runs
+from react_clip.report.run import SCORINGS, Run, check_is_run, conditions, read_runs
 from react_clip.report.tables import all_tables, calibration_table, over
 from react_clip.storage import write_text
 
@@ -66,6 +66,8 @@ def write_report(
     run = read_runs(folders)
     missing = list(run.missing)
     fitted = _calibration(run, calibration, missing)
+    if fitted is None:
+        check_is_run(run.folders[0])
     drawn, not_drawn = _draw(run, fitted, out / FIGURES, progress)
     result = run.result
     page = render(

@@ -1,7 +1,7 @@
 """Read a run for the report: its result, its rows per image, and one line for each part that is missing.
 
-Reading does not fail on a run that is unfinished, damaged or from another version; only a folder that does not exist or
-holds no file of a run is an error.
+Reading does not fail on a run that is unfinished, damaged or from another version; only a folder that does not exist is
+an error.
 """
 
 from __future__ import annotations
@@ -73,11 +73,6 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise missing_or_wrong(folder, f"{folder} is no folder; give the --out folder of `react-clip evaluate`")
-    if not any((folder / name).exists() for name in (store.RESULT, store.RECIPE, store.PER_IMAGE, store.SHARDS)):
-        raise ReactClipError(
-            f"{folder} is no run: it has neither {store.RESULT} nor {store.RECIPE}; give the --out folder of "
-            "`react-clip evaluate`"
-        )
     missing: list[str] = []
     result = _or_missing(missing, store.RESULT, lambda: EvaluationResult.load(folder / store.RESULT))
     recipe = result.recipe if result is not None else None
@@ -89,6 +84,15 @@ def read_run(folder: str | Path) -> Run:
         state = f"{shards} finished pieces of work are kept" if shards else "nothing has been computed yet"
         missing.insert(0, f"the run is not finished ({state}): the same `react-clip evaluate` command continues it")
     return Run((folder,), result, recipe or {}, images, tuple(missing))
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise unless the folder holds a file of a run."""
+    if not any((folder / name).exists() for name in (store.RESULT, store.RECIPE, store.PER_IMAGE, store.SHARDS)):
+        raise ReactClipError(
+            f"{folder} is no run: it has neither {store.RESULT} nor {store.RECIPE}; give the --out folder of "
+            "`react-clip evaluate`"
+        )
 
 
 def read_runs(folders: Sequence[str | Path]) -> Run:

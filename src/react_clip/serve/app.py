@@ -28,8 +28,9 @@ from react_clip.serve.metrics import Metrics
 from react_clip.serve.middleware import RequestGuard
 from react_clip.zeroshot import ZeroShotClassifier
 
-DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float], Tensor]
-"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1]) -> attacked pixels``."""
+DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int, int], None]], Tensor]
+"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1], progress) -> attacked pixels``, where
+``progress(done, steps)`` is called after every step and raises if the caller is gone."""
 
 _DRAWN = 127.0 / 255.0
 """Largest change in the picture of a perturbation, around grey."""
@@ -46,6 +47,7 @@ class Service:
         self.labels = LabelCache(engine)
         self.accepts_labels = self.labels.source != "preset" and not self.settings.fixed_labels
         self.started = int(time.time())
+        self.attack_progress = responses.AttackProgress()
         engine.on_batch = self.metrics.count_batch
 
     async def inputs(self, body: requests.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
@@ -103,7 +105,11 @@ state = APIRouter(responses=pages.error_responses(401, 503))
 site = APIRouter(include_in_schema=False)
 
 
-@api.post("/classify", openapi_extra=pages.request_body(requests.ClassifyRequest, top_k=3))
+@api.post(
+    "/classify",
+    openapi_extra=pages.request_body(requests.ClassifyRequest, top_k=3),
+    responses=pages.example_answer(pages.CLASSIFIED),
+)
 async def classify(
     service: ServiceDep, body: Annotated[requests.ClassifyRequest, _body(requests.ClassifyRequest)]
 ) -> responses.ClassifyResponse:
@@ -117,7 +123,11 @@ async def classify(
     return responses.ClassifyResponse(model=service.model, results=results)
 
 
-@api.post("/embed", openapi_extra=pages.request_body(requests.EmbedRequest, encoding_format="float"))
+@api.post(
+    "/embed",
+    openapi_extra=pages.request_body(requests.EmbedRequest, encoding_format="float"),
+    responses=pages.example_answer(pages.EMBEDDED),
+)
 async def embed(
     service: ServiceDep, body: Annotated[requests.EmbedRequest, _body(requests.EmbedRequest)]
 ) -> responses.EmbedResponse:
@@ -139,16 +149,13 @@ async def attack(
     service: ServiceDep, body: Annotated[requests.AttackRequest, _body(requests.AttackRequest)]
 ) -> responses.AttackResponse:
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
-    run_attack, engine, eps = service.attack, service.engine, body.eps / 255
-    assert run_attack is not None, "the route exists only with an attack"
+    engine, eps = service.engine, body.eps / 255
     classes, [photo] = await service.inputs(body)
     [clean] = await service.ask([photo], classes)
     target, attacked, scale = int(clean.plain_probs.argmax()), photo.pixels, 1.0
     if eps > 0:
         scale = _DRAWN / eps
-        # Cancelled with the request, so the many that the page's slider leaves behind are not computed.
-        job = engine.run(partial(run_attack, classes, photo.pixels[None], target, eps))
-        attacked = (await asyncio.wrap_future(job))[0].cpu()
+        attacked = await _attacked(service, classes, photo.pixels, target, eps)
     key = noise.stream_keys(attacked[None], engine.secret)[0]
     [after] = await service.ask([Photo(attacked, key)], classes)
 
@@ -169,6 +176,30 @@ async def attack(
         perturbation=data_uri(to_image(0.5 + scale * (attacked - photo.pixels))),
         amplification=scale,
     )
+
+
+async def _attacked(service: Service, classes: ZeroShotClassifier, pixels: Tensor, target: int, eps: float) -> Tensor:
+    """Attacked pixels ``[3, S, S]``. An attack whose caller is gone ends: the page's slider leaves many behind."""
+    assert service.attack is not None, "the route exists only with an attack"
+    ended = False
+
+    def advance(done: int, steps: int) -> None:
+        if ended:
+            raise asyncio.CancelledError
+        service.attack_progress = responses.AttackProgress(done=done, steps=steps)
+
+    try:
+        job = service.engine.run(partial(service.attack, classes, pixels[None], target, eps, advance))
+        return (await asyncio.wrap_future(job))[0].cpu()
+    finally:
+        ended = True
+        service.attack_progress = responses.AttackProgress()
+
+
+@demo.get("/progress")
+async def progress(service: ServiceDep) -> responses.AttackProgress:
+    """Steps of the attack that runs now."""
+    return service.attack_progress
 
 
 @state.get("/v1/info")
@@ -225,7 +256,8 @@ async def metrics(service: ServiceDep) -> Response:
 @site.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
     """The manual."""
-    return HTMLResponse(pages.manual(request.app.openapi()), headers={"content-security-policy": pages.POLICY})
+    page = pages.manual(request.app.openapi(), str(request.base_url).rstrip("/"))
+    return HTMLResponse(page, headers={"content-security-policy": pages.POLICY})
 
 
 @site.get("/")

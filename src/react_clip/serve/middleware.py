@@ -23,6 +23,9 @@ logger = logging.getLogger("react_clip.serve")
 OPEN_PATHS = {"/healthz", "/readyz", "/", "/docs", "/openapi.json", "/static/page.css", "/static/page.js"}
 """Paths that need no API key: they contain nothing that is not in the manual."""
 
+DEMO_PATH = "/v1/demo/attack"
+"""The path with a deadline of its own."""
+
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
@@ -74,7 +77,7 @@ class RequestGuard:
         except RequestError as refusal:
             error = refusal
         except TimeoutError:
-            error = late(self.settings.deadline) if exchange.body_ended else exchange.slow_body()
+            error = late(exchange.deadline) if exchange.body_ended else exchange.slow_body()
         except Exception as failure:
             if not exchange.disconnected:
                 logger.error("%s failed: %s", _route(scope), type(failure).__name__, exc_info=True)
@@ -134,6 +137,8 @@ class _Exchange:
     def __init__(self, guard: RequestGuard, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard, self._receive, self._send = guard, receive, send
         self.clock = asyncio.timeout(guard.settings.body_timeout)
+        settings = guard.settings
+        self.deadline = settings.demo_deadline if scope["path"] == DEMO_PATH else settings.deadline
         self.status = 0
         self.size = 0
         self.body_ended = self.disconnected = False
@@ -150,7 +155,7 @@ class _Exchange:
             self._guard.reserve(chunk)
             self.size += chunk
         if self.body_ended and self._watcher is None:
-            self._end_at(asyncio.get_running_loop().time() + self._guard.settings.deadline)
+            self._end_at(asyncio.get_running_loop().time() + self.deadline)
             self._watcher = asyncio.create_task(self._watch())
         return message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,27 @@ def example_image() -> str:
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
-def manual(openapi: dict[str, Any]) -> str:
-    """The page at ``/docs``: every route with its description and an example."""
+_ANSWERS = [{"label": "cat", "probability": 0.97}, {"label": "dog", "probability": 0.02}]
+CLASSIFIED = {
+    "model": "clip-vit-b-16",
+    "results": [{"index": 0, **_ANSWERS[0], "answers": _ANSWERS, "diagnostics": None}],
+}
+EMBEDDED = {
+    "object": "list",
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8], "diagnostics": None}],
+    "model": "clip-vit-b-16",
+    "usage": {"prompt_tokens": 0, "total_tokens": 0, "images": 1},
+}
+"""Example answers; a real embedding has 512 numbers or more."""
+
+
+def example_answer(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI description of an example of the answer 200."""
+    return {200: {"content": {"application/json": {"example": example}}}}
+
+
+def manual(openapi: dict[str, Any], url: str) -> str:
+    """The page at ``/docs``: every route with its description, its fields and examples; ``url`` is the server's."""
     title, about = escape(openapi["info"]["title"]), escape(openapi["info"]["description"])
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
@@ -65,5 +85,17 @@ def manual(openapi: dict[str, Any]) -> str:
                 f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['description'])}</p>"
             )
             if method == "post":
-                parts.append(f"<pre>curl -F images=@photo.jpg http://127.0.0.1:8000{escape(path)}</pre>")
+                fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+                parts.append(f"<pre>curl -F images=@photo.jpg {escape(url + path)}</pre><dl>")
+                parts += [f"<dt><code>{escape(name)}</code><dd>{_describe(field)}" for name, field in fields.items()]
+                parts.append("</dl>")
+            answer = operation["responses"]["200"]["content"]["application/json"].get("example")
+            if answer is not None:
+                parts.append(f"<p>Answer:</p><pre>{escape(json.dumps(answer, indent=2))}</pre>")
     return "\n".join(parts)
+
+
+def _describe(field: dict[str, Any]) -> str:
+    """Description and default of a field of a request."""
+    default = field.get("default")
+    return escape(field.get("description", "")) + ("" if default is None else f" Default: {escape(str(default))}.")

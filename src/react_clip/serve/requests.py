@@ -185,6 +185,8 @@ def request_error(model: type[ImageRequest], error: ValidationError) -> RequestE
         line = context["text"] if "field" in context else f"{field} {context['text']}"
     elif not problem["loc"]:
         line = f"the body is a JSON {type(problem['input']).__name__}; send an object such as " + '{"images": [...]}'
+    elif problem["type"] == "too_short":
+        line = f"{field} is empty; give at least {context['min_length']}"
     else:
         reason = problem["msg"].replace("Input should", "it should").replace("List should", "it should")
         line = f"{field} is {quote(problem['input'])}; {reason}"

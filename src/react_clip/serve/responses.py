@@ -142,6 +142,13 @@ class AttackResponse(Schema):
     """Factor by which the change is enlarged in that picture."""
 
 
+class AttackProgress(Schema):
+    """Steps of the demo's attack that runs now; both are 0 while none runs."""
+
+    done: int = 0
+    steps: int = 0
+
+
 class Labels(Schema):
     """Label lists that requests may use."""
 

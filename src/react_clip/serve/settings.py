@@ -93,6 +93,8 @@ class Settings(BaseSettings):
     """images that may wait; beyond it callers get 503"""
     deadline: Seconds = 20.0
     """seconds from the end of a body to its answer, else 503"""
+    demo_deadline: Seconds = 180.0
+    """the same for /v1/demo/attack, which takes minutes on a slow CPU"""
     grace: Duration = 45.0
     """seconds that accepted requests have to finish after SIGTERM"""
 

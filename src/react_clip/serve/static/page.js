@@ -267,10 +267,23 @@ async function ask(value, signal) {
     return;
   }
   body.append("eps", value);
-  const { clean, attacked, attacked_label: target, perturbation, amplification } = await call("v1/demo/attack", signal, body);
+  const watch = watchAttack(signal);
+  const told = await call("v1/demo/attack", signal, body).finally(watch.end);
+  const { clean, attacked, attacked_label: target, perturbation, amplification } = told;
   const base = { target, photo: clean.image };
   if (!answers.has(0)) answers.set(0, { eps: 0, ...base, ...clean });
   answers.set(value, { eps: value, ...base, ...attacked, perturbation, amplification });
+}
+
+/** Shows the steps of a long attack until `end` is called. */
+function watchAttack(signal) {
+  const timer = setInterval(async () => {
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const told = await fetch("v1/demo/progress", { signal, headers }).then((response) => response.json()).catch(() => null);
+    if (told?.steps && watching) say(`Attacking: step ${told.done} of ${told.steps}.`);
+  }, 2000);
+  let watching = true;
+  return { end: () => { watching = false; clearInterval(timer); } };
 }
 
 by("eps").addEventListener("input", () => { begin(); move(Number(by("eps").value)); soon(); });
