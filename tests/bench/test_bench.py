@@ -120,3 +120,13 @@ def test_the_command_on_a_tiny_model(
     assert [row["label"] for row in report["contenders"]][-1] == "aom"
     assert all(row["milliseconds"] > 0 for row in report["contenders"])
     assert all(len(row["round_milliseconds"]) == 2 for row in report["contenders"])
+
+
+def test_a_quick_look_takes_one_image_and_one_round(
+    tiny_folder: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "--model", str(tiny_folder), "--labels", "cat, dog", "--config", "paper", "--quiet"]
+    assert cli.main([*arguments, "--quick", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["images"], report["rounds"], report["singles"]) == (1, 1, 1)
+    assert all(len(row["round_milliseconds"]) == 1 for row in report["contenders"])

@@ -21,7 +21,7 @@ from PIL import Image
 from serve_client import SECOND_LOOK, as_form, as_json, check_error
 
 import react_clip as rc
-from react_clip.serve import responses
+from react_clip.serve import pages, responses
 
 Direct = Callable[..., rc.Defended]
 
@@ -203,10 +203,15 @@ def test_pages_load_nothing_from_elsewhere(server: Any) -> None:
 
 def test_example_answers_are_answers(server: Any) -> None:
     paths = server.client.get("/openapi.json").json()["paths"]
-    for path, model in (("/v1/classify", responses.ClassifyResponse), ("/v1/embed", responses.EmbedResponse)):
+    models: dict[str, tuple[type[responses.Schema], dict[str, Any]]] = {
+        "/v1/classify": (responses.ClassifyResponse, pages.CLASSIFIED),
+        "/v1/embed": (responses.EmbedResponse, pages.EMBEDDED),
+    }
+    for path, (model, example) in models.items():
         answer = paths[path]["post"]["responses"]["200"]["content"]["application/json"]
         assert "schema" in answer
-        assert model.model_validate(answer["example"]).model_dump() == answer["example"]
+        assert answer["example"].keys() == example.keys()
+        assert model.model_validate(example).model_dump() == example
 
 
 def test_headers_and_unknown_routes(server: Any) -> None:
@@ -238,6 +243,7 @@ def test_wrong_fields_get_one_clear_line(server: Any, photos: list[bytes]) -> No
     check_error(post(top_k="many"), 422, "top_k is 'many'")
     check_error(post(labels=["cat", "cat"]), 422, "'cat'", "2 times")
     check_error(post(labels=["cat", " "]), 422, "blank")
+    check_error(post(labels=[]), 422, "labels is empty; give at least 1")
     check_error(post(labels=["a", "x" * 101]), 422, "labels[1] has 101 characters", "limit is 100")
     check_error(post(labels=[f"label {i}" for i in range(1001)]), 422, "1001 prompts", "limit is 1000")
     check_error(post(templates=["a {}"]), 422, "without labels")
