@@ -190,6 +190,16 @@ def test_help_and_mistyped_paths_do_not_wait_for_torch(command: list[str], words
     assert finished.returncode == (0 if "--help" in words else 2), finished.stderr
 
 
+def test_a_photo_that_is_too_large_is_refused_before_the_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("react_clip.cli.common.load_encoder", lambda args: pytest.fail("the model was loaded"))
+    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
+    code, _, err = run("classify", tmp_path / "large.png", "--labels", "cat, dog")
+    assert code == 2
+    assert "81,000,000 pixels; the limit is 64,000,000" in err
+
+
 def test_embed_leaves_nothing_when_it_cannot_finish(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
     for path in photos.iterdir():
         path.write_bytes(b"")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,35 +56,52 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
     """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
+    name, image = _open(source, limits)
+    with _decoding(name, limits):
+        image.load()
+    return _to_rgb(image)
+
+
+def check_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Raise what :func:`read_image` raises for a file by its length and header; no pixel is decoded."""
+    _open(path, limits)
+
+
+def _open(source: Path | str | bytes, limits: Limits) -> tuple[str, Image.Image]:
+    """The name for messages and the image, of which only the header has been read."""
     name, data = _read_bytes(source, limits)
     if not data:
         raise ReactClipError(f"{name} is empty (0 bytes); give an image file")
     if len(data) > limits.max_bytes:
         raise ReactClipError(f"{name} has {len(data):,} bytes; the limit is {limits.max_bytes:,}; scale it down first")
+    with _decoding(name, limits):
+        image = Image.open(io.BytesIO(data), formats=limits.formats)
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise ReactClipError(
+            f"{name} has {width} x {height} = {width * height:,} pixels; the limit is {limits.max_pixels:,}; "
+            "scale it down first"
+        )
+    return name, image
+
+
+@contextmanager
+def _decoding(name: str, limits: Limits) -> Iterator[None]:
+    """Turn what decoders raise into one line."""
     try:
         with warnings.catch_warnings():
-            # The limit below is ours; Pillow's own warning would say the same a second time.
+            # The limit is ours; Pillow's own warning would say the same a second time.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=limits.formats)
-            width, height = image.size
-            if width * height > limits.max_pixels:
-                raise ReactClipError(
-                    f"{name} has {width} x {height} = {width * height:,} pixels; the limit is {limits.max_pixels:,}; "
-                    "scale it down first"
-                )
-            image.load()
+            yield
     except UnidentifiedImageError:
         raise ReactClipError(
             f"{name} is not an image we read; convert it to one of {', '.join(limits.formats)}"
         ) from None
     except Image.DecompressionBombError:
         raise ReactClipError(f"{name} has more than {limits.max_pixels:,} pixels; scale it down first") from None
-    except ReactClipError:
-        raise
     except Exception as error:  # decoders raise almost anything on a damaged file
         reason = first_line(error)
         raise ReactClipError(f"{name} cannot be decoded ({reason}); the file is truncated or damaged") from None
-    return _to_rgb(image)
 
 
 def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]:

@@ -241,6 +241,19 @@ def test_a_sweep_can_be_cancelled_and_fills_the_chart(demo: Any, visit: Visit, p
     assert label.startswith("Line chart of 6 strengths; at 16/255 plain CLIP gives")
 
 
+def test_a_slow_attack_shows_its_steps(demo: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = open_with(visit, demo.url, photos[1])
+    held: list[Any] = []
+    page.route("**/v1/demo/attack", lambda route: held.append(route))
+    page.route("**/v1/demo/progress", lambda route: route.fulfill(json={"done": 3, "steps": 10}))
+    page.focus("#eps")
+    page.keyboard.press("End")
+    page.locator("#status", has_text="Attacking: step 3 of 10.").wait_for()
+    held[0].continue_()
+    wait_for(page, "Attacked with 16/255")
+    assert page.inner_text("#status") == ""
+
+
 # ---------------------------------------------------------------------- other servers, busy or gone
 
 

@@ -317,6 +317,10 @@ class PhotoReader:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.files = expand_inputs(args.photos_in or bundled_photos())
+        if len(self.files) == 1:
+            from react_clip.preprocess import check_file
+
+            check_file(self.files[0])  # a photo that cannot be used is refused before the model is loaded
         self.failed: list[dict[str, str]] = []
         self._progress = Progress(quiet=args.quiet, unit="photo", total=len(self.files))
 
