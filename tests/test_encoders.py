@@ -26,6 +26,27 @@ def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path,
     assert (one(pixels)[0] - one(pixels)[1]).norm() > 1e-2, "a tower that maps everything to one point proves nothing"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_logit_scale_is_the_models_own(tiny_copy: Path, tmp_path: Path, dtype: str) -> None:
+    weights = load_file(tiny_copy / "model.safetensors") | {"logit_scale": torch.tensor(3.0)}
+    save_file(weights, tiny_copy / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = tiny_clip.write_open_clip(tiny_copy, tmp_path / "open_clip")
+    pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for name in (tiny_copy, f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{checkpoint}"):
+        encoder = rc.load(name, dtype=dtype, device="cpu")
+        clf = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
+        assert encoder.similarity.scale == pytest.approx(torch.tensor(3.0).exp().item()), "also where the tower is bf16"
+        cosines = encoder(pixels) @ clf.class_features.T
+        out = rc.Undefended()(clf, pixels)
+        assert torch.allclose(out.logits, encoder.similarity.scale * cosines, atol=1e-4)
+        assert torch.allclose(out.probs.sum(1), torch.ones(2))
+
+
+def test_towers_that_do_not_say_their_scale_have_100() -> None:
+    assert ToyEncoder().similarity.scale == 100.0
+    assert not ToyEncoder().similarity.sigmoid
+
+
 def offline_encoder(reference: rc.Encoder) -> VisionEncoder:
     """The tower in plain torch with the weights of the tiny CLIP."""
     sizes = {"width": tiny_clip.WIDTH, "hidden": 4 * tiny_clip.WIDTH, "layers": tiny_clip.LAYERS}

@@ -22,6 +22,18 @@ def _as_tensors(rows: tuple[list[float], list[float]]) -> tuple[torch.Tensor, to
 
 
 @given(logit_rows)
+def test_instability_of_a_sigmoid_model_is_that_of_its_least_stable_label(
+    rows: tuple[list[float], list[float]],
+) -> None:
+    p, q = _as_tensors(rows)
+    value = functional.Similarity(sigmoid=True).instability(p, q)
+    two_outcomes = [(reference.softmax([a, 0.0]), reference.softmax([b, 0.0])) for a, b in zip(*rows, strict=True)]
+    expected = max(reference.jensen_shannon(*pair) for pair in two_outcomes)
+    assert 0.0 <= value.item() <= math.log(2)
+    assert abs(value.item() - expected) < 1e-9
+
+
+@given(logit_rows)
 def test_instability_is_bounded_symmetric_and_equals_the_definition(rows: tuple[list[float], list[float]]) -> None:
     p, q = _as_tensors(rows)
     value = functional.js_divergence(p, q)

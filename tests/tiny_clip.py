@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def write_hf(folder: Path, *, activation: str = "quick_gelu", seed: int = 0) -> 
     )
     model = CLIPModel(config)
     with torch.no_grad():
+        model.logit_scale.fill_(math.log(100.0))
         # The library initialises with tiny weights; larger ones make a tower whose features move with its input.
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "embedding" not in name:

@@ -7,6 +7,7 @@ value per image, ``[B]``. Nothing here draws random numbers or calls an encoder.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGIT_SCALE = 100.0
-"""1 / temperature of CLIP's softmax (the paper's 1 / gamma)."""
+"""1 / temperature of OpenAI's CLIP (the paper's 1 / gamma), and of towers that do not say theirs."""
 
 MAX_INSTABILITY = math.log(2.0)
 """Largest value the Jensen-Shannon divergence can take, in nats."""
@@ -33,7 +34,7 @@ def normalize(features: Tensor) -> Tensor:
 
 
 def logits(features: Tensor, class_features: Tensor) -> Tensor:
-    r"""Zero-shot logits :math:`100 \cos(f_v, f_t^k)` of unit features.
+    r"""The paper's zero-shot logits :math:`100 \cos(f_v, f_t^k)` of unit features.
 
     >>> logits(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     tensor([[100.,   0.]])
@@ -81,6 +82,50 @@ def js_divergence(logits_p: Tensor, logits_q: Tensor, gradient_temperature: floa
     log_m = torch.logaddexp(log_p, log_q) - MAX_INSTABILITY
     divergence = 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1)
     return divergence.clamp(0.0, MAX_INSTABILITY)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    r"""From cosines to logits and probabilities, as a model was trained.
+
+    CLIP has :math:`z_k = scale \cos(f_v, f_t^k)` and a softmax over the labels. SigLIP adds a bias and has one
+    probability per label, :math:`sigmoid(z_k)`; they do not add up to 1.
+
+    >>> clip, siglip = Similarity(), Similarity(scale=110.0, bias=-12.0, sigmoid=True)
+    >>> clip.probabilities(torch.zeros(1, 2)), siglip.probabilities(torch.zeros(1, 2))
+    (tensor([[0.5000, 0.5000]]), tensor([[0.5000, 0.5000]]))
+    >>> siglip.logits(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    tensor([[ 98., -12.]])
+    """
+
+    scale: float = LOGIT_SCALE
+    bias: float = 0.0
+    sigmoid: bool = False
+
+    def logits(self, features: Tensor, class_features: Tensor) -> Tensor:
+        """Logits ``[..., K]`` of unit features ``[..., D]`` over class features ``[K, D]`` (or ``[..., K, D]``)."""
+        scaled = self.scale * features @ class_features.mT
+        return scaled + self.bias if self.bias else scaled
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities ``[..., K]``: they add up to 1 over the labels, or with ``sigmoid`` each is its label's own."""
+        return logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+
+    def instability(self, logits_p: Tensor, logits_q: Tensor, gradient_temperature: float = 1.0) -> Tensor:
+        r"""J of two predictions, in :math:`[0, \ln 2]`: :func:`js_divergence`.
+
+        With ``sigmoid`` every label has two outcomes, :math:`p_k` and :math:`1 - p_k`, and J is the largest divergence
+        of any label.
+
+        >>> one, other = torch.tensor([[9.0, -9.0, -9.0]]), torch.tensor([[-9.0, 9.0, -9.0]])
+        >>> Similarity(sigmoid=True).instability(one, other)
+        tensor([0.6921])
+        """
+        if not self.sigmoid:
+            return js_divergence(logits_p, logits_q, gradient_temperature)
+        # sigmoid(z) is the softmax of (z, 0).
+        p, q = (torch.stack([logits, torch.zeros_like(logits)], -1) for logits in (logits_p, logits_q))
+        return js_divergence(p, q, gradient_temperature).amax(-1)
 
 
 def anchor(view_features: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ _BATCH = 64
 
 
 class ZeroShotClassifier(nn.Module):
-    """CLIP with a list of names: ``clf(pixels)`` gives the logits :math:`100 \\cos(f_v, f_t^k)`.
+    """CLIP with a list of names: ``clf(pixels)`` gives the logits :math:`scale \\cos(f_v, f_t^k) + bias`.
+
+    Scale and bias are the model's own (:class:`react_clip.functional.Similarity`): about 100 and 0 for OpenAI's.
 
     Args:
         encoder: from :func:`react_clip.load`.
@@ -124,7 +126,7 @@ class ZeroShotClassifier(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits of unit features."""
-        return functional.logits(features, self.class_features.to(features.dtype))
+        return self.encoder.similarity.logits(features, self.class_features.to(features.dtype))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Logits of float pixels ``[B, 3, S, S]`` in [0, 1]."""

@@ -19,6 +19,7 @@ from react_clip.defenses.prompt_tuning import (
     PromptTuning,
     SoftPrompts,
 )
+from react_clip.functional import Similarity
 from toys import toy_classifier, toy_images
 
 from .prompt_toys import F64, NAMES, SMALL_RTPT, WORDS, both, classifier, photos
@@ -282,6 +283,6 @@ def test_unsupported_text_towers_are_refused(places: dict[str, str]) -> None:
 def test_equal_views_have_equal_weights() -> None:
     guard = SSTPT(views=3, selected=2)
     same = torch.nn.functional.normalize(torch.ones(1, 3, 2, 4), dim=-1)
-    quality = guard._quality(same, torch.eye(4))
+    quality = guard._quality(same, torch.eye(4), Similarity())
     assert torch.isfinite(quality).all()
     assert torch.allclose(guard._weights(quality), torch.full((1, 3), 1 / 3), atol=1e-6)

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from react_clip.config import Registered, Registry
 from react_clip.encoders.base import Encoder, Gradients
+from react_clip.functional import Similarity
 from react_clip.noise import Seed
 from react_clip.optional import require
 from react_clip.preprocess import Images
@@ -56,6 +57,8 @@ class Defended:
     backward_passes: Tensor
     """Encoder backward passes spent on the image (0 for everything optimisation-free)."""
     class_names: tuple[str, ...]
+    similarity: Similarity = field(default=Similarity(), kw_only=True)
+    """How the model turns cosines into logits and probabilities."""
 
     @property
     def labels(self) -> Tensor:
@@ -69,8 +72,8 @@ class Defended:
 
     @property
     def probs(self) -> Tensor:
-        """Class probabilities ``[B, K]``."""
-        return self.logits.softmax(-1)
+        """Class probabilities ``[B, K]``; those of a model with a sigmoid (SigLIP) do not add up to 1."""
+        return self.similarity.probabilities(self.logits)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -144,6 +147,7 @@ def answer(
         passes=zero + passes[0],
         backward_passes=zero + passes[1],
         class_names=clf.names,
+        similarity=clf.encoder.similarity,
         **(dict.fromkeys(MEASUREMENTS, nan) | {"gated": zero == 0} | measured),
     )
 

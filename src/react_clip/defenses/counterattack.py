@@ -135,12 +135,8 @@ def _join(parts: Sequence[Defended]) -> Defended:
     """One result from those of consecutive chunks."""
     if len(parts) == 1:
         return parts[0]
-    tensors = {
-        item.name: torch.cat([getattr(part, item.name) for part in parts])
-        for item in dataclasses.fields(Defended)
-        if item.name != "class_names"
-    }
-    return Defended(**tensors, class_names=parts[0].class_names)
+    values = {item.name: [getattr(part, item.name) for part in parts] for item in dataclasses.fields(Defended)}
+    return Defended(**{name: torch.cat(v) if isinstance(v[0], Tensor) else v[0] for name, v in values.items()})
 
 
 class TTC(Counterattack):

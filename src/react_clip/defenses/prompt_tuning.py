@@ -34,6 +34,7 @@ from react_clip.defenses.augmix import AugMix
 from react_clip.defenses.base import Defended, Defense, answer, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
+from react_clip.functional import Similarity
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
@@ -53,6 +54,7 @@ class SoftPrompts:
 
     def __init__(self, encoder: Encoder, words: str, names: Sequence[str]) -> None:
         self._text = encoder.text
+        self.similarity = encoder.similarity
         embedded, ends = self._text.embed([words])
         # The words are the tokens between the start and the end token.
         start = embedded[0, 1 : int(ends[0])]
@@ -132,7 +134,7 @@ class PromptTuning(Defense):
         return [views]
 
     @abstractmethod
-    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+    def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
         """Quality of each view ``[B, V, ...]`` from the features ``[B, V, variants, D]`` of its variants."""
 
     @abstractmethod
@@ -172,9 +174,9 @@ class PromptTuning(Defense):
         with torch.no_grad():
             class_features = prompts(prompts.start[None], self.max_batch)[0]
         features = self._encode_views(clf.encoder, pixels, keys)
-        quality = self._quality(features, class_features)
+        quality = self._quality(features, class_features, prompts.similarity)
         features = features[:, :, 0]
-        chosen = most_confident(functional.logits(features, class_features), self.selected)
+        chosen = most_confident(prompts.similarity.logits(features, class_features), self.selected)
         mean = (self._weights(quality)[..., None] * features).sum(1)
 
         tuned = []
@@ -186,7 +188,7 @@ class PromptTuning(Defense):
             context = self._tune(prompts, sure_features[rows], sure_quality[rows])
             with torch.no_grad():
                 tuned.append(prompts(context, self.max_batch))
-        logits = _score(mean[:, None], torch.cat(tuned))[:, 0]
+        logits = prompts.similarity.logits(mean[:, None], torch.cat(tuned))[:, 0]
         return answer(clf, functional.normalize(mean), logits=logits, passes=self.cost())
 
     def _encode_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> Tensor:
@@ -211,16 +213,12 @@ class PromptTuning(Defense):
         optimizer = torch.optim.AdamW([context], lr=self.learning_rate)
         for _ in range(self.steps):
             with torch.enable_grad():
-                loss = self._loss(_score(features, prompts(context, self.max_batch)), quality).sum()
+                logits = prompts.similarity.logits(features, prompts(context, self.max_batch))
+                loss = self._loss(logits, quality).sum()
             # Only the context receives a gradient, even if the encoder is not frozen.
             (context.grad,) = torch.autograd.grad(loss, [context])
             optimizer.step()
         return context.detach()
-
-
-def _score(features: Tensor, class_features: Tensor) -> Tensor:
-    """Logits ``[B, V, K]`` of features ``[B, V, D]`` where each image has class features of its own, ``[B, K, D]``."""
-    return functional.LOGIT_SCALE * features @ class_features.mT
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -283,7 +281,7 @@ class RTPT(PromptTuning):
         if self.neighbours >= self.views:
             raise ReactClipError(f"neighbours is {self.neighbours}; a view has only {self.views - 1} others")
 
-    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+    def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
         return cosines_to_others(features[:, :, 0])[..., : self.neighbours].mean(-1)
 
     def _weights(self, quality: Tensor) -> Tensor:
@@ -344,11 +342,11 @@ class SSTPT(PromptTuning):
     def _variants(self, views: Tensor, keys: Tensor, image_keys: Tensor) -> list[Tensor]:
         return [views, self.augmentation(views, keys, shared=image_keys if self.released else None)]
 
-    def _quality(self, features: Tensor, class_features: Tensor) -> Tensor:
+    def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
         """Suitability and stability, ``[B, V, 2]``."""
         spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
         # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
-        plain, moved = functional.logits(features.double(), class_features.double()).unbind(2)
+        plain, moved = similarity.logits(features.double(), class_features.double()).unbind(2)
         divergence = reversed_divergence if self.released else functional.js_divergence
         instability = divergence(plain, moved).to(features.dtype)
         return torch.stack([1.0 / (spread + _FLOOR), 1.0 / (instability + _FLOOR)], -1)

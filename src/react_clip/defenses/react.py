@@ -342,7 +342,7 @@ class ReACT(Defense):
 
         augmented = encoder.encode_in_batches(len(rows), self.max_batch, views)
         temperature = encoder.gradients.instability_temperature
-        divergence = functional.js_divergence(logits(rows, plain[rows]), logits(rows, augmented), temperature)
+        divergence = encoder.similarity.instability(logits(rows, plain[rows]), logits(rows, augmented), temperature)
         return result.index_copy(0, rows, divergence.to(result.dtype))
 
     def _anchor_views(

@@ -241,7 +241,7 @@ class SecondLook(Defense):
         look = self._encode(encoder, everyone, self._look(encoder, pixels, noise.fork(keys, LOOK), size))
         drift = functional.drift(plain, look)
         attacked = drift >= self.threshold
-        disagrees, instability = _compare_answers(everyone, plain.detach(), look.detach(), logits)
+        disagrees, instability = _compare_answers(encoder, plain.detach(), look.detach(), logits)
         wait()
 
         # Step 2: the moved look.
@@ -302,9 +302,10 @@ def _whole_patches(encoder: Encoder, share: float) -> int | None:
     return size
 
 
-def _compare_answers(rows: Tensor, plain: Tensor, look: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
+def _compare_answers(encoder: Encoder, plain: Tensor, look: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
     """Mask ``[n]``: which rows have different best classes for two features; and J ``[n]``, NaN without classes."""
+    rows = torch.arange(len(plain), device=plain.device)
     if logits is None:
         return torch.zeros_like(rows, dtype=torch.bool), torch.full_like(plain[:, 0], torch.nan)
     one, other = logits(rows, torch.stack([plain, look], 1)).unbind(1)
-    return one.argmax(-1) != other.argmax(-1), functional.js_divergence(one, other)
+    return one.argmax(-1) != other.argmax(-1), encoder.similarity.instability(one, other)

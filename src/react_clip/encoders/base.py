@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,7 @@ class Encoder(nn.Module):
         dim: length of a feature.
         mean, std: normalisation of the three channels.
         patch_size: side of a patch, for towers that take other sizes; ``None`` for towers that take one size only.
+        similarity: from cosines to probabilities; CLIP's softmax at a scale of 100 by default.
         text: the text tower of the same model; ``None`` where there is none.
     """
 
@@ -73,6 +74,7 @@ class Encoder(nn.Module):
         mean: Sequence[float] = CLIP_MEAN,
         std: Sequence[float] = CLIP_STD,
         patch_size: int | None = None,
+        similarity: functional.Similarity | None = None,
         text: TextTower | None = None,
     ) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class Encoder(nn.Module):
         self.image_size = image_size
         self.dim = dim
         self.patch_size = patch_size
+        self.similarity = similarity or functional.Similarity()
         self._tables: dict[int, PositionTable] = {}
         self._text = text
         self.backend = Backend()
@@ -312,6 +315,17 @@ def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tenso
     tokens = patches(normalised).flatten(2).transpose(1, 2)
     first = class_embedding.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
     return torch.cat([first, tokens], 1) + positions.to(tokens.dtype)
+
+
+def read_similarity(model: Any) -> functional.Similarity:
+    """Scale and bias of a model of transformers or open_clip; a bias means a sigmoid for each label (SigLIP).
+
+    Read it before the model is cast: in half precision the scale would be off by up to 1 %.
+    """
+    scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
+    if scale is None:
+        return functional.Similarity()
+    return functional.Similarity(float(scale.exp()), 0.0 if bias is None else float(bias), bias is not None)
 
 
 class RangeCheck:

@@ -53,8 +53,9 @@ class ExportedEncoder(Encoder):
 
     def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str, dtype: torch.dtype) -> None:
         sizes = {key: record[key] for key in ("image_size", "dim", "mean", "std")}
-        # Exports of earlier versions have one graph and do not name the patch size.
-        super().__init__(nn.Identity(), name=name, patch_size=record.get("patch_size"), **sizes)
+        # Exports of earlier versions have one graph and name neither patch size nor similarity.
+        similarity = functional.Similarity(**record.get("similarity", {}))
+        super().__init__(nn.Identity(), name=name, patch_size=record.get("patch_size"), similarity=similarity, **sizes)
         self._graphs = graphs
         self.base = record["base"]
         self._source: str = record["model"]
@@ -308,4 +309,5 @@ def _record(encoder: Encoder, kind: str) -> dict[str, Any]:
         "mean": encoder.mean.flatten().tolist(),
         "std": encoder.std.flatten().tolist(),
         "normalisation": "inside the graph",
+        "similarity": asdict(encoder.similarity),
     }

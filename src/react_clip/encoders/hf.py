@@ -19,6 +19,7 @@ from react_clip.encoders.base import (
     embed_patches,
     loading_error,
     quiet_libraries,
+    read_similarity,
 )
 from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError
@@ -128,7 +129,9 @@ def load_hf(
     vision = config if tokenizer is None else config.vision_config
     text_activation = None if tokenizer is None else config.text_config.hidden_act
     check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
-    return HFEncoder(model.to(dtype=dtype), name=name, tokenizer=tokenizer, mean=mean, std=std).to(device)
+    similarity = read_similarity(model)
+    model = model.to(dtype=dtype)
+    return HFEncoder(model, name=name, tokenizer=tokenizer, mean=mean, std=std, similarity=similarity).to(device)
 
 
 def _read(source: str, name: str, revision: str | None) -> tuple[Any, nn.Module, dict[str, Any], Any]:

@@ -18,9 +18,11 @@ from react_clip.encoders.base import (
     embed_patches,
     loading_error,
     quiet_libraries,
+    read_similarity,
 )
 from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError
+from react_clip.functional import Similarity
 from react_clip.optional import require
 
 PREFIX = "open_clip:"
@@ -129,10 +131,14 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
     except Exception as error:
         raise loading_error(name, error) from error
     dim, tokenizer = open_clip.get_model_config(model_name)["embed_dim"], open_clip.get_tokenizer(model_name)
-    return wrap_model(model.to(dtype=dtype), name=name, dim=dim, tokenizer=tokenizer).to(device)
+    similarity = read_similarity(model)
+    model = model.to(dtype=dtype)
+    return wrap_model(model, name=name, dim=dim, tokenizer=tokenizer, similarity=similarity).to(device)
 
 
-def wrap_model(model: nn.Module, *, name: str, dim: int, tokenizer: Any) -> Encoder:
+def wrap_model(
+    model: nn.Module, *, name: str, dim: int, tokenizer: Any, similarity: Similarity | None = None
+) -> Encoder:
     """An encoder around a model that open_clip has made, with the model's own image size and normalisation."""
     preprocess = require("open_clip", repr(name), extra="open_clip").get_model_preprocess_cfg(model)
     parts: Any = model
@@ -145,4 +151,5 @@ def wrap_model(model: nn.Module, *, name: str, dim: int, tokenizer: Any) -> Enco
         dim=int(dim),
         mean=preprocess.get("mean", CLIP_MEAN),
         std=preprocess.get("std", CLIP_STD),
+        similarity=similarity or read_similarity(model),
     )

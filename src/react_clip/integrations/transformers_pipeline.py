@@ -1,7 +1,7 @@
 """A defended zero-shot image classification pipeline for transformers.
 
 Pixels are those of the model's own image processor, less its normalisation, which the encoder does: with the guard
-closed the scores are the stock pipeline's up to rounding. The scores carry the model's own temperature, as there.
+closed the scores are the stock pipeline's up to rounding.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from transformers import (
 )
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from react_clip import functional
 from react_clip.defenses import Defense, default_for
 from react_clip.encoders import Encoder, offline
-from react_clip.encoders.base import quiet_libraries
+from react_clip.encoders.base import quiet_libraries, read_similarity
 from react_clip.encoders.hf import HFEncoder, load_hf
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
@@ -106,7 +105,8 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         """An encoder around the model that transformers has loaded."""
         model, processor = self.model, self.image_processor
         name, mean, std = str(model.config._name_or_path), processor.image_mean, processor.image_std
-        return HFEncoder(model, name=name, tokenizer=tokenizer, mean=mean, std=std).to(next(model.parameters()).device)
+        parts = {"tokenizer": tokenizer, "mean": mean, "std": std, "similarity": read_similarity(model)}
+        return HFEncoder(model, name=name, **parts).to(next(model.parameters()).device)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
@@ -138,10 +138,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         hypothesis_template: str | None = None,
     ) -> dict[str, Tensor]:
         classifier = self._classifier(check_names(candidate_labels, unique=False), hypothesis_template)
-        logits = self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).logits
-        scale = getattr(self.model, "logit_scale", None)
-        temperature = 1.0 if scale is None else float(scale.exp()) / functional.LOGIT_SCALE
-        return {"logits": logits * temperature}
+        return {"logits": self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).logits}
 
     def postprocess(self, model_outputs: dict[str, Any], candidate_labels: Any = ()) -> list[dict[str, Any]]:
         """Labels with their scores, best first, as the stock pipeline writes them."""

@@ -211,7 +211,8 @@ class Engine:
         if not bool(torch.isfinite(out.features).all()):
             raise ArithmeticError("features are not finite")
         everyone = torch.arange(len(batch), device=device)
-        defended, plain = (logits(everyone, features).softmax(-1).cpu() for features in (out.features, out.plain))
+        probabilities = self.encoder.similarity.probabilities
+        defended, plain = (probabilities(logits(everyone, each)).cpu() for each in (out.features, out.plain))
         counts = [len(image.classes.names) for image in batch]
         return [
             Answer(feature, probs[:count], plain_probs[:count], values)
