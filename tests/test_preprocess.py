@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from react_clip import ReactClipError
-from react_clip.preprocess import Limits, as_pixels, crop_to_size, read_image, to_pixels
+from react_clip.preprocess import Limits, Preprocessing, as_pixels, read_image, to_pixels
 
 
 def photo(width: int = 60, height: int = 40) -> Image.Image:
@@ -53,8 +53,8 @@ def test_the_crop_is_torchvisions_resize_256_and_centre_crop_224() -> None:
 
 
 def test_preprocessing_twice_is_preprocessing_once() -> None:
-    once = crop_to_size(photo(300, 200), 224)
-    assert crop_to_size(once, 224) is once
+    once = Preprocessing.paper(224)(photo(300, 200))
+    assert Preprocessing.paper(224)(once) is once
 
 
 def test_exif_rotation_is_applied() -> None:

@@ -1,7 +1,7 @@
 """Bytes, paths and PIL images to float pixels in [0, 1], as encoders take them.
 
-RGB on white, shorter side to 256 with bilinear filtering, centre crop to 224 (in proportion for encoders of another
-size). An image that already has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
+RGB on white; every encoder says how to resize (:class:`Preprocessing`): as its checkpoint was made, or as the paper does. An image that already
+has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
 
 Files are untrusted: length, format and pixel count are checked before a pixel is decoded.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,9 +29,6 @@ Images = Tensor | ImageSource | Sequence[ImageSource]
 
 PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 """Endings of the files that are taken for photos in a folder."""
-
-RESIZE_RATIO = 256 / 224
-"""Shorter side before the crop, relative to the crop."""
 
 _LONGEST_ASPECT = 8
 """Strips are cut to this aspect before resizing: the crop discards the rest, and resizing it could exhaust memory."""
@@ -136,20 +134,68 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def crop_to_size(image: Image.Image, size: int) -> Image.Image:
-    """Shorter side to ``size * 256 / 224`` (bilinear), then the central ``size x size`` square."""
-    if image.size == (size, size):
-        return image
-    image = _cut_strip(image)
-    width, height = image.size
-    short = round(size * RESIZE_RATIO)
-    if width <= height:
-        target = (short, max(short, int(short * height / width)))
-    else:
-        target = (max(short, int(short * width / height)), short)
-    image = image.resize(target, Image.Resampling.BILINEAR)
-    left, top = round((target[0] - size) / 2), round((target[1] - size) / 2)
-    return image.crop((left, top, left + size, top + size))
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to a square of pixels: resize, then cut out (or pad to) the central square.
+
+    >>> Preprocessing.paper(224)
+    Preprocessing(size=224, resize=256, mode='shorter', interpolation='bilinear', rounds_down=False, fill=0)
+    """
+
+    size: int
+    """Side of the square."""
+    resize: int
+    """Length of the resized side or sides."""
+    mode: Literal["shorter", "longer", "squash"] = "shorter"
+    """Which side gets this length; the other follows in proportion, or with ``squash`` both have it."""
+    interpolation: str = "bilinear"
+    """Name of a filter of Pillow."""
+    rounds_down: bool = False
+    """How half a pixel at the crop's edge is rounded: down, as in transformers, or to the even number, as in
+    torchvision."""
+    fill: int = 0
+    """Grey value, 0 to 255, beside images that do not fill the square."""
+
+    @classmethod
+    def paper(cls, size: int) -> Preprocessing:
+        """The paper's, in proportion: shorter side to 256, bilinear, and the central 224 x 224 pixels."""
+        return cls(size, round(size * 256 / 224))
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """The square of an RGB image."""
+        size = self.size
+        if image.size == (size, size):
+            return image
+        image = _cut_strip(image) if self.mode == "shorter" else image
+        width, height = target = self._target(*image.size)
+        image = image.resize(target, Image.Resampling[self.interpolation.upper()])
+        if min(target) < size:
+            padded = Image.new("RGB", (max(width, size), max(height, size)), (self.fill,) * 3)
+            padded.paste(image, ((padded.width - width) // 2, (padded.height - height) // 2))
+            image = padded
+        left, top = (_half(side - size, self.rounds_down) for side in image.size)
+        return image.crop((left, top, left + size, top + size))
+
+    def _target(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing."""
+        side = self.resize
+        if self.mode == "squash":
+            return side, side
+        if self.mode == "longer":
+            ratio = max(width, height) / side
+            return max(1, round(width / ratio)), max(1, round(height / ratio))
+        if width <= height:
+            return side, max(side, int(side * height / width))
+        return max(side, int(side * width / height)), side
+
+
+def _half(length: int, rounds_down: bool) -> int:
+    return length // 2 if rounds_down else round(length / 2)
+
+
+def as_preprocessing(how: Preprocessing | int) -> Preprocessing:
+    """A number is the size of the paper's preprocessing."""
+    return Preprocessing.paper(how) if isinstance(how, int) else how
 
 
 def _cut_strip(image: Image.Image) -> Image.Image:
@@ -161,17 +207,17 @@ def _cut_strip(image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + min(width, longest), top + min(height, longest)))
 
 
-def to_pixels(image: ImageSource, size: int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
-    """One image as float pixels ``[3, size, size]`` in [0, 1].
+def to_pixels(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
+    """One image as float pixels ``[3, size, size]`` in [0, 1]; a number as ``how`` is the paper's at that size.
 
     >>> to_pixels(Image.new("RGB", (640, 480), "white"), 224).shape
     torch.Size([3, 224, 224])
     """
-    array = np.array(crop_to_size(read_image(image, limits), size), dtype=np.float32)
+    array = np.array(as_preprocessing(how)(read_image(image, limits)), dtype=np.float32)
     return torch.from_numpy(array).permute(2, 0, 1).div(255.0).contiguous()
 
 
-def as_pixels(images: Images, size: int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
+def as_pixels(images: Images, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
     """Images of any kind as one batch ``[B, 3, size, size]``; tensors stay as they are (the encoder checks them).
 
     >>> as_pixels([Image.new("L", (32, 32)), Image.new("RGB", (300, 200))], 224).shape
@@ -195,7 +241,7 @@ def as_pixels(images: Images, size: int, limits: Limits = DEFAULT_LIMITS) -> Ten
                 f"an image is of type {type(source).__name__}; lists hold PIL images, paths or bytes (stack tensors "
                 "into one [B, 3, H, W] batch)"
             )
-        pixels.append(to_pixels(source, size, limits))
+        pixels.append(to_pixels(source, how, limits))
     return torch.stack(pixels)
 
 

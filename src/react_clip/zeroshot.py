@@ -225,7 +225,7 @@ def _folder_features(encoder: Encoder, photos: dict[str, list[Path]], progress: 
     with tqdm(total=len(labelled), desc="class features", unit="photo", disable=None if progress else True) as bar:
         for start in range(0, len(labelled), _BATCH):
             batch = labelled[start : start + _BATCH]
-            features = encoder(as_pixels([path for _, path in batch], encoder.image_size)).float().cpu()
+            features = encoder(as_pixels([path for _, path in batch], encoder.preprocessing)).float().cpu()
             sums.index_add_(0, torch.tensor([index for index, _ in batch]), features)
             bar.update(len(batch))
     return functional.normalize(sums)

@@ -115,7 +115,11 @@ def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench
     if args.compile:
         encoder.accelerate()
     size = encoder.image_size
-    photos = reader.sample(args.images, size) if reader else synthetic_photos(args.images, size, seed=args.seed)
+    photos = (
+        reader.sample(args.images, encoder.preprocessing)
+        if reader
+        else synthetic_photos(args.images, size, seed=args.seed)
+    )
     attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
     return bench.Bench(
         clf=clf,

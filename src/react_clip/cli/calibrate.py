@@ -93,10 +93,10 @@ def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, b
     if path.exists():
         args.photos_in = [path]
         reader = common.PhotoReader(args)
-        return reader.sample(limit, encoder.image_size), bool(reader.failed)
+        return reader.sample(limit, encoder.preprocessing), bool(reader.failed)
     photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
     photos = photos.take(limit, args.seed)
-    return to_float(photos.pixels(encoder.image_size, progress=not args.quiet)), False
+    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), False
 
 
 def _describe_look(result: LookCalibration) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _run_react(args: argparse.Namespace) -> int:
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
     assert clf is not None
     about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
-    pixels = to_float(photos.pixels(encoder.image_size, progress=not args.quiet))
+    pixels = to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
     with Progress(quiet=args.quiet, unit="batch") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
     from react_clip.data import ImageDataset
     from react_clip.noise import Seed
+    from react_clip.preprocess import Preprocessing
 
 DEFAULT_MODEL = "clip-vit-b-16"
 DEFENSES = ("second_look", "react")
@@ -329,16 +330,16 @@ class PhotoReader:
 
         Batches are small on a CPU, which gains nothing from large ones: answers and progress come sooner.
         """
-        yield from self._batches(encoder.image_size, 4 if encoder.device.type == "cpu" else 32)
+        yield from self._batches(encoder.preprocessing, 4 if encoder.device.type == "cpu" else 32)
 
-    def _batches(self, size: int, batch: int) -> Iterator[tuple[list[Path], Tensor]]:
+    def _batches(self, how: Preprocessing, batch: int) -> Iterator[tuple[list[Path], Tensor]]:
         import torch
 
         with self._progress as progress:
             progress.show(total=len(self.files))
             for start in range(0, len(self.files), batch):
                 chunk = self.files[start : start + batch]
-                good = [(path, pixels) for path in chunk if (pixels := self._read(path, size)) is not None]
+                good = [(path, pixels) for path in chunk if (pixels := self._read(path, how)) is not None]
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
                 progress.advance(len(chunk))
@@ -347,13 +348,13 @@ class PhotoReader:
         """Print a line to stdout, above the progress bar."""
         self._progress.write(line)
 
-    def sample(self, count: int, size: int) -> Tensor:
+    def sample(self, count: int, how: Preprocessing) -> Tensor:
         """Pixels ``[N, 3, size, size]`` of at most ``count`` photos, spread evenly over all of them."""
         import torch
 
         count = min(count, len(self.files))
         self.files = [self.files[number * len(self.files) // count] for number in range(count)]
-        batches = [pixels for _, pixels in self._batches(size, 1)]
+        batches = [pixels for _, pixels in self._batches(how, 1)]
         if not batches:
             raise ReactClipError(f"none of the {count} photos could be read; give others")
         return torch.cat(batches)
@@ -363,11 +364,11 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, size: int) -> Tensor | None:
+    def _read(self, path: Path, how: Preprocessing) -> Tensor | None:
         from react_clip.preprocess import to_pixels
 
         try:
-            return to_pixels(path, size)
+            return to_pixels(path, how)
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
             self._progress.write(f"react-clip: {error}", error=True)

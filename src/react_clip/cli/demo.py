@@ -147,7 +147,7 @@ class _Demo:
         from react_clip.preprocess import to_pixels
 
         self.progress.show(f"defending {path.name}")
-        clean = to_pixels(path, self.clf.encoder.image_size).to(self.clf.device)[None]
+        clean = to_pixels(path, self.clf.encoder.preprocessing).to(self.clf.device)[None]
         [outcome] = self._answers(clean, clean, [0])
         yield outcome
         answer = self.clf.names.index(outcome.answers[0].name)

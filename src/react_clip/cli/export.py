@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {TOLERANCE}")
     reader = common.PhotoReader(args)
     encoder = common.load_encoder(args)
-    pixels = reader.sample(_MOST_PHOTOS, encoder.image_size)
+    pixels = reader.sample(_MOST_PHOTOS, encoder.preprocessing)
     parity = export(encoder, args.format, args.out, pixels, tolerance=args.tolerance)
     name = f"{args.format}:{args.out}"
     summary = (

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.epochs is not None:
         steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
         settings = settings.replace(steps=steps, warmup=args.warmup)
-    pixels = photos.pixels(encoder.image_size, progress=not args.quiet)
+    pixels = photos.pixels(encoder.preprocessing, progress=not args.quiet)
     with Progress(quiet=args.quiet, unit="step") as progress:
         result = finetune(
             encoder,

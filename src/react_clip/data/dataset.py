@@ -21,7 +21,7 @@ from tqdm import tqdm
 from react_clip.data.heads import Head
 from react_clip.data.registry import ClassIndex
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import crop_to_size, read_image
+from react_clip.preprocess import Preprocessing, as_preprocessing, read_image
 
 Pixels = NDArray[np.uint8]
 
@@ -77,12 +77,14 @@ class ImageDataset:
         """Open one photo."""
         return self.photos[index].open()
 
-    def pixels(self, size: int, *, progress: bool = False) -> Tensor:
-        """All photos, resized and cropped, as uint8 ``[N, 3, size, size]``."""
+    def pixels(self, how: Preprocessing | int, *, progress: bool = False) -> Tensor:
+        """All photos as uint8 ``[N, 3, size, size]``; a number as ``how`` is the paper's preprocessing at that size."""
+        prepare = as_preprocessing(how)
+        size = prepare.size
         stack = torch.empty(len(self), 3, size, size, dtype=torch.uint8)
 
         def read(index: int) -> None:
-            photo = crop_to_size(read_image(self.image(index)), size)
+            photo = prepare(read_image(self.image(index)))
             stack[index] = torch.from_numpy(np.array(photo, dtype=np.uint8)).permute(2, 0, 1)
 
         # Pillow decodes and resizes outside Python's lock, so threads do help.

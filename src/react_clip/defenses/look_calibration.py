@@ -95,6 +95,10 @@ def calibrate(
     base = base or SecondLook()
     drift = _measure(encoder, photos, base, clean_pass, batch, seed, progress)
     notes = _notes(len(photos), clean_pass)
+    if base.look is not None and base.look_size(encoder) == encoder.image_size:
+        notes += (
+            f"{encoder.name!r} takes one image size only: looks are moved views of full size, 2 or 3 passes an image",
+        )
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return LookCalibration(

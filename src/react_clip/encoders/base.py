@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from react_clip import functional
 from react_clip.accelerate import AcceleratedBackend, Backend, noise_kernel_works
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError, first_line
-from react_clip.preprocess import Images, as_pixels
+from react_clip.preprocess import Images, Preprocessing, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -57,12 +58,15 @@ class Encoder(nn.Module):
         dim: length of a feature.
         mean, std: normalisation of the three channels.
         patch_size: side of a patch, for towers that take other sizes; ``None`` for towers that take one size only.
+        preprocessing: from images to pixels; the paper's by default.
         similarity: from cosines to probabilities; CLIP's softmax at a scale of 100 by default.
         text: the text tower of the same model; ``None`` where there is none.
     """
 
     mean: Tensor
     std: Tensor
+    extra_tokens = 1
+    """Tokens of a vision transformer beside its patches."""
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class Encoder(nn.Module):
         mean: Sequence[float] = CLIP_MEAN,
         std: Sequence[float] = CLIP_STD,
         patch_size: int | None = None,
+        preprocessing: Preprocessing | None = None,
         similarity: functional.Similarity | None = None,
         text: TextTower | None = None,
     ) -> None:
@@ -85,6 +90,7 @@ class Encoder(nn.Module):
         self.image_size = image_size
         self.dim = dim
         self.patch_size = patch_size
+        self.preprocessing = preprocessing or Preprocessing.paper(image_size)
         self.similarity = similarity or functional.Similarity()
         self._tables: dict[int, PositionTable] = {}
         self._text = text
@@ -191,10 +197,11 @@ class Encoder(nn.Module):
         return size if self.takes(size) else None
 
     def token_share(self, size: int) -> float:
-        """Tokens of an image of this size (its patches and the class token), divided by those of ``image_size``."""
+        """Tokens of an image of this size (its patches and any class token), divided by those of ``image_size``."""
         if self.patch_size is None or size == self.image_size:
             return 1.0
-        tokens, all_tokens = (1 + (side // self.patch_size) ** 2 for side in (size, self.image_size))
+        extra = self.extra_tokens
+        tokens, all_tokens = (extra + (side // self.patch_size) ** 2 for side in (size, self.image_size))
         return tokens / all_tokens
 
     def update_positions(self, size: int) -> None:
@@ -213,7 +220,7 @@ class Encoder(nn.Module):
         self._tables[size] = PositionTable(positions, version)
 
     def _learned_positions(self) -> Tensor:
-        """Position embeddings ``[1 + patches, width]`` at ``image_size``; the first is that of the class token.
+        """Position embeddings ``[1 + patches, width]`` at ``image_size``; the first is that of the class token, if any.
 
         Encoders with a ``patch_size`` override it.
         """
@@ -229,7 +236,7 @@ class Encoder(nn.Module):
 
     def start_prepare(self, images: Images) -> tuple[Tensor, RangeCheck]:
         """:meth:`prepare` without waiting for the device: the caller waits for the check later."""
-        pixels = as_pixels(images, self.image_size)
+        pixels = as_pixels(images, self.preprocessing)
         self._check_shape(pixels)
         check = RangeCheck(pixels)
         pixels = pixels.to(self.device)
@@ -275,8 +282,10 @@ class Encoder(nn.Module):
         return self
 
     def fingerprint(self) -> str:
-        """Short identity of the weights, for cache keys: a hash over samples of every parameter."""
+        """Short identity, for cache keys: a hash over samples of every parameter, and how images are prepared."""
         digest = hashlib.sha256(str(self.dtype).encode())
+        if self.preprocessing != Preprocessing.paper(self.image_size):
+            digest.update(str(self.preprocessing).encode())
         for name, parameter in self.tower.named_parameters():
             flat = parameter.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
@@ -301,10 +310,12 @@ class PositionTable:
 def interpolate_positions(positions: Tensor, side: int) -> Tensor:
     """Position embeddings ``[1 + side * side, width]`` of a grid with another side, by bicubic interpolation.
 
-    This is how transformers interpolates them, but always in at least fp32; the class token keeps its own.
+    This is how transformers interpolates them, but always in at least fp32; a class token, which comes first, keeps its
+    own.
     """
-    first, grid = positions[:1], positions[1:]
-    old_side = round(len(grid) ** 0.5)
+    old_side = math.isqrt(len(positions))
+    extra = len(positions) - old_side**2
+    first, grid = positions[:extra], positions[extra:]
     planes = at_least_fp32(grid).T.reshape(1, -1, old_side, old_side)
     planes = F.interpolate(planes, size=(side, side), mode="bicubic", align_corners=False)
     return torch.cat([first, planes[0].flatten(1).T.to(positions.dtype)])
@@ -325,7 +336,9 @@ def read_similarity(model: Any) -> functional.Similarity:
     scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
     if scale is None:
         return functional.Similarity()
-    return functional.Similarity(float(scale.exp()), 0.0 if bias is None else float(bias), bias is not None)
+    return functional.Similarity(
+        float(scale.detach().exp()), 0.0 if bias is None else float(bias.detach()), bias is not None
+    )
 
 
 class RangeCheck:

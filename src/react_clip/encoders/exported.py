@@ -27,7 +27,7 @@ from react_clip.encoders.base import Encoder, quiet_libraries, resolve_device, r
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.preprocess import RESIZE_RATIO
+from react_clip.preprocess import Preprocessing
 from react_clip.storage import read_json, sha256_of, write_text
 
 RECORD, SCHEMA = "encoder.json", 1
@@ -53,9 +53,12 @@ class ExportedEncoder(Encoder):
 
     def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str, dtype: torch.dtype) -> None:
         sizes = {key: record[key] for key in ("image_size", "dim", "mean", "std")}
-        # Exports of earlier versions have one graph and name neither patch size nor similarity.
+        # Exports of earlier versions have one graph and name neither patch size, preprocessing nor similarity.
+        preprocessing = Preprocessing(**record["preprocessing"]) if "preprocessing" in record else None
         similarity = functional.Similarity(**record.get("similarity", {}))
-        super().__init__(nn.Identity(), name=name, patch_size=record.get("patch_size"), similarity=similarity, **sizes)
+        patch_size = record.get("patch_size")
+        how: dict[str, Any] = {"preprocessing": preprocessing, "similarity": similarity}
+        super().__init__(nn.Identity(), name=name, patch_size=patch_size, **how, **sizes)
         self._graphs = graphs
         self.base = record["base"]
         self._source: str = record["model"]
@@ -305,7 +308,7 @@ def _record(encoder: Encoder, kind: str) -> dict[str, Any]:
         "small_size": encoder.size_near(SMALL_SHARE),
         "dim": encoder.dim,
         "pixels": f"float32 RGB [batch, 3, {encoder.image_size}, {encoder.image_size}] in [0, 1]",
-        "resize": f"shorter side to {round(encoder.image_size * RESIZE_RATIO)}, bilinear; centre crop",
+        "preprocessing": asdict(encoder.preprocessing),
         "mean": encoder.mean.flatten().tolist(),
         "std": encoder.std.flatten().tolist(),
         "normalisation": "inside the graph",

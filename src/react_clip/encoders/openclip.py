@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,16 @@ from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity
 from react_clip.optional import require
+from react_clip.preprocess import Preprocessing
 
 PREFIX = "open_clip:"
+
+_RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
+    "shortest": "shorter",
+    "longest": "longer",
+    "squash": "squash",
+}
+"""Modes of :class:`Preprocessing` by their names in open_clip."""
 
 
 class OpenCLIPEncoder(Encoder):
@@ -143,13 +151,24 @@ def wrap_model(
     preprocess = require("open_clip", repr(name), extra="open_clip").get_model_preprocess_cfg(model)
     parts: Any = model
     size = preprocess.get("size", parts.visual.image_size)
+    height, width = size if isinstance(size, tuple | list) else (size, size)
+    if height != width:
+        raise ReactClipError(f"{name!r} takes images of {height} x {width} pixels; only square ones are supported")
     return OpenCLIPEncoder(
         model,
         name=name,
         tokenizer=tokenizer,
-        image_size=int(size[0] if isinstance(size, tuple | list) else size),
+        image_size=int(height),
         dim=int(dim),
         mean=preprocess.get("mean", CLIP_MEAN),
         std=preprocess.get("std", CLIP_STD),
+        preprocessing=Preprocessing(
+            size=int(height),
+            resize=int(height),
+            mode=_RESIZE_MODES[preprocess.get("resize_mode", "shortest")],
+            # open_clip has no third filter at test time.
+            interpolation="bilinear" if preprocess.get("interpolation") == "bilinear" else "bicubic",
+            fill=int(preprocess.get("fill_color", 0)),
+        ),
         similarity=similarity or read_similarity(model),
     )

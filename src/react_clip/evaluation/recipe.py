@@ -142,6 +142,8 @@ class Recipe(Configuration):
     worst_of: tuple[Label, ...] = ()
     """Titles of attacks, such as ``pgd-10 4/255``, or ``all``: their worst case per image is a column of its own."""
     self_check: bool = True
+    preprocessing: Literal["paper", "model"] = "paper"
+    """``paper``: shorter side to 256 (bilinear), central 224 pixels; ``model``: as the checkpoint says."""
 
     def __post_init__(self) -> None:
         for name in ("datasets", "defenses"):

@@ -101,6 +101,7 @@ def evaluate(
         "images": {"store": store},
         "batch": batch,
         "worst_of": worst_of,
+        "preprocessing": "model",
         "self_check": self_check,
     }
     recipe = Recipe.from_dict(values)

@@ -21,7 +21,7 @@ from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.result import SetInfo
-from react_clip.preprocess import to_float
+from react_clip.preprocess import Preprocessing, to_float
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier, list_class_photos
 
@@ -86,7 +86,7 @@ def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Dat
     """The set of :func:`react_clip.evaluation.evaluate`: data that must fit a given classifier."""
     if isinstance(data, ImageDataset):
         _check_classes(clf, data)
-        pixels, labels = data.pixels(clf.encoder.image_size, progress=progress), torch.tensor(data.labels)
+        pixels, labels = data.pixels(clf.encoder.preprocessing, progress=progress), torch.tensor(data.labels)
         name, fingerprint, notes = data.name, data.fingerprint(), data.notes
     else:
         pixels, labels = _checked_pair(clf, data)
@@ -104,11 +104,13 @@ def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Dat
 
 def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
     """The defended encoder and the one that attacks are crafted on; the same unless the recipe says otherwise."""
-    encoder = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
-    if recipe.transfer_model is None and recipe.crafting_dtype == recipe.dtype:
-        return encoder, encoder
-    attacked = recipe.transfer_model or recipe.model
-    return encoder, encoders.load(attacked, device=device, dtype=recipe.crafting_dtype)
+    encoder = attacked = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
+    if recipe.transfer_model is not None or recipe.crafting_dtype != recipe.dtype:
+        attacked = encoders.load(recipe.transfer_model or recipe.model, device=device, dtype=recipe.crafting_dtype)
+    if recipe.preprocessing == "paper":
+        for each in (encoder, attacked):
+            each.preprocessing = Preprocessing.paper(each.image_size)
+    return encoder, attacked
 
 
 def from_recipe(
@@ -124,7 +126,7 @@ def from_recipe(
             name=name,
             clf=clf,
             attack_clf=_attacked_classifier(recipe, clf, attack_encoder, source, progress),
-            pixels=dataset.pixels(encoder.image_size, progress=progress),
+            pixels=dataset.pixels(encoder.preprocessing, progress=progress),
             labels=torch.tensor(dataset.labels),
             fingerprint=dataset.fingerprint(),
             class_source=source.description,

@@ -136,9 +136,9 @@ class DefendedFeatures:
     @torch.no_grad()
     def of_images(self, images: Sequence[ImageSource]) -> Tensor:
         """Unit features of paths, bytes or PIL images, on the CPU; 32 images are in memory at a time."""
-        size = self.encoder.image_size
+        how = self.encoder.preprocessing
         parts = [
-            self.of_pixels(as_pixels([local_image(image) for image in images[i : i + _BATCH]], size)).cpu()
+            self.of_pixels(as_pixels([local_image(image) for image in images[i : i + _BATCH]], how)).cpu()
             for i in range(0, len(images), _BATCH)
         ]
         return torch.cat(parts) if parts else torch.empty(0, self.encoder.dim)

@@ -23,7 +23,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from react_clip.defenses import Defense, default_for
 from react_clip.encoders import Encoder, offline
 from react_clip.encoders.base import quiet_libraries, read_similarity
-from react_clip.encoders.hf import HFEncoder, load_hf
+from react_clip.encoders.hf import FAMILIES, HFEncoder, load_hf
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import local_image, resolve_encoder, resolve_seed
@@ -106,13 +106,15 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         model, processor = self.model, self.image_processor
         name, mean, std = str(model.config._name_or_path), processor.image_mean, processor.image_std
         parts = {"tokenizer": tokenizer, "mean": mean, "std": std, "similarity": read_similarity(model)}
-        return HFEncoder(model, name=name, **parts).to(next(model.parameters()).device)
+        return FAMILIES[model.config.model_type](model, name=name, **parts).to(next(model.parameters()).device)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
         kind = self.model.config.model_type
-        if kind not in ("clip", "clip_vision_model"):
-            raise ReactClipError(f"the model is a {kind!r}; the defended pipeline takes CLIP (clip, clip_vision_model)")
+        if kind not in FAMILIES or kind == "siglip2":
+            raise ReactClipError(
+                f"the model is a {kind!r}; the defended pipeline takes CLIP, MetaCLIP and SigLIP with square images"
+            )
 
     def _sanitize_parameters(
         self,

@@ -34,7 +34,7 @@ from react_clip.environment import __version__, device_name
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.preprocess import crop_to_size, read_image
+from react_clip.preprocess import Preprocessing, as_preprocessing, read_image
 from react_clip.scale import collection
 from react_clip.scale.cluster import connected
 from react_clip.scale.collection import Chunk
@@ -262,7 +262,7 @@ class _Worker:
             return stats
         job = self._job
         try:
-            rows, pixels = decode(chunk, self._clf.encoder.image_size, job.plan["column"])
+            rows, pixels = decode(chunk, self._clf.encoder.preprocessing, job.plan["column"])
         except ReactClipError as error:
             return str(error)
         good = [row for row in rows if row["error"] is None]
@@ -287,12 +287,13 @@ Row = dict[str, Any]
 """Columns of one image; a missing one becomes null."""
 
 
-def decode(chunk: Chunk, size: int, column: str) -> tuple[list[Row], NDArray[np.uint8]]:
+def decode(chunk: Chunk, how: Preprocessing | int, column: str) -> tuple[list[Row], NDArray[np.uint8]]:
     """Rows with ``key`` and ``error`` of all images, and pixels ``[images without error, size, size, 3]``.
 
     Raises if the chunk as a whole cannot be read.
     """
-    pixels = np.empty((chunk.count, size, size, 3), np.uint8)
+    prepare = as_preprocessing(how)
+    pixels = np.empty((chunk.count, prepare.size, prepare.size, 3), np.uint8)
     rows: list[Row] = []
     good = 0
     for key, content in collection.read_chunk(chunk, column):
@@ -300,7 +301,7 @@ def decode(chunk: Chunk, size: int, column: str) -> tuple[list[Row], NDArray[np.
         try:
             if isinstance(content, ReactClipError):
                 raise content
-            pixels[good] = np.asarray(crop_to_size(read_image(content), size))
+            pixels[good] = np.asarray(prepare(read_image(content)))
             good += 1
         except ReactClipError as failure:
             error = str(failure)

@@ -42,7 +42,7 @@ class Service:
     def __init__(self, engine: Engine, attack: DemoAttack | None) -> None:
         self.engine, self.settings, self.attack = engine, engine.settings, attack
         self.model = self.settings.name or public_name(engine.encoder.name)
-        self.decoder = Decoder(self.settings, size=engine.encoder.image_size, secret=engine.secret)
+        self.decoder = Decoder(self.settings, preprocessing=engine.encoder.preprocessing, secret=engine.secret)
         self.metrics = Metrics(lambda: engine.waiting)
         self.labels = LabelCache(engine)
         self.accepts_labels = self.labels.source != "preset" and not self.settings.fixed_labels

@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 
 from react_clip import noise
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Limits, to_pixels
+from react_clip.preprocess import Limits, Preprocessing, to_pixels
 from react_clip.serve.engine import Photo
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.requests import ImageRequest, Request, request_error
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Decoder:
     """Parses request bodies and decodes images in ``settings.decoders`` threads."""
 
-    def __init__(self, settings: Settings, *, size: int, secret: bytes) -> None:
-        self._settings, self._size, self._secret = settings, size, secret
+    def __init__(self, settings: Settings, *, preprocessing: Preprocessing, secret: bytes) -> None:
+        self._settings, self._preprocessing, self._secret = settings, preprocessing, secret
         self._limits = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels, formats=FORMATS)
         self._threads = ThreadPoolExecutor(settings.decoders, thread_name_prefix="react-clip-decode")
 
@@ -70,7 +70,7 @@ class Decoder:
     def _decode(self, field: str, image: bytes) -> Photo:
         check_format(field, image)
         try:
-            pixels = to_pixels(image, self._size, self._limits)
+            pixels = to_pixels(image, self._preprocessing, self._limits)
         except ReactClipError as error:
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
         return Photo(pixels, noise.stream_keys(pixels[None], self._secret)[0])
