@@ -15,7 +15,9 @@ from torch import Tensor
 
 import react_clip as rc
 import tiny_families
+from programs import Run
 from react_clip.encoders import openclip
+from react_clip.encoders.base import resolve_device
 from react_clip.preprocess import Preprocessing
 
 HF = ("siglip", "siglip2", "metaclip_2")
@@ -139,6 +141,32 @@ def test_a_recipe_prepares_images_as_the_paper_unless_it_says_otherwise(hf_folde
 
 def test_transformers_models_are_defended_and_calibrated(hf_folder: Path) -> None:
     check_defended(rc.load(hf_folder, device="cpu"), smaller=True)
+
+
+@pytest.mark.parametrize("device", ["mps", "mps:0"])
+def test_mps_is_refused_in_one_line_where_there_is_none(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(rc.ReactClipError, match="this machine has none; use cpu"):
+        rc.load("clip-vit-b-16", device=device)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    with pytest.warns(UserWarning, match="PYTORCH_ENABLE_MPS_FALLBACK=1 is not set"):
+        assert resolve_device(device).type == "mps"
+
+
+def test_a_model_without_a_threshold_is_calibrated_on_the_way(hf_folder: Path, tmp_path: Path, run: Run) -> None:
+    colours = np.random.default_rng(0).integers(0, 255, (24, 3))
+    for number, colour in enumerate(colours.tolist()):
+        Image.new("RGB", (64, 64), tuple(colour)).save(tmp_path / f"{number}.png")
+    given = ("classify", tmp_path / "0.png", "--model", hf_folder, "--labels", "cat, dog")
+    code, _, err = run(*given)
+    assert code == 2
+    assert "--calibrate-on PHOTOS" in err
+    code, out, err = run(*given, "--calibrate-on", tmp_path)
+    assert code == 0, err
+    assert out.startswith(str(tmp_path / "0.png"))
+    assert "SecondLook's threshold is" in err
+    assert "from 24 photos" in err
 
 
 @pytest.mark.parametrize("family", tiny_families.OPEN_CLIP)

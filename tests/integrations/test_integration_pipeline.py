@@ -31,7 +31,7 @@ def scores(answer: list[dict[str, Any]]) -> dict[str, float]:
     return {entry["label"]: entry["score"] for entry in answer}
 
 
-def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
+def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert scores(one) == pytest.approx(scores(other), abs=tolerance)
@@ -51,10 +51,10 @@ def test_an_open_guard_gives_the_answers_of_rc(stock: Any, encoder: rc.Encoder, 
     classifier = rc.ZeroShotClassifier(encoder, LABELS, templates=[TEMPLATE])
     found = OPEN(classifier, pixels, seed=7)
     assert found.gated.all()
-    expected = (found.logits * stock.model.logit_scale.exp().item() / 100).softmax(-1)
+    expected = found.logits.softmax(-1)
     answers = pipe(images, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
     for answer, row in zip(answers, expected, strict=True):
-        assert scores(answer) == pytest.approx(dict(zip(LABELS, row.tolist(), strict=True)), abs=1e-6)
+        assert scores(answer) == pytest.approx(dict(zip(LABELS, row.tolist(), strict=True)), abs=1e-5)
     plain = stock(images, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
     assert any(scores(a) != pytest.approx(scores(b), abs=1e-4) for a, b in zip(answers, plain, strict=True))
 
@@ -149,10 +149,10 @@ def test_errors_are_one_line(encoder: rc.Encoder, open_clip_name: str, photos: l
 
 
 def test_models_other_than_clip_are_refused(stock: Any) -> None:
-    from transformers import SiglipConfig, SiglipModel
+    from transformers import Siglip2Config, Siglip2Model
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = SiglipConfig(text_config={**small, "vocab_size": 16}, vision_config={**small, "image_size": 32})
+    config = Siglip2Config(text_config={**small, "vocab_size": 16}, vision_config={**small, "num_patches": 16})
     kind = rc.integrations.DefendedZeroShotImageClassificationPipeline
     with pytest.raises(rc.ReactClipError, match="takes CLIP"):
-        kind(model=SiglipModel(config), tokenizer=stock.tokenizer, image_processor=stock.image_processor, guard=CLOSED)
+        kind(model=Siglip2Model(config), tokenizer=stock.tokenizer, image_processor=stock.image_processor, guard=CLOSED)

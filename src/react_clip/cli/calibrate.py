@@ -21,8 +21,6 @@ from react_clip.environment import device_name, versions
 from react_clip.preprocess import to_float
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
-MOST_PHOTOS = 500
-"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +86,7 @@ def _run_second_look(args: argparse.Namespace) -> int:
 
 def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, bool]:
     """Pixels of a folder, of a file or of a data set, and whether some files could not be read."""
-    limit = args.limit or MOST_PHOTOS
+    limit = args.limit or common.MOST_PHOTOS
     path = Path(args.dataset.removeprefix("folder:"))
     if path.exists():
         args.photos_in = [path]

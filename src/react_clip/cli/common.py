@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from react_clip.preprocess import Preprocessing
 
 DEFAULT_MODEL = "clip-vit-b-16"
+MOST_PHOTOS = 500
+"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 DEFENSES = ("second_look", "react")
 DEFENSE_HELP = "second_look, or react: the paper's (second_look where the model has a threshold for it)"
 _BUNDLED = {
@@ -42,14 +45,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
     )
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
     group.add_argument(
         "--dtype", default="fp32", help="fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)"
     )
 
 
 def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool = True) -> None:
-    """Add the options for classes and for the defence; --defense only with ``choose_defense``."""
+    """Add the options for classes and for the defence; --defense and --calibrate-on only with ``choose_defense``."""
     group = parser.add_argument_group("labels")
     group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
     group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
@@ -58,6 +61,8 @@ def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool =
     group = parser.add_argument_group("defence")
     if choose_defense:
         group.add_argument("--defense", choices=DEFENSES, help=DEFENSE_HELP)
+        measure = "clean photos on which SecondLook measures its threshold first"
+        group.add_argument("--calibrate-on", type=Path, metavar="PHOTOS", help=measure)
     group.add_argument(
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
@@ -216,6 +221,10 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
 
     if args.config is not None and args.defense is not None:
         raise ReactClipError(f"--config {args.config} and --defense {args.defense} are both given; choose one of them")
+    if (photos := getattr(args, "calibrate_on", None)) is not None:
+        if args.config is not None or args.defense == "react":
+            raise ReactClipError("--calibrate-on measures the threshold of SecondLook; leave out --config and react")
+        return _calibrated(args, encoder, photos)
     if args.config == "paper":
         return ReACT()
     if args.config is not None:
@@ -229,6 +238,20 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
     if args.defense == "react":
         return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return default_for(encoder, features=features)
+
+
+def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> SecondLook:
+    """SecondLook with a threshold measured on clean photos."""
+    from react_clip.defenses import SecondLook
+
+    reader = PhotoReader(argparse.Namespace(photos_in=[photos], quiet=args.quiet))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
+        result = SecondLook.calibrate(encoder, reader.sample(MOST_PHOTOS, encoder.preprocessing))
+    notice(args, f"SecondLook's threshold is {result.config.threshold:g}, from {result.photos} photos of {photos}")
+    for note in result.notes:
+        notice(args, f"note: {note}")
+    return result.config
 
 
 def defense_line(guard: ReACT | SecondLook) -> str:

@@ -82,7 +82,8 @@ def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLo
         return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     name = encoder.original
     raise ReactClipError(
-        f"there is no calibration for {name!r}, and every encoder needs its own; run `react-clip calibrate PHOTOS "
-        f"--model {name}` on some hundred clean photos and load its result, or take the paper's constants knowingly "
-        "(rc.ReACT(), --config paper)"
+        f"there is no calibration for {name!r}, and every encoder needs its own; with some hundred clean photos give "
+        "--calibrate-on PHOTOS to `classify` or `embed`, or take rc.SecondLook.calibrate(clip, photos).config; "
+        f"`react-clip calibrate PHOTOS --model {name}` writes it to a file; the paper's constants, knowingly, are "
+        "rc.ReACT() and --config paper"
     )

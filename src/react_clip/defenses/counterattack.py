@@ -13,6 +13,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,8 +136,10 @@ def _join(parts: Sequence[Defended]) -> Defended:
     """One result from those of consecutive chunks."""
     if len(parts) == 1:
         return parts[0]
-    values = {item.name: [getattr(part, item.name) for part in parts] for item in dataclasses.fields(Defended)}
-    return Defended(**{name: torch.cat(v) if isinstance(v[0], Tensor) else v[0] for name, v in values.items()})
+    values: dict[str, Any] = {item.name: getattr(parts[0], item.name) for item in dataclasses.fields(Defended)}
+    for name in [name for name, value in values.items() if isinstance(value, Tensor)]:
+        values[name] = torch.cat([getattr(part, name) for part in parts])
+    return Defended(**values)
 
 
 class TTC(Counterattack):

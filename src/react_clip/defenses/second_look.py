@@ -178,8 +178,8 @@ class SecondLook(Defense):
         name = (encoder if isinstance(encoder, str) else encoder.original).partition("@")[0]
         if name not in _CALIBRATED:
             raise ReactClipError(
-                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; run `react-clip "
-                f"calibrate PHOTOS --model {name}` on some hundred clean photos and load its result"
+                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on "
+                "some hundred clean photos: --calibrate-on PHOTOS, or rc.SecondLook.calibrate(clip, photos).config"
             )
         return cls()
 

@@ -115,7 +115,7 @@ class SigLIP2Encoder(SigLIPEncoder):
         count, patch = len(normalised), self.patch_size or 1
         side = normalised.shape[-1] // patch
         # Patches row by row; in a patch rows, columns, then channels.
-        grid = normalised.unflatten(3, (side, patch)).unflatten(2, (side, patch)).permute(0, 2, 4, 3, 5, 1)
+        grid = normalised.reshape(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
         shapes = torch.full((count, 2), side, device=normalised.device)
         mask = torch.ones(count, side * side, dtype=torch.long, device=normalised.device)
         features: Tensor = model.vision_model(grid.reshape(count, side * side, -1), mask, shapes).pooler_output
