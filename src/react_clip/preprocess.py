@@ -1,7 +1,7 @@
 """Bytes, paths and PIL images to float pixels in [0, 1], as encoders take them.
 
-RGB on white; every encoder says how to resize (:class:`Preprocessing`): as its checkpoint was made, or as the paper does. An image that already
-has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
+RGB on white. Every encoder says how to resize (:class:`Preprocessing`): as its checkpoint was made, or as the paper
+does. An image that already has the encoder's size is taken as it is, so preprocessing twice equals preprocessing once.
 
 Files are untrusted: length, format and pixel count are checked before a pixel is decoded.
 """

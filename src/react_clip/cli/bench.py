@@ -114,12 +114,10 @@ def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench
         guard = ReACT.load(args.config)
     if args.compile:
         encoder.accelerate()
-    size = encoder.image_size
-    photos = (
-        reader.sample(args.images, encoder.preprocessing)
-        if reader
-        else synthetic_photos(args.images, size, seed=args.seed)
-    )
+    if reader:
+        photos = reader.sample(args.images, encoder.preprocessing)
+    else:
+        photos = synthetic_photos(args.images, encoder.image_size, seed=args.seed)
     attack = None if args.shapes else attacks.from_dict({"kind": "pgd", "eps": args.eps})
     return bench.Bench(
         clf=clf,
