@@ -83,7 +83,7 @@ def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLo
     name = encoder.original
     raise ReactClipError(
         f"there is no calibration for {name!r}, and every encoder needs its own; with some hundred clean photos give "
-        "--calibrate-on PHOTOS to `classify` or `embed`, or take rc.SecondLook.calibrate(clip, photos).config; "
+        "--calibrate-on PHOTOS, or take rc.SecondLook.calibrate(clip, photos).config; "
         f"`react-clip calibrate PHOTOS --model {name}` writes it to a file; the paper's constants, knowingly, are "
         "rc.ReACT() and --config paper"
     )

@@ -71,6 +71,8 @@ class Settings(BaseSettings):
     """prompt with {} for the name; repeat for an ensemble"""
     defense: Literal["second_look", "react"] | None = None
     """second_look, or react: the paper's (second_look where the model has a threshold for it)"""
+    calibrate_on: Path | None = None
+    """clean photos on which SecondLook measures its threshold first"""
     config: str | None = None
     """JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"""
 
