@@ -56,7 +56,8 @@ def synthetic_run(
             answers = {"draw": draw, "correct": correct, "prediction": np.where(correct, 0, 1)}
             frames.append(pd.DataFrame({**columns, **answers}))
     images = pd.concat(frames, ignore_index=True)
-    protocol: Any = SimpleNamespace(threat="oblivious", scoring=scoring, draws=draws, attacks=(), defenses=())
+    nothing: dict[str, Any] = {"attacks": (), "defenses": (), "worst_case_over": tuple}
+    protocol: Any = SimpleNamespace(threat="oblivious", scoring=scoring, draws=draws, **nothing)
     rows, _ = summarise(protocol, [images])
     result = dataclasses.replace(
         EvaluationResult.load(REAL),
