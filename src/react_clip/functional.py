@@ -119,7 +119,7 @@ class Similarity:
 
         >>> one, other = torch.tensor([[9.0, -9.0, -9.0]]), torch.tensor([[-9.0, 9.0, -9.0]])
         >>> Similarity(sigmoid=True).instability(one, other)
-        tensor([0.6921])
+        tensor([0.6919])
         """
         if not self.sigmoid:
             return js_divergence(logits_p, logits_q, gradient_temperature)
