@@ -151,8 +151,7 @@ class Preprocessing:
     interpolation: str = "bilinear"
     """Name of a filter of Pillow."""
     rounds_down: bool = False
-    """How half a pixel at the crop's edge is rounded: down, as in transformers, or to the even number, as in
-    torchvision."""
+    """Round half a pixel at the crop's edge down, as in transformers, and not to even numbers, as in torchvision."""
     fill: int = 0
     """Grey value, 0 to 255, beside images that do not fill the square."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import noise
-from react_clip.defenses import DOC, HD, MAC, TTC, TTE, AntiAdv, tte
+from react_clip.defenses import CSR, DOC, ET3, HD, MAC, TTC, TTE, AntiAdv, tte
 from react_clip.defenses.counterattack import DETOUR, START, VIEW, VIEW_PROBE, VIEW_START, Counterattack
 from toys import ToyEncoder, toy_classifier, toy_images
 
@@ -121,7 +121,7 @@ def test_gradients_flow_through_tte() -> None:
 
 # ---------------------------------------------------------------------- all counterattacks
 
-GUARDS: list[Counterattack] = [TTC(tau=1e9), DOC(), MAC(), AntiAdv(), HD()]
+GUARDS: list[Counterattack] = [TTC(tau=1e9), DOC(), MAC(), AntiAdv(), HD(), CSR(threshold=1.0), ET3()]
 every_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 
 

@@ -66,7 +66,7 @@ def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool =
     group.add_argument(
         "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
     )
-    # Who defends photos wants noise that nobody can predict; who attacks or measures wants the same numbers again.
+    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; attacks and benches repeat.
     default, text = (None, "a new secret; for collections 0") if choose_defense else (0, "0")
     group.add_argument("--seed", type=int, default=default, help=f"of the random numbers ({text})")
 

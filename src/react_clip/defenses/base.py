@@ -58,7 +58,7 @@ class Defended:
     """Encoder backward passes spent on the image (0 for everything optimisation-free)."""
     class_names: tuple[str, ...]
     similarity: Similarity = field(default=Similarity(), kw_only=True)
-    """How the model turns cosines into logits and probabilities."""
+    """Scale and bias from cosines to logits, and whether probabilities are a softmax or one sigmoid per label."""
 
     @property
     def labels(self) -> Tensor:

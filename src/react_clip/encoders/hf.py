@@ -271,7 +271,7 @@ def _read_processor(source: str, revision: str | None) -> dict[str, Any]:
 
 
 def _preprocessing(name: str, processor: dict[str, Any], image_size: int) -> Preprocessing | None:
-    """What preprocessor_config.json says, for square images of this side; ``None`` if it says nothing."""
+    """The preprocessing in preprocessor_config.json, for square images of this side; ``None`` if it has none."""
     if "max_num_patches" in processor:
         # NaFlex keeps the aspect of an image; a square grid cannot.
         return Preprocessing(image_size, image_size, "squash", _filter(processor, Image.Resampling.BILINEAR))

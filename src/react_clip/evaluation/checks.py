@@ -90,7 +90,7 @@ _HUGE_LIMIT = 0.1
 """Largest accuracy that may be left at the huge budget."""
 _IMAGES, _CONVERGENCE_IMAGES = 16, 48
 _STEPS = 20
-"""Of the extra attacks at a huge budget and on undefended CLIP."""
+"""Steps of the extra attacks at a huge budget and on undefended CLIP."""
 
 
 def _wanted(recipe: Recipe) -> bool:

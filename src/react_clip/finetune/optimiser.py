@@ -16,14 +16,14 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimiser(Configuration):
-    """How the weights follow the gradient; :class:`Settings` lowers the learning rate along a schedule."""
+    """Algorithm, largest learning rate and weight decay of a training; :class:`Settings` has the schedule."""
 
     algorithm: Literal["sgd", "adamw"]
     lr: _Rate
     """Largest learning rate."""
     weight_decay: _Decay = 0.0
     momentum: _Decay = 0.9
-    """Of SGD; AdamW has torch's own constants."""
+    """Momentum of SGD; AdamW takes torch's default betas instead."""
 
     def make(self, weights: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:
         """The optimiser of these weights."""
