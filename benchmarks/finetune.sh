@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The four finetuned towers of docs/results.md: run from the repository root, with a GPU, as
+# The four finetuned towers of docs/reproduction.md: run from the repository root, with a GPU, as
 #   bash benchmarks/finetune.sh DATA HEADS OUT STEPS [METHOD ...]
 # They train on DATA/imagenet/train with the paper's inner attack (2 steps, eps = step = 1/255). An interrupted run
 # continues. The published rates of SGD belong to thousands of steps; for some hundred they are raised so that a step is

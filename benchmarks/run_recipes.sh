@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every number in docs/results.md, docs/ranking.md and docs/threat-model.md: run from the repository root, with a GPU, as
+# Every number in docs/results.md, reproduction.md, ranking.md and threat-model.md: run from the repository root, with a GPU, as
 #   bash benchmarks/run_recipes.sh DATA HEADS OUT [NAME ...]
 # DATA holds <set>/{test,train}/<class>/ photos, HEADS the class features <set>.npz. Interrupted runs continue.
 # Towers run in bf16 (features, noise and reductions in fp32); precision-fp32 is the control.
@@ -25,12 +25,12 @@ nine=caltech101,cifar10,cifar100,dtd10,flowers102,oxford_pets,stl10
 
 evaluate precision-fp32 first-look 100
 evaluate first-look first-look 320 "${bf16[@]}"
-evaluate table1 table1 200 --datasets all --defenses "Anti-Adv,$rows" "${bf16[@]}"
+evaluate table1 table1 100 --datasets all --defenses "Anti-Adv,$rows" "${bf16[@]}"
 evaluate step-quarter step-quarter 100 --datasets all "${bf16[@]}"
-evaluate table5-pgd100 table5 100 --datasets $nine --defenses "$rows" "${bf16[@]}"
-evaluate table6-cw table6 100 --datasets $nine --defenses "$rows" "${bf16[@]}"
-evaluate table7-autoattack table7 100 --datasets $nine --defenses "$rows" "${bf16[@]}"
-evaluate table8 table8 500 --datasets imagenet --defenses "$rows" "${bf16[@]}"
+evaluate table5-pgd100 table5 50 --datasets $nine --defenses "$rows" "${bf16[@]}"
+evaluate table6-cw table6 50 --datasets $nine --defenses "$rows" "${bf16[@]}"
+evaluate table7-autoattack table7 50 --datasets $nine --defenses "$rows" "${bf16[@]}"
+evaluate table8 table8 128 --datasets imagenet --defenses "$rows" "${bf16[@]}"
 evaluate table1-extended table1-extended 50 --datasets all --defenses "Anti-Adv,$rows" "${bf16[@]}"
 evaluate table2 table2 100 --datasets all "${bf16[@]}"
 evaluate table3 table3 100 --datasets all "${bf16[@]}"
@@ -40,9 +40,9 @@ evaluate sweep-views sweep-views 50 --datasets all "${bf16[@]}"
 evaluate sweep-alpha sweep-alpha 50 --datasets all "${bf16[@]}"
 evaluate mappings mappings 100 "${bf16[@]}"
 evaluate mappings-pgd100 mappings-pgd100 50 --datasets $nine "${bf16[@]}"
-evaluate mappings-imagenet mappings-imagenet 500 --datasets imagenet "${bf16[@]}"
+evaluate mappings-imagenet mappings-imagenet 128 --datasets imagenet "${bf16[@]}"
 evaluate leakage leakage 100 --datasets all "${bf16[@]}"
-evaluate rivals rivals 200 "${bf16[@]}"
+evaluate rivals rivals 100 --defenses CLIP,TTE,HD "${bf16[@]}"
 evaluate second-look second-look 100 --batch 100 "${bf16[@]}"
 # Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
 evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
@@ -54,7 +54,7 @@ evaluate attack-bf16 precision 300 --attack-dtype bf16
 # Finetuned towers, each attacked as it is; benchmarks/finetune.sh trains them.
 for method in TeCoA PMG-AFT FARE CLIP-FT; do
   if [[ -d "$out/towers/$method" ]]; then
-    evaluate "finetuned-$method" finetuned 200 "${bf16[@]}" --model "$out/towers/$method"
+    evaluate "finetuned-$method" finetuned 100 "${bf16[@]}" --model "$out/towers/$method"
     evaluate "extended-$method" finetuned-extended 50 "${bf16[@]}" --model "$out/towers/$method"
   fi
 done

@@ -22,10 +22,7 @@ LARGEST_SVG = 300_000
 """Bytes; figures of many small panels are kept as PNG."""
 
 WANTED: dict[str, tuple[list[str], list[str]]] = {
-    "rivals": (
-        ["rivals", "finetuned-TeCoA", "finetuned-PMG-AFT", "finetuned-FARE", "finetuned-CLIP-FT"],
-        ["accuracy", "accuracy-per-set", "cost"],
-    ),
+    "rivals": (["table1", "rivals"], ["accuracy", "accuracy-per-set", "cost"]),
     "leakage": (
         ["leakage"],
         [

@@ -7,8 +7,9 @@ A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: ac
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
 ``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
-``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty
-while their measurements are not there); everything up to ``<!-- end -->`` is replaced.
+``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or
+``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
+``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from doc_tables import table
 from look_docs import look
 from performance_docs import performance
 from scale_docs import overhead
+from standard_docs import standard
 from threat_docs import threats
 
 from react_clip.config import pop_kind
@@ -36,7 +39,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,10 +54,14 @@ def run_table(run: str, name: str) -> str:
 
 def ranking_table(*runs: str) -> str:
     """The ranking of the defences of several runs."""
-    timings = [RESULTS / run for run in runs if run.endswith(".json")]
-    ranking = rank([RESULTS / run for run in runs if not run.endswith(".json")], timings)
+    timings = [run for run in runs if run.endswith(".json")]
+    folders = [run for run in runs if run not in timings]
+    ranking = rank([RESULTS / run for run in folders], [RESULTS / run for run in timings])
     caption, _, body = ranking.table.markdown().partition("\n\n")
-    command = f"react-clip rank {' '.join(f'benchmarks/results/{run}' for run in runs)}"
+    words = [*folders, *(["--timings"] if timings else []), *timings]
+    command = " ".join(
+        ["react-clip rank", *(word if word[0] == "-" else f"benchmarks/results/{word}" for word in words)]
+    )
     return f"{body}\n*{caption} Made by `{command}`.*\n"
 
 
@@ -109,10 +116,11 @@ def methods_table(*runs: str) -> str:
         rows = {row.eps: row for row in result.select(dataset=MEAN, defense=label)}
         clean, attacked = rows[0.0], rows[4 / 255] if 4 / 255 in rows else rows[max(rows)]
         cells = [f"{100 * row.accuracy:.1f} ± {50 * (row.high - row.low):.1f}" for _, row in sorted(rows.items())]
-        timed = _bench_label(label, config)
         cells += [f"{clean.passes:.1f} / {attacked.passes:.1f}"]
         cells += [f"{clean.backward_passes:.1f} / {attacked.backward_passes:.1f}"]
-        cells += [f"{times[state][timed]:.2f}" for state in ("clean", "attacked")]
+        # The benchmark times every kind with its default constants, which the calibrated one has not.
+        timed = "" if "calibrated" in label else str(pop_kind(dict(config)))
+        cells += [f"{times[state][timed]:.2f}" if timed else "–" for state in ("clean", "attacked")]
         lines.append([label, *cells])
     note = (
         f"{caption(result, 'accuracy in %, mean over sets')} Passes: clean images / images attacked with 4/255. "
@@ -126,11 +134,6 @@ def methods_table(*runs: str) -> str:
 def _milliseconds(file: str) -> dict[str, float]:
     contenders = json.loads((RESULTS / file).read_text(encoding="utf-8"))["contenders"]
     return {item["label"]: item["milliseconds"] for item in contenders}
-
-
-def _bench_label(label: str, config: dict[str, object]) -> str:
-    """The benchmark's label of a method: calibrated ReACT is "ReACT", every other method has its kind."""
-    return "ReACT" if "calibrated" in label else str(pop_kind(dict(config)))
 
 
 def leakage_table(run: str) -> str:
@@ -189,6 +192,7 @@ def filled(text: str) -> str:
             "threats": lambda section: threats(section, RESULTS),
             "look": lambda section: look(section, RESULTS),
             "ranking": ranking_table,
+            "standard": partial(standard, RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -48,8 +48,10 @@ def test_runs_over_the_same_photos_are_joined(finished: Any) -> None:
     assert both.rows == (*one.rows, *two.rows)
     assert [item["label"] for item in both.recipe["defenses"]] == ["undefended", "react"]
     assert both.attacks == whole.attacks
+    assert merge([both, two]).rows == both.rows, "a defence of several runs is taken once"
+    changed = {**two.recipe, "defenses": [{**item, "tau": 0.1} for item in two.recipe["defenses"]]}
     with pytest.raises(rc.ReactClipError, match="'react' is in several of the results"):
-        merge([two, two])
+        merge([two, replace(two, recipe=changed)])
     for other, reason in (
         (replace(two, sets=(replace(two.sets[0], fingerprint="x"),)), "other photos or other"),
         (replace(two, draws=1), "draws is 2 in one and 1 in the other"),

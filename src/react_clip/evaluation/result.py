@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -204,8 +204,9 @@ def grouped(rows: Iterable[R], *names: str) -> dict[tuple[Any, ...], list[R]]:
 def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:
     """One result with every row of the given ones.
 
-    Their photos and their protocol (sets, attacks, scoring, threat model, seeds) must be the same, and their defences
-    must have different labels, also where their models differ.
+    Their photos and their protocol (sets, attacks, scoring, threat model, seeds) must be the same, and different
+    defences must have different labels, also where their models differ. A defence that several results of one model
+    have, such as undefended CLIP, is taken from the first.
     """
     if not results:
         raise ReactClipError("there is nothing to join; give at least one result")
@@ -222,6 +223,7 @@ def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:
                 f"{first.title!r} and {other.title!r} cannot be joined: they were run on other photos or other "
                 "attacks; report them apart"
             )
+    results = list(_without_repeated(results))
     labels = [label for result in results for label in dict.fromkeys(row.defense for row in result.rows)]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ReactClipError(f"defence {twice[0]!r} is in several of the results; give one of them another label")
@@ -240,6 +242,23 @@ def merge(results: Sequence[EvaluationResult]) -> EvaluationResult:
         checks=tuple(check for result in results for check in result.checks),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
     )
+
+
+def _without_repeated(results: Sequence[EvaluationResult]) -> Iterator[EvaluationResult]:
+    """The results without defences that an earlier result of the same model has, with the same label and constants."""
+    earlier: dict[str, object] = {}
+    for result in results:
+        configs = {item["label"]: (result.model, item) for item in result.recipe.get("defenses", [])}
+        repeated = {label for label, config in configs.items() if earlier.get(label) == config}
+        earlier |= configs
+        kept = [item for item in result.recipe.get("defenses", []) if item["label"] not in repeated]
+        yield dataclasses.replace(
+            result,
+            recipe={**result.recipe, "defenses": kept},
+            rows=tuple(row for row in result.rows if row.defense not in repeated),
+            attacks=tuple(row for row in result.attacks if row.defense not in repeated),
+            checks=tuple(check for check in result.checks if check.defense not in repeated),
+        )
 
 
 def _photos(result: EvaluationResult) -> tuple[object, ...]:

@@ -236,7 +236,7 @@ def _milliseconds(run: Run, path: Path) -> tuple[str, dict[str, Cell]]:
         raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {_result(run).model}; time that one")
     known = {label: measured.get(_configuration(entry)) for label, entry in run.defenses.items()}
     title = f"{100 * report['attacked']:g} % attacked"
-    return title, {label: Cell(float(value)) for label, value in known.items() if value is not None}
+    return title, {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
 
 
 def _timing_report(path: Path) -> dict[str, Any]:

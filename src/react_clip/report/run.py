@@ -100,6 +100,10 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
     return join_runs([read_run(folder) for folder in folders])
 
 
+_ROW = ["dataset", "index", "attack", "eps", "defense", "draw"]
+"""Columns that tell the answers in ``per_image.parquet`` apart."""
+
+
 def join_runs(runs: Sequence[Run]) -> Run:
     """One run with the rows of several over the same photos."""
     if len(runs) == 1:
@@ -114,7 +118,7 @@ def join_runs(runs: Sequence[Run]) -> Run:
         folders=tuple(run.folders[0] for run in runs),
         result=merged,
         recipe=merged.recipe,
-        images=pd.concat(images, ignore_index=True) if images else None,
+        images=pd.concat(images, ignore_index=True).drop_duplicates(_ROW) if images else None,
         missing=tuple(f"{run.folders[0].name}: {line}" for run in runs for line in run.missing),
     )
 
