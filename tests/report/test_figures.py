@@ -207,11 +207,16 @@ def test_mappings_show_the_results_numbers() -> None:
 def test_drift_is_the_mean_over_images_that_clip_gets_right() -> None:
     images = run_of("table1").images
     assert images is not None
-    (x, y, _), *_ = lines_of(drawn("table1", "drift").axes[0])
     rows = images[(images["defense"] == "ReACT (paper)") & np.isclose(images["eps"], 8 / 255)]
     rows = rows[rows["attacked"] & (rows["clean_prediction"] == rows["label"])]
-    assert math.isclose(y[x.index(8.0)], rows["r"].mean(), rel_tol=1e-6)
-    assert "so r is drawn alone" in figures("table1")["drift"].caption
+    for axes, name in zip(drawn("table1", "drift").axes, ("d_low", "d_high", "r"), strict=True):
+        (x, y, _), *_ = lines_of(axes)
+        assert math.isclose(y[x.index(8.0)], rows[name].mean(), rel_tol=1e-6)
+
+
+def test_drift_is_drawn_alone_where_a_run_has_no_distances() -> None:
+    assert len(drawn("step-quarter", "drift").axes) == 1
+    assert "so r is drawn alone" in figures("step-quarter")["drift"].caption
 
 
 def test_violins_mark_the_clean_percentile() -> None:
