@@ -86,7 +86,10 @@ def test_a_limit_keeps_whole_images_evenly_over_the_sets() -> None:
     assert len(rows.to_json({})) < 1_500_000
     _, one = rows_of(TABLE1, 1)
     assert len(one.images) == 1, "whole images, at least one"
-    assert all(name.startswith("class ") for name in json.loads(one.to_json({}))["names"]), "the run has no names"
+    _, unnamed = rows_of(TABLE1.with_name("step-quarter"), 1)
+    for shown, named in ((one, True), (unnamed, False)):
+        names = json.loads(shown.to_json({}))["names"]
+        assert all(name.startswith("class ") != named for name in names), "classes of older runs have no names"
 
 
 def test_instructive_images_come_first_and_from_every_set() -> None:
