@@ -44,6 +44,9 @@ evaluate mappings-imagenet mappings-imagenet 128 --datasets imagenet "${bf16[@]}
 evaluate leakage leakage 100 --datasets all "${bf16[@]}"
 evaluate rivals rivals 100 --defenses CLIP,TTE,HD "${bf16[@]}"
 evaluate second-look second-look 100 --batch 100 "${bf16[@]}"
+evaluate standard standard 20 --batch 20 "${bf16[@]}"
+evaluate clipure clipure 128 --datasets oxford_pets --batch 128 "${bf16[@]}"
+evaluate clipure-steps clipure-steps 128 --batch 128 "${bf16[@]}"
 # Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
 evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
 evaluate doc-tau doc-tau 50 "${bf16[@]}"
@@ -60,11 +63,12 @@ for method in TeCoA PMG-AFT FARE CLIP-FT; do
 done
 # docs/threat-model.md: one run a defence (a batch is as large as the activations of all its views allow), hardening
 # options, and images crafted on a tower of benchmarks/finetune.sh.
-for defense in ReACT AOM TTC; do
-  evaluate "adaptive-$defense" adaptive 48 --defenses "$defense" --batch 24
+declare -A batches=([Defend-CLIP]=12 [AGC]=8)
+for defense in SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 Defend-CLIP AGC; do
+  evaluate "adaptive-$defense" adaptive 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
 done
-evaluate adaptive-SecondLook adaptive 48 --defenses SecondLook --batch 48
-evaluate adaptive-Defend-CLIP adaptive 48 --defenses Defend-CLIP --batch 12
+evaluate adaptive-members adaptive-members 16 --batch 16
+evaluate adaptive-queries adaptive-queries 16 --batch 16
 evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then
   evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
