@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -q --no-compile
 export PYTHONDONTWRITEBYTECODE =
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types unit coverage browser clean
+.PHONY: demo test lint types unit coverage browser prometheus clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/react-clip demo
@@ -24,7 +24,7 @@ lint: $(VENV)/.test-ready
 types: $(VENV)/.test-ready
 	$(BIN)/mypy
 
-unit: $(VENV)/.test-ready browser
+unit: $(VENV)/.test-ready browser prometheus
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 # The same with what the tests cover; tracing takes longer.
@@ -37,6 +37,12 @@ browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || [ "$$(id -u)" != 0 ] || \
 	  ! command -v apt-get >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 || \
 	  echo "chromium could not be installed; the tests that need a browser will skip"
+
+# The alerts are tested by a real Prometheus, likewise.
+prometheus:
+	@command -v prometheus >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 || \
+	  echo "prometheus could not be installed; the tests that need it will skip"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -152,8 +152,9 @@ def main() -> int:
         "statuses": dict(sorted(load.statuses.items())),
         "latency_seconds": {f"p{int(100 * share)}": percentile(load.seconds, share) for share in (0.5, 0.9, 0.99)},
         "images_per_batch": _mean(metrics, "react_clip_batch_images"),
-        "gate_rate": _value(metrics, "react_clip_gate_opened_total")
-        / max(1.0, _value(metrics, "react_clip_images_total")),
+        "gate_rate": 1
+        - _value(metrics, 'react_clip_images_total{branch="keep"}')
+        / max(1.0, _value(metrics, "react_clip_batch_images_sum")),
         "answers_that_changed": load.changed,
         "dropped": load.dropped[:20],
         "dropped_count": len(load.dropped),

@@ -87,7 +87,7 @@ class Count:
     def read(cls, url: str) -> Count:
         lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
         values = {name: value for name, _, value in (line.partition(" ") for line in lines)}
-        names = ("react_clip_images_total", "react_clip_encoder_passes_total", "react_clip_batch_images_count")
+        names = ("react_clip_batch_images_sum", "react_clip_encoder_passes_total", "react_clip_batch_images_count")
         return cls(*(float(values[name]) for name in names))
 
 

@@ -1,4 +1,4 @@
-"""Tables about SecondLook in README.md and docs/second-look.md: accuracies, data sets, speed, and rules tried."""
+"""Tables about SecondLook in README.md and docs/: accuracies, data sets, speed, rules tried, branches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.evaluation.result import Row
 from react_clip.report.ranking import ALL, rank
+from react_clip.report.run import read_run
 
 RUN = "second-look"
 PLAIN, OURS = "CLIP", "SecondLook"
 
 
 def look(section: str, results: Path) -> str:
-    """One section: holes, attacks, sets, speed or rules."""
-    return {"holes": holes, "attacks": attacks, "sets": sets, "speed": speed, "rules": rules}[section](results)
+    """One section: holes, attacks, sets, speed, rules or branches."""
+    sections = {"holes": holes, "attacks": attacks, "sets": sets, "speed": speed, "rules": rules, "branches": branches}
+    return sections[section](results)
 
 
 def holes(results: Path) -> str:
@@ -129,6 +131,28 @@ def attacks(results: Path) -> str:
         for attack, eps in dict.fromkeys((row.attack, row.eps) for row in result.rows)
     ]
     return "\n".join([*table(["", *defenses, "passes"], rows), "", _note(result)]) + "\n"
+
+
+def branches(results: Path) -> str:
+    """Shares of photos that SecondLook corrects and blends and that ReACT corrects, per attack or kind of damage."""
+    run = read_run(results / RUN)
+    assert run.images is not None
+    assert run.result is not None
+    [ours] = [item for item in run.result.recipe["defenses"] if item["label"] == OURS]
+    images = run.images[(run.images["eps"] == 0) | run.images["attacked"]]
+    images = images.assign(corrected=images["score"] >= ours["threshold"])
+    rows = []
+    for (attack, eps), group in images.groupby(["attack", "eps"], observed=True, sort=False):
+        mine, react = (group[group["defense"] == name] for name in (OURS, "ReACT (calibrated)"))
+        shares = [mine["corrected"], mine["gated"] & ~mine["corrected"], react["gated"]]
+        name = f"{attack} {format_eps(eps)}" if eps else str(attack)
+        rows.append([name, *(f"{100 * share.mean():.1f}" for share in shares)])
+    head = ["photos", "SecondLook: correct", "SecondLook: blend", "ReACT: correct"]
+    note = (
+        f"*In % of the photos, attacked ones only where there is an attack (those that plain CLIP gets right), "
+        f"{len(run.result.sets)} sets; `benchmarks/results/{RUN}/per_image.parquet`.*"
+    )
+    return "\n".join([*table(head, rows), "", note]) + "\n"
 
 
 def _cells(results: Path) -> tuple[EvaluationResult, dict[tuple[str, float, str, str], Row]]:

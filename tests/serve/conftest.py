@@ -56,10 +56,10 @@ def demo(launch: Launch) -> Server:
 
 @pytest.fixture(scope="session")
 def second_look(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server with SecondLook and diagnostics."""
+    """A server with SecondLook, diagnostics and open metrics."""
     config = tmp_path_factory.mktemp("second_look") / "guard.json"
     SECOND_LOOK.save(config)
-    return launch("--config", config, "--diagnostics")
+    return launch("--config", config, "--diagnostics", "--open-metrics")
 
 
 @pytest.fixture(scope="session")

@@ -32,9 +32,9 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        """Value of a metric with labels, or the sum over them."""
+        rows = [line.rpartition(" ") for line in self.client.get("/metrics").text.splitlines()]
+        return sum(float(value) for row, _, value in rows if name in (row, row.partition("{")[0]))
 
     def end(self) -> None:
         """Kill the server if it is still running."""

@@ -21,6 +21,7 @@ from PIL import Image
 from serve_client import SECOND_LOOK, as_form, as_json, check_error
 
 import react_clip as rc
+from react_clip.defenses.second_look import CORRECT, KEEP, SecondLooked
 from react_clip.serve import pages, responses
 
 Direct = Callable[..., rc.Defended]
@@ -91,13 +92,16 @@ def test_health_info_and_models(server: Any) -> None:
 
 
 def test_metrics_count(server: Any, photos: list[bytes]) -> None:
-    names = ("images_total", "encoder_passes_total", "gate_opened_total", "batch_images_count")
+    kept, corrected = (f'images_total{{branch="{branch}"}}' for branch in ("keep", "correct"))
+    names = ("images_total", kept, corrected, "encoder_passes_total", "batch_images_count")
     before = {name: server.metric(f"react_clip_{name}") for name in names}
     server.client.post("/v1/classify", **as_json(photos))
     after = {name: server.metric(f"react_clip_{name}") - before[name] for name in names}
     assert after["images_total"] == len(photos)
     assert 3 * len(photos) <= after["encoder_passes_total"] <= 14 * len(photos)
-    assert 0 < after["gate_opened_total"] < len(photos)
+    assert after[kept] > 0
+    assert after[corrected] > 0
+    assert after[kept] + after[corrected] == len(photos), "ReACT does not blend"
     assert after["batch_images_count"] >= 1
     text = server.client.get("/metrics").text
     assert 'react_clip_requests_total{method="POST",route="/v1/classify",status="200"}' in text
@@ -145,6 +149,24 @@ def test_second_look_answers_with_nulls_for_what_only_react_measures(
     assert (info["name"], info["tau"], info["passes"]) == ("second_look", 0.21, {"least": 2, "most": 3})
     assert [info[name] for name in ("sigma", "views", "probe_sigma")] == [None] * 3
     assert "the defence is SecondLook; --defense react" in second_look.command.log.read_text()
+
+
+def test_suspicious_is_told_where_it_is_allowed_and_asked_for(
+    second_look: Any, server: Any, direct: Direct, photos: list[bytes]
+) -> None:
+    expected = direct(photos, guard=SECOND_LOOK)
+    assert isinstance(expected, SecondLooked)
+    assert set(expected.branch.tolist()) >= {KEEP, CORRECT}, "the photos must show both cases"
+    attacked = (expected.branch == CORRECT).tolist()
+    for path, write, rows in (("/v1/classify", as_json, "results"), ("/v1/embed", as_form, "data")):
+        answer = second_look.client.post(path, **write(photos, suspicious=True)).json()
+        assert [row["suspicious"] for row in answer[rows]] == attacked
+        unasked = second_look.client.post(path, **write(photos[:1])).json()
+        assert unasked[rows][0]["suspicious"] is None
+    check_error(server.client.post("/v1/classify", **as_json(photos[:1], suspicious=True)), 422, "--suspicious")
+    check_error(
+        second_look.client.post("/v1/embed", **as_json(photos[:1], suspicious="yes")), 422, "suspicious is 'yes'"
+    )
 
 
 # ---------------------------------------------------------------------- the demo

@@ -54,6 +54,9 @@ class Service:
         """The classes that a request asks for, and its photos."""
         if body.model not in (None, "", self.model):
             raise RequestError(422, f"model is {quote(body.model)}; this service has {self.model!r}", field="model")
+        if body.suspicious and not self.settings.tells_suspicious:
+            line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --suspicious)"
+            raise RequestError(422, line, field="suspicious")
         return await self._classes(body), await self.decoder.photos(body.images)
 
     async def _classes(self, body: requests.ImageRequest) -> ZeroShotClassifier:
@@ -77,9 +80,12 @@ class Service:
         futures = self.engine.submit(photos, classes, all_views=all_views)
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
-    def diagnostics(self, answer: Answer) -> responses.Diagnostics | None:
-        """Diagnostics of an answer, where callers may see them."""
-        return responses.Diagnostics.of(answer) if self.settings.sends_diagnostics else None
+    def findings(self, body: requests.ImageRequest, answer: Answer) -> dict[str, Any]:
+        """Fields of an answer about the defence's decision, null where callers may not see it or did not ask."""
+        return {
+            "diagnostics": responses.Diagnostics.of(answer) if self.settings.sends_diagnostics else None,
+            "suspicious": answer.suspicious if body.suspicious else None,
+        }
 
 
 def _service(request: Request) -> Service:
@@ -118,8 +124,8 @@ async def classify(
     results = []
     for index, answer in enumerate(await service.ask(photos, classes)):
         best = responses.top(classes.names, answer.probs, body.top_k)
-        diagnostics = service.diagnostics(answer)
-        results.append(responses.Result(index=index, **dict(best[0]), answers=best, diagnostics=diagnostics))
+        findings = service.findings(body, answer)
+        results.append(responses.Result(index=index, **dict(best[0]), answers=best, **findings))
     return responses.ClassifyResponse(model=service.model, results=results)
 
 
@@ -137,7 +143,7 @@ async def embed(
         responses.Embedding(
             index=index,
             embedding=responses.encode_feature(answer.feature, body.encoding_format),
-            diagnostics=service.diagnostics(answer),
+            **service.findings(body, answer),
         )
         for index, answer in enumerate(await service.ask(photos, classes, all_views=True))
     ]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from react_clip.defenses.base import diagnostics
 from react_clip.defenses.react import Logits, ReACT
-from react_clip.defenses.second_look import SecondLook
+from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.serve.errors import busy, late
 from react_clip.serve.settings import Settings
@@ -59,6 +59,13 @@ class Answer:
     """Probabilities ``[K]`` of plain CLIP."""
     diagnostics: dict[str, Any]
     """As :func:`react_clip.defenses.base.diagnostics` gives them."""
+    branch: str
+    """One of :data:`react_clip.defenses.second_look.BRANCHES`; ReACT has no ``blend``."""
+
+    @property
+    def suspicious(self) -> bool:
+        """True if the image counts as attacked: its score reached the threshold."""
+        return self.branch == BRANCHES[CORRECT]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,9 +212,11 @@ class Engine:
         out: Any
         if isinstance(guard, SecondLook):
             out = guard.correct(self.encoder, pixels, keys, logits)
+            branches = out.branch
         else:
             may_stop = torch.tensor([not image.all_views for image in batch], device=device)
             out = guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
+            branches = torch.where(out.gated, CORRECT, KEEP)
         if not bool(torch.isfinite(out.features).all()):
             raise ArithmeticError("features are not finite")
         everyone = torch.arange(len(batch), device=device)
@@ -215,9 +224,9 @@ class Engine:
         defended, plain = (probabilities(logits(everyone, each)).cpu() for each in (out.features, out.plain))
         counts = [len(image.classes.names) for image in batch]
         return [
-            Answer(feature, probs[:count], plain_probs[:count], values)
-            for feature, probs, plain_probs, count, values in zip(
-                out.features.cpu(), defended, plain, counts, diagnostics(out), strict=True
+            Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
+            for feature, probs, plain_probs, count, values, branch in zip(
+                out.features.cpu(), defended, plain, counts, diagnostics(out), branches.tolist(), strict=True
             )
         ]
 

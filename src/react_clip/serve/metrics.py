@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from react_clip.defenses.second_look import BRANCHES
 from react_clip.serve.engine import Answer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
@@ -27,8 +28,11 @@ class Metrics:
         )
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
         self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **options)
-        self._images = Counter("images", "Images answered.", **options)
-        self._opened = Counter("gate_opened", "Images that the defence corrected.", **options)
+        self._images = Counter(
+            "images", "Images answered: kept, blended with their looks, or corrected.", ["branch"], **options
+        )
+        for branch in BRANCHES:  # a rate needs the zero before the first image
+            self._images.labels(branch)
         self._passes = Counter("encoder_passes", "Encoder passes spent on images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)
@@ -37,8 +41,8 @@ class Metrics:
 
     def count_batch(self, answers: list[Answer], label_lists: int, seconds: float) -> None:
         """Count a finished batch."""
-        self._images.inc(len(answers))
-        self._opened.inc(sum(answer.diagnostics["gated"] for answer in answers))
+        for answer in answers:
+            self._images.labels(answer.branch).inc()
         self._passes.inc(sum(answer.diagnostics["passes"] for answer in answers))
         self._batch_images.observe(len(answers))
         self._batch_lists.observe(label_lists)

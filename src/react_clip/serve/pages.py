@@ -55,11 +55,11 @@ def example_image() -> str:
 _ANSWERS = [{"label": "cat", "probability": 0.97}, {"label": "dog", "probability": 0.02}]
 CLASSIFIED = {
     "model": "clip-vit-b-16",
-    "results": [{"index": 0, **_ANSWERS[0], "answers": _ANSWERS, "diagnostics": None}],
+    "results": [{"index": 0, **_ANSWERS[0], "answers": _ANSWERS, "diagnostics": None, "suspicious": None}],
 }
 EMBEDDED = {
     "object": "list",
-    "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8], "diagnostics": None}],
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8], "diagnostics": None, "suspicious": None}],
     "model": "clip-vit-b-16",
     "usage": {"prompt_tokens": 0, "total_tokens": 0, "images": 1},
 }

@@ -124,6 +124,8 @@ class ImageRequest(Schema):
     """Prompts with {} for the name; several are averaged. Needs a text tower."""
     model: str | None = None
     """If given, it must be the served model's name."""
+    suspicious: bool = False
+    """Tell for each photo whether it counts as attacked; the server must allow it (--suspicious)."""
 
     @model_validator(mode="after")
     def _check_prompts(self, info: ValidationInfo[Settings]) -> ImageRequest:

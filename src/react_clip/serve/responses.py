@@ -81,6 +81,8 @@ class Result(Schema):
     answers: list[Scored]
     diagnostics: Diagnostics | None
     """Null unless the server was started with --diagnostics."""
+    suspicious: bool | None
+    """True if the photo counts as attacked; null unless the request asked for it."""
 
 
 class ClassifyResponse(Schema):
@@ -97,6 +99,7 @@ class Embedding(Schema):
     index: int
     embedding: list[float] | str
     diagnostics: Diagnostics | None
+    suspicious: bool | None
 
 
 class Usage(Schema):

@@ -137,6 +137,8 @@ class Settings(BaseSettings):
     """refuse labels in requests"""
     diagnostics: bool = False
     """add the defence's measurements and decision to answers; attackers profit from them"""
+    suspicious: bool = False
+    """let requests ask which images count as attacked (suspicious=true); attackers profit from it too"""
     constant_work: bool = False
     """run all passes for every image, so that response times do not reveal the gate"""
     demo: bool = False
@@ -176,6 +178,11 @@ class Settings(BaseSettings):
     def sends_diagnostics(self) -> bool:
         """True if answers carry the defence's measurements and decision."""
         return self.diagnostics or self.demo
+
+    @property
+    def tells_suspicious(self) -> bool:
+        """True if requests may ask which images count as attacked; the diagnostics tell it anyway."""
+        return self.suspicious or self.sends_diagnostics
 
 
 def flag(name: str) -> str:
