@@ -115,6 +115,6 @@ def test_gradients_flow_through_all_views() -> None:
 
 def test_views_equal_to_the_image_leave_it_alone() -> None:
     plain = torch.nn.functional.normalize(torch.randn(3, 12, generator=torch.Generator().manual_seed(0)), dim=1)
-    corrected, score = DBD().correct(plain, plain[:, None].expand(3, 4, 12))
+    corrected, score, _ = DBD().correct(plain, plain[:, None].expand(3, 4, 12))
     assert torch.allclose(corrected, plain, atol=1e-6)
     assert torch.isfinite(score).all()

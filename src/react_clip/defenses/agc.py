@@ -23,7 +23,7 @@ from torch import Tensor
 
 from react_clip import functional, noise
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.base import Defended, Defense, answer
+from react_clip.defenses.base import Defended, Defense, answer, encode_with_views
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
@@ -60,19 +60,14 @@ class AGC(Defense):
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        encoder = clf.encoder
-        pixels = encoder.prepare(images)
+        pixels = clf.encoder.prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            count, keys = len(pixels), noise.stream_keys(pixels, seed)
 
-            def build(start: int, stop: int) -> Tensor:
-                number = torch.arange(start, stop, device=pixels.device)
-                image, view = number // self.views, number % self.views
-                return perspective_views(pixels[image], noise.fork(keys[image], view))
+            def make(images: Tensor, _: int, keys: Tensor) -> Tensor:
+                return perspective_views(images, keys)
 
-            plain = encoder.encode_in_batches(count, self.max_batch, lambda start, stop: pixels[start:stop])
-            views = encoder.encode_in_batches(count * self.views, self.max_batch, build)
-            features, score, angle = self.correct(plain, views.reshape(count, self.views, -1))
+            plain, views = encode_with_views(clf.encoder, pixels, seed, make, self.views, self.max_batch)
+            features, score, angle = self.correct(plain, views)
             return answer(clf, features, passes=self.cost(), score=score.detach(), drift=angle.detach())
 
     def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:

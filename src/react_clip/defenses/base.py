@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from react_clip import noise
 from react_clip.config import Registered, Registry
 from react_clip.encoders.base import Encoder, Gradients
 from react_clip.functional import Similarity
@@ -150,6 +151,29 @@ def answer(
         similarity=clf.encoder.similarity,
         **(dict.fromkeys(MEASUREMENTS, nan) | {"gated": zero == 0} | measured),
     )
+
+
+Views = Callable[[Tensor, int, Tensor], Tensor]
+"""From images ``[N, 3, S, S]``, the number of the first one's view and random streams ``[N]`` to one view of each."""
+
+
+def encode_with_views(
+    encoder: Encoder, pixels: Tensor, seed: Seed, make: Views, count: int, max_batch: int
+) -> tuple[Tensor, Tensor]:
+    """Unit features of images ``[B, D]`` and of ``count`` views of each ``[B, count, D]``.
+
+    ``make`` gets consecutive views: those of the first image, then those of the second, and so on.
+    """
+    keys = noise.stream_keys(pixels, seed)
+
+    def build(start: int, stop: int) -> Tensor:
+        number = torch.arange(start, stop, device=pixels.device)
+        image = number // count
+        return make(pixels[image], start % count, noise.fork(keys[image], number % count))
+
+    plain = encoder.encode_in_batches(len(pixels), max_batch, lambda start, stop: pixels[start:stop])
+    views = encoder.encode_in_batches(len(pixels) * count, max_batch, build)
+    return plain, views.reshape(len(pixels), count, -1)
 
 
 def diagnostics(out: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from react_clip import functional, noise
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, Defense, answer, straight_through
+from react_clip.defenses.base import Defended, Defense, answer, encode_with_views, straight_through
 from react_clip.defenses.prompt_tuning import most_confident
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -67,34 +67,26 @@ class DBD(Defense):
 
     def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        encoder = clf.encoder
-        pixels = encoder.prepare(images)
+        pixels = clf.encoder.prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            count, keys = len(pixels), noise.stream_keys(pixels, seed)
-
-            def build(start: int, stop: int) -> Tensor:
-                number = torch.arange(start, stop, device=pixels.device)
-                image = number // VIEWS
-                return make_views(pixels[image], start % VIEWS, noise.fork(keys[image], number % VIEWS))
-
-            plain = encoder.encode_in_batches(count, self.max_batch, lambda start, stop: pixels[start:stop])
-            views = encoder.encode_in_batches(count * VIEWS, self.max_batch, build).reshape(count, VIEWS, -1)
+            plain, views = encode_with_views(clf.encoder, pixels, seed, make_views, VIEWS, self.max_batch)
             sure = most_confident(clf.logits(views), self.selected)
-            features, score = self.correct(plain, views[torch.arange(count, device=pixels.device)[:, None], sure])
-            gated = score > self.threshold
+            chosen = views[torch.arange(len(views), device=views.device)[:, None], sure]
+            features, score, gated = self.correct(plain, chosen)
             return answer(clf, features, passes=self.cost(), score=score.detach(), gated=gated)
 
-    def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Corrected unit features ``[B, D]`` and s ``[B]``, from unit features ``[B, D]`` and ``[B, V, D]``.
+    def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Corrected unit features ``[B, D]``, s and s > threshold ``[B]``; from features ``[B, D]`` and ``[B, V, D]``.
 
         >>> DBD(alpha=1.0).correct(torch.tensor([[1.0, 0.0]]), torch.tensor([[[0.6, 0.8], [0.6, 0.8]]]))
-        (tensor([[0.6000, 0.8000]]), tensor([1.]))
+        (tensor([[0.6000, 0.8000]]), tensor([1.]), tensor([True]))
         """
         drifts = views - plain[:, None]
         mean = drifts.mean(1)
         score = (_direction(drifts) * _direction(mean)[:, None]).sum(-1).mean(1)
-        strength = torch.where(score > self.threshold, self.alpha, 1.0)[:, None]
-        return functional.normalize(plain + strength * mean), score
+        gated = score > self.threshold
+        strength = torch.where(gated, self.alpha, 1.0)[:, None]
+        return functional.normalize(plain + strength * mean), score, gated
 
 
 def _direction(vectors: Tensor) -> Tensor:
