@@ -49,13 +49,19 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tower() -> Encoder:
-    """The real ViT-B/16 image tower, pulled on first use."""
+def pulled_tower() -> str:
+    """Name of the real ViT-B/16 image tower, which is pulled on first use."""
     try:
         encoders.pull("clip-vit-b-16")
     except ReactClipError as error:
         pytest.skip(f"needs the real ViT-B/16 tower, which cannot be pulled here: {error}")
-    return encoders.load("clip-vit-b-16", device="cpu")
+    return "clip-vit-b-16"
+
+
+@pytest.fixture(scope="session")
+def tower(pulled_tower: str) -> Encoder:
+    """The real ViT-B/16 image tower."""
+    return encoders.load(pulled_tower, device="cpu")
 
 
 @pytest.fixture(scope="session")
