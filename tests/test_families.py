@@ -17,7 +17,7 @@ import react_clip as rc
 import tiny_families
 from programs import Run
 from react_clip.encoders import openclip
-from react_clip.encoders.base import resolve_device
+from react_clip.encoders.loading import resolve_device
 from react_clip.preprocess import Preprocessing
 
 HF = ("siglip", "siglip2", "metaclip_2")

@@ -276,7 +276,7 @@ def describe(bank: LabelBank, data: Path, dtype: str) -> dict[str, object]:
     return {
         "command": "python tools/make_label_bank.py data/ --heads heads/ --measure benchmarks/results/label-bank.json",
         "versions": versions(),
-        "device": f"{encoders.base.resolve_device(None)}, {dtype}",
+        "device": f"{encoders.loading.resolve_device(None)}, {dtype}",
         "bank": {
             "encoder": bank.encoder,
             "names": len(bank.names),

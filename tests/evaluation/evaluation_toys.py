@@ -29,7 +29,7 @@ import react_clip as rc
 from react_clip.attacks import Both, Evade, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate
-from react_clip.evaluation.recipe import parse_yaml
+from react_clip.evaluation.strict_yaml import parse_yaml
 
 SIZE, CLASSES, COUNT = 32, 5, 40
 NAMES = [f"class {number}" for number in range(CLASSES)]

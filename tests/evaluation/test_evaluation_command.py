@@ -28,7 +28,7 @@ from safetensors import safe_open
 import react_clip as rc
 from react_clip import data, encoders
 from react_clip.cli import parse_args
-from react_clip.encoders.base import resolve_dtype
+from react_clip.encoders.loading import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, run_recipe, validate
 from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.sets import class_source

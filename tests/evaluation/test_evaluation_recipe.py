@@ -11,7 +11,7 @@ from evaluation_toys import adaptive_recipe
 import react_clip as rc
 from react_clip import data
 from react_clip.evaluation import Recipe
-from react_clip.evaluation.recipe import parse_yaml
+from react_clip.evaluation.strict_yaml import parse_yaml
 
 TEXT = """
 title: Clean and PGD-10 accuracy

@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from react_clip.attacks import Attack
 from react_clip.bench.timing import Answer, Comparison
 from react_clip.defenses import DefendCLIP, Defense, ReACT
-from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
+from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import HFEncoder
+from react_clip.encoders.loading import resolve_device, resolve_dtype
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         # The first line comes before the imports, which take seconds.
         progress.show("loading the model")
         from react_clip import encoders
-        from react_clip.encoders.base import resolve_device
+        from react_clip.encoders.loading import resolve_device
         from react_clip.report.demo_page import PhotoResult, write_page
 
         if args.dtype is None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from react_clip.encoders import checkpoints, exported, offline, openclip
-from react_clip.encoders.base import Encoder, resolve_device, resolve_dtype
+from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import load_hf
+from react_clip.encoders.loading import resolve_device, resolve_dtype
 from react_clip.errors import ReactClipError
 
 __all__ = ["Encoder", "fastest_dtype", "load", "pull"]

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from react_clip import functional, noise
 from react_clip.augment import smaller_copy
-from react_clip.encoders.base import Encoder, quiet_libraries, resolve_device, resolve_dtype
+from react_clip.encoders.base import Encoder
+from react_clip.encoders.loading import quiet_libraries, resolve_device, resolve_dtype
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require

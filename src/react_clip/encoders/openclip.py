@@ -8,18 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from react_clip.encoders.base import (
-    CLIP_MEAN,
-    CLIP_STD,
-    GELU,
-    QUICK_GELU,
-    Encoder,
-    check_activation,
-    embed_patches,
-    loading_error,
-    quiet_libraries,
-    read_similarity,
-)
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, embed_patches, read_similarity
+from react_clip.encoders.loading import GELU, QUICK_GELU, check_activation, loading_error, quiet_libraries
 from react_clip.encoders.text import TextTower
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity

@@ -20,7 +20,7 @@ from react_clip import data as data_room
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.defenses import Defense
-from react_clip.encoders.base import DTYPES
+from react_clip.encoders.loading import DTYPES
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import checks, sets, summary

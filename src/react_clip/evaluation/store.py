@@ -24,7 +24,8 @@ from torch import Tensor
 
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps, read_yaml
+from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
+from react_clip.evaluation.strict_yaml import read_yaml
 from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")

@@ -22,8 +22,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from react_clip.defenses import Defense, default_for
 from react_clip.encoders import Encoder, offline
-from react_clip.encoders.base import quiet_libraries, read_similarity
+from react_clip.encoders.base import read_similarity
 from react_clip.encoders.hf import FAMILIES, HFEncoder, load_hf
+from react_clip.encoders.loading import quiet_libraries
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import local_image, resolve_encoder, resolve_seed

@@ -17,8 +17,8 @@ import pandas as pd
 from react_clip.config import pop_kind
 from react_clip.errors import MissingFileError, ReactClipError, first_line, missing_or_wrong
 from react_clip.evaluation import store
-from react_clip.evaluation.recipe import read_yaml
 from react_clip.evaluation.result import EvaluationResult, merge
+from react_clip.evaluation.strict_yaml import read_yaml
 from react_clip.optional import require
 
 SCORINGS = {

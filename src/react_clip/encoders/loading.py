@@ -1,0 +1,114 @@
+"""What loading any model needs: device and precision by name, silent libraries, errors, and the activation check."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from react_clip.errors import ReactClipError, first_line
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """``"fp32" | "bf16" | "fp16"`` or a torch dtype.
+
+    >>> resolve_dtype("bf16")
+    torch.bfloat16
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ReactClipError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}, auto")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ReactClipError(f"device {device!r} is unknown; use cpu, cuda, cuda:0 or mps") from None
+    if resolved.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise ReactClipError(f"device {device!r} was asked for, but this machine has none; use cpu")
+        if os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK") != "1":
+            # PyTorch reads it when it is imported, too early for us to set it.
+            warnings.warn(
+                "PYTORCH_ENABLE_MPS_FALLBACK=1 is not set: an operation that mps lacks will fail instead of running on "
+                "the CPU; set it before Python starts",
+                stacklevel=3,
+            )
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ReactClipError(f"device {device!r} was asked for, but this machine has no CUDA device; use cpu")
+    return resolved
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence the log messages of loading libraries (retries, download notices); errors still raise.
+
+    Other loggers of the process stay as they are. One thread at a time: loading in transformers changes global state.
+    """
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    with _loading:
+        before = [logger.level for logger in loggers]
+        logging.root.addFilter(_not_from_open_clip)
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL + 1)
+            yield
+        finally:
+            logging.root.removeFilter(_not_from_open_clip)
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+_loading = threading.RLock()
+_CHATTY = ("transformers", "huggingface_hub", "httpx", "urllib3", "filelock", "onnxscript", "onnx_ir", "torch.onnx")
+"""Loggers of the libraries that load and convert models."""
+
+
+def _not_from_open_clip(record: logging.LogRecord) -> bool:
+    """False for what open_clip writes to the root logger."""
+    return "open_clip" not in Path(record.pathname).parent.name
+
+
+def loading_error(name: str, error: Exception) -> ReactClipError:
+    """The error for a model that a library could not load; ``name`` is a folder or a model of a hub."""
+    reason = first_line(error)
+    if Path(name).is_dir():
+        return ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged")
+    return ReactClipError(
+        f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, without "
+        "one use the offline tower: `react-clip pull clip-vit-b-16`"
+    )
+
+
+QUICK_GELU, GELU = "quick_gelu", "gelu"
+
+
+def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:
+    """Raise if weights would run with another activation than in training, which changes features without an error."""
+    for activation in filter(None, (image, text)):
+        if activation not in (QUICK_GELU, GELU):
+            raise ReactClipError(f"{name!r} asks for activation {activation!r}; CLIP towers use {QUICK_GELU} or {GELU}")
+    if text is not None and text != image:
+        raise ReactClipError(
+            f"{name!r} has activation {image!r} in the image tower but {text!r} in the text tower; correct its "
+            "config.json"
+        )
+    if expected is not None and image != expected:
+        raise ReactClipError(
+            f"{name!r} holds weights trained with {expected!r} but its configuration says {image!r}; set hidden_act to "
+            f"{expected!r} (open_clip: choose the {'-quickgelu' if expected == QUICK_GELU else 'plain'} model)"
+        )
