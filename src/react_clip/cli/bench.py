@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench.Bench:
     """The measurement that the options describe."""
-    others = {name: _defense(name, args.batch) for name in map(str.strip, args.defenses.split(",")) if name}
+    others = {name: _defense(name, args.batch) for name in common.comma_separated(args.defenses)}
     if args.shapes:
         encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
         clf, guard = _random_classifier(encoder), ReACT()

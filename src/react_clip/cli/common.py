@@ -37,6 +37,11 @@ _BUNDLED = {
 # ---------------------------------------------------------------------- options
 
 
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The names in a list such as ``"cifar10, dtd10"``."""
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add --model, --device and --dtype."""
     group = parser.add_argument_group("model")

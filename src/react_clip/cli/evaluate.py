@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("instead of what the recipe says")
     group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16")
-    group.add_argument("--datasets", help="comma-separated names, or all (every folder below the data root)")
+    group.add_argument(
+        "--datasets",
+        type=common.comma_separated,
+        help="comma-separated names, or all (every folder below the data root)",
+    )
     group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
     group.add_argument("--transfer-model", help="what attacks are crafted on where the threat is transfer")
     group.add_argument("--limit", type=int, help="images per set")
@@ -79,10 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     """The recipe with the values that the command line replaces."""
-    names = ("model", "transfer_model", "limit", "dtype", "attack_dtype", "draws", "batch")
+    names = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dtype", "draws", "batch")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.datasets is not None:
-        given["datasets"] = tuple(name.strip() for name in args.datasets.split(",") if name.strip())
     if args.defenses is not None:
         given["defenses"] = _chosen_defenses(recipe, args.defenses)
     return recipe.replace(**given)
@@ -91,7 +93,7 @@ def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]:
     by_label = {item.label: item for item in recipe.defenses}
     # A label may hold commas of its own, so the whole is tried first.
-    chosen = [labels] if labels in by_label else [label.strip() for label in labels.split(",") if label.strip()]
+    chosen = (labels,) if labels in by_label else common.comma_separated(labels)
     if unknown := [label for label in chosen if label not in by_label]:
         raise ReactClipError(
             f"--defenses names {unknown[0]!r}, which the recipe has not; choose among {', '.join(by_label)}"

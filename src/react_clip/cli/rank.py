@@ -7,7 +7,6 @@ import math
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recipe", type=Path, help="what to measure (the package's standard evaluation)")
     group.add_argument("--run-dir", type=Path, help="folder of the run (runs/<name of the class>)")
     group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16 (the recipe's)")
-    group.add_argument("--datasets", help="comma-separated names, or all (the recipe's)")
+    group.add_argument("--datasets", type=common.comma_separated, help="comma-separated names, or all (the recipe's)")
     group.add_argument("--limit", type=int, help="images per set (the recipe's)")
     group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
@@ -77,9 +76,7 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     shipped = f"{'standard-quick' if args.quick else 'standard'}.yaml"
     path = args.recipe or Path(str(files("react_clip") / "assets" / "recipes" / shipped))
     recipe = Recipe.load(path, model=args.model)
-    given: dict[str, Any] = {} if args.limit is None else {"limit": args.limit}
-    if args.datasets is not None:
-        given["datasets"] = tuple(name.strip() for name in args.datasets.split(",") if name.strip())
+    given = {name: getattr(args, name) for name in ("limit", "datasets") if getattr(args, name) is not None}
     mine = LabelledDefense(label=type(defense).label, defense=defense)
     recipe = recipe.replace(**given, defenses=(*recipe.defenses, mine))
     folder: Path = args.run_dir or Path("runs") / type(defense).__name__
