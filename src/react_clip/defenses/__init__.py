@@ -13,6 +13,7 @@ from react_clip.defenses.counterattack import DOC, HD, MAC, TTC, AntiAdv
 from react_clip.defenses.csr import CSR
 from react_clip.defenses.dbd import DBD
 from react_clip.defenses.et3 import ET3
+from react_clip.defenses.look_calibration import Photos
 from react_clip.defenses.prompt_tuning import RTPT, SSTPT
 from react_clip.defenses.react import AOM, DefendCLIP, ReACT
 from react_clip.defenses.second_look import SecondLook
@@ -46,6 +47,7 @@ __all__ = [
     "default_for",
     "from_dict",
     "names",
+    "resolve_guard",
 ]
 
 
@@ -67,6 +69,31 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     return Defense.registry.read(data)
 
 
+def resolve_guard(
+    guard: Defense | str | None, encoder: Encoder, photos: Photos | None = None, *, features: bool = False
+) -> Defense:
+    """The defence as it is; for ``"auto"`` SecondLook, calibrated on clean photos; for ``None`` the default.
+
+    Args:
+        guard: a defence, ``"auto"`` or ``None``.
+        encoder: the encoder that it will defend.
+        photos: for ``"auto"``: some hundred clean photos, as :meth:`SecondLook.calibrate` takes them.
+        features: as for :func:`default_for`.
+    """
+    if guard == "auto":
+        if photos is None:
+            raise ReactClipError(
+                "guard='auto' measures SecondLook's threshold on clean photos, and there are none; give photos=[...], "
+                "some hundred paths or images"
+            )
+        return SecondLook.calibrate(encoder, photos).config
+    if isinstance(guard, str):
+        raise ReactClipError(f"guard is {guard!r}; give a defence, such as rc.ReACT(), or 'auto' with photos=[...]")
+    if photos is not None:
+        raise ReactClipError("photos are given, but only guard='auto' is calibrated on them; leave one of them out")
+    return default_for(encoder, features=features) if guard is None else guard
+
+
 def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
     """The defence of an encoder where a user gives none: SecondLook if we ship a threshold, otherwise ReACT.
 
@@ -83,7 +110,7 @@ def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLo
     name = encoder.original
     raise ReactClipError(
         f"there is no calibration for {name!r}, and every encoder needs its own; with some hundred clean photos give "
-        "--calibrate-on PHOTOS, or take rc.SecondLook.calibrate(clip, photos).config; "
+        "--calibrate-on PHOTOS, or in Python guard='auto', photos=[...]; "
         f"`react-clip calibrate PHOTOS --model {name}` writes it to a file; the paper's constants, knowingly, are "
         "rc.ReACT() and --config paper"
     )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from react_clip.bank import LabelBank
-from react_clip.defenses import Defense, ReACT, SecondLook, Undefended, default_for
+from react_clip.defenses import Defense, ReACT, SecondLook, Undefended, resolve_guard
+from react_clip.defenses.look_calibration import Photos
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed, process_secret
@@ -91,29 +92,32 @@ class DefendedFeatures:
 
     Args:
         model: any name that :func:`react_clip.load` takes, or a loaded encoder.
-        guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
+        guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
+            calibrates SecondLook on ``photos``.
         labels: classes over which the guard compares predictions.
         class_features: the same as ready features ``[K, dim]``.
         seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
         device: where to load the model; CUDA if there is one by default.
+        photos: for ``guard="auto"``: some hundred clean photos like those that will be defended.
     """
 
     def __init__(
         self,
         model: Encoder | str | Path,
-        guard: Defense | None = None,
+        guard: Defense | str | None = None,
         *,
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
         seed: Seed | None = None,
         device: str | torch.device | None = None,
+        photos: Photos | None = None,
     ) -> None:
         self.encoder = encoder = resolve_encoder(model, device)
         self.seed, self.has_own_secret = resolve_seed(seed), isinstance(seed, bytes)
         self.labels = None if labels is None else list(labels)
         self.has_class_features = class_features is not None
         classes = _classes(encoder, labels, class_features)
-        chosen = default_for(encoder, features=True) if guard is None else guard
+        chosen = resolve_guard(guard, encoder, photos, features=True)
         if classes is None and _needs_classes(chosen) and _belongs_to_bank(encoder):
             classes = ZeroShotClassifier(encoder, LabelBank.load().vocabulary())
         if classes is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.defenses import Defense
+from react_clip.defenses.look_calibration import Photos
 from react_clip.encoders import Encoder, load
 from react_clip.encoders.openclip import OpenCLIPEncoder, wrap_model
 from react_clip.errors import ReactClipError
@@ -25,22 +26,26 @@ class DefendedOpenCLIP(nn.Module):
     Args:
         model: what ``open_clip.create_model_and_transforms`` returns, or ``"open_clip:ViT-B-32/openai"``.
         guard: a defence. By default the one for the named model (:func:`react_clip.defenses.default_for`); a bare model
-            does not say which weights it holds, so there the guard must be given.
+            does not say which weights it holds, so there the guard must be given. ``"auto"`` calibrates SecondLook on
+            ``photos``.
         labels: classes over which the guard compares predictions; a bare model needs its ``tokenizer`` for them.
         class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
         seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
+        photos: for ``guard="auto"``: some hundred clean photos like those that will be defended, as paths, PIL images
+            or pixels in [0, 1].
     """
 
     def __init__(
         self,
         model: nn.Module | Encoder | str,
-        guard: Defense | None = None,
+        guard: Defense | str | None = None,
         *,
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
         tokenizer: Any = None,
         seed: Seed | None = None,
+        photos: Photos | None = None,
     ) -> None:
         super().__init__()
         encoder = load(model) if isinstance(model, str) else model
@@ -48,7 +53,7 @@ class DefendedOpenCLIP(nn.Module):
             if guard is None:
                 raise ReactClipError(
                     "guard is missing, and a bare open_clip model does not say which weights it holds; give one, such "
-                    "as rc.SecondLook.for_encoder('open_clip:ViT-B-16/openai')"
+                    "as rc.SecondLook.for_encoder('open_clip:ViT-B-16/openai'), or guard='auto', photos=[...]"
                 )
             if labels is not None and tokenizer is None:
                 raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
@@ -56,7 +61,9 @@ class DefendedOpenCLIP(nn.Module):
         if not isinstance(encoder, OpenCLIPEncoder):
             raise ReactClipError(f"{encoder.name!r} is no open_clip model; use its features as rc.ReACT gives them")
         self.encoder = encoder
-        self._defended = DefendedFeatures(encoder, guard, labels=labels, class_features=class_features, seed=seed)
+        self._defended = DefendedFeatures(
+            encoder, guard, labels=labels, class_features=class_features, seed=seed, photos=photos
+        )
         self.guard = self._defended.guard
 
     @property

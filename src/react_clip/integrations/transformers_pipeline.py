@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from react_clip.defenses import Defense, default_for
+from react_clip.defenses import Defense, resolve_guard
+from react_clip.defenses.look_calibration import Photos
 from react_clip.encoders import Encoder, offline
 from react_clip.encoders.base import read_similarity
 from react_clip.encoders.hf import FAMILIES, HFEncoder, load_hf
@@ -29,7 +30,7 @@ from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import local_image, resolve_encoder, resolve_seed
 from react_clip.noise import Seed
-from react_clip.preprocess import read_image
+from react_clip.preprocess import read_image, to_image
 from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
 
 TASK = "defended-zero-shot-image-classification"
@@ -38,19 +39,22 @@ _TEMPLATE = "This is a photo of {}."
 
 def zero_shot_pipeline(
     model: Encoder | str | Path,
-    guard: Defense | None = None,
+    guard: Defense | str | None = None,
     seed: Seed | None = None,
     *,
     device: str | torch.device | None = None,
+    photos: Photos | None = None,
     **kwargs: Any,
 ) -> DefendedZeroShotImageClassificationPipeline:
     """A defended pipeline: ``pipe(images, candidate_labels=[...], hypothesis_template="...")``.
 
     Args:
         model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
-        guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`).
+        guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`). ``"auto"``
+            calibrates SecondLook on ``photos``.
         seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
         device: where to run; CUDA if there is one by default.
+        photos: for ``guard="auto"``: some hundred clean photos like those that will be classified.
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
     encoder = resolve_encoder(model, device)
@@ -60,9 +64,10 @@ def zero_shot_pipeline(
         raise ReactClipError(
             f"{encoder.name!r} is no model of transformers, which a pipeline needs; use integrations.DefendedOpenCLIP"
         )
-    parts = {
+    parts: dict[str, Any] = {
         "tokenizer": encoder.text.tokenizer if encoder.has_text else None,
         "image_processor": _image_processor(encoder),
+        "photos": photos,
     }
     return DefendedZeroShotImageClassificationPipeline(
         model=encoder.tower, device=encoder.device, encoder=encoder, guard=guard, seed=seed, **parts, **kwargs
@@ -70,7 +75,11 @@ def zero_shot_pipeline(
 
 
 def register_pipeline() -> str:
-    """Make the defended pipeline a task of ``transformers.pipeline``, and return its name."""
+    """Make the defended pipeline a task of ``transformers.pipeline``, and return its name.
+
+    ``transformers.pipeline`` looks every model's name up on the model hub. The offline ``"clip-vit-b-16"`` is not there:
+    load it by :func:`zero_shot_pipeline`.
+    """
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
             TASK,
@@ -84,21 +93,25 @@ def register_pipeline() -> str:
 class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeline):  # type: ignore[misc]
     """Zero-shot image classification with a defended CLIP; same calls and answers as the stock pipeline.
 
-    Takes ``guard`` and ``seed`` beside the stock arguments. Images are paths, PIL images, bytes or ``data:`` URIs; URLs
-    are not fetched.
+    Takes ``guard``, ``photos`` and ``seed`` beside the stock arguments, as :func:`zero_shot_pipeline` does. Images are
+    paths, PIL images, bytes or ``data:`` URIs; URLs are not fetched.
     """
 
     def __init__(
         self,
         *args: Any,
-        guard: Defense | None = None,
+        guard: Defense | str | None = None,
+        photos: Photos | None = None,
         seed: Seed | None = None,
         encoder: Encoder | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.encoder = encoder or self._wrap_model(kwargs.get("tokenizer"))
-        self.guard = default_for(self.encoder) if guard is None else guard
+        if photos is not None and not isinstance(photos, Tensor):
+            # The threshold depends on the resizing, which is this pipeline's. The results have the encoder's size.
+            photos = [to_image(self.preprocess(photo)["pixel_values"][0]) for photo in photos]
+        self.guard = resolve_guard(guard, self.encoder, photos)
         self.seed = resolve_seed(seed)
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.defenses import default_for
+from react_clip.defenses import resolve_guard
 from react_clip.defenses.base import MEASUREMENTS, Defended, Defense, diagnostics
+from react_clip.defenses.look_calibration import Photos
 from react_clip.encoders import load
 from react_clip.environment import __version__, device_name
 from react_clip.errors import ReactClipError
@@ -73,8 +74,9 @@ def defend_dataset(
     source: str | Path | Sequence[str | Path],
     out: str | Path,
     clf: ZeroShotClassifier,
-    guard: Defense | None = None,
+    guard: Defense | str | None = None,
     *,
+    photos: Photos | None = None,
     seed: Seed = 0,
     engine: Literal["local", "ray"] = "ray",
     address: str | None = None,
@@ -96,7 +98,9 @@ def defend_dataset(
             with ``*``; several may be given, as paths or fsspec URLs (``s3://...``).
         out: a folder, or an fsspec URL, that all workers see.
         clf: CLIP with its classes. Workers load its encoder by name.
-        guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
+        guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
+            calibrates SecondLook on ``photos``.
+        photos: for ``guard="auto"``: some hundred clean photos like those of the collection.
         seed: of the defence's random numbers.
         engine: ``"ray"``, or ``"local"`` for this process alone. Both write the same parts.
         address: of the Ray cluster, as ``host:port``; without it one is started on this machine.
@@ -116,7 +120,7 @@ def defend_dataset(
             raise ReactClipError(f"--{name} is {value}; give at least 1")
     output = OutputFolder(os.fspath(out))
     _check_locations(sources, output, engine)
-    guard = default_for(clf.encoder, features=True) if guard is None else guard
+    guard = resolve_guard(guard, clf.encoder, photos, features=True)
     with output.locked():
         files = collection.find_files(sources)
         chunks, missing = collection.cut(files, chunk, column)
