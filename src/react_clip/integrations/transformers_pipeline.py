@@ -77,8 +77,8 @@ def zero_shot_pipeline(
 def register_pipeline() -> str:
     """Make the defended pipeline a task of ``transformers.pipeline``, and return its name.
 
-    ``transformers.pipeline`` looks every model's name up on the model hub. The offline ``"clip-vit-b-16"`` is not there:
-    load it by :func:`zero_shot_pipeline`.
+    ``transformers.pipeline`` looks every name up on the model hub. The offline ``"clip-vit-b-16"`` is not there: load
+    it by :func:`zero_shot_pipeline`.
     """
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
