@@ -3,7 +3,7 @@
     python benchmarks/serve_throughput.py --images 96 --rounds 3 -- --model clip-vit-b-16
 
 Everything after ``--`` goes to ``react-clip serve``, and the library is set up from the same flags: model, precision,
-device, threads, labels, constants. The library's number is that of ``react-clip bench`` for ReACT: pixels are ready,
+device, threads, labels, defence. The library's number is measured as ``react-clip bench`` does it: pixels are ready,
 and ``--batch`` of them arrive together. The server gets the same photos as JPEG files, one a request, from
 ``--concurrency`` callers at once; it and its callers share the machine. Both key their noise alike, so the same gates
 open. Only one of the two works at a time. The result is benchmarks/results/serve-throughput.json.
@@ -29,11 +29,12 @@ import torch
 from _common import Server, where, write
 from torch import Tensor
 
-from react_clip import ReACT, ZeroShotClassifier
+from react_clip import ZeroShotClassifier
 from react_clip.bench import Comparison, measure
 from react_clip.cli import parse_args
 from react_clip.cli.common import build_classifier, build_guard, bundled_photos, expand_inputs, load_encoder
 from react_clip.cli.serve import settings_of
+from react_clip.defenses import Defense
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
@@ -43,8 +44,8 @@ LONGEST = 640
 """Photos are scaled to this many pixels before they are saved as JPEG."""
 
 
-def answer(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """ReACT as the benchmark's contender, but with the server's noise: the same gates open on both sides."""
+def answer(clf: ZeroShotClassifier, guard: Defense, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Passes of the defended answers, with the server's noise: the same gates open on both sides."""
     with torch.no_grad():
         out = guard(clf, pixels, seed=SECRET.encode())
         out.labels.cpu()
@@ -52,7 +53,7 @@ def answer(clf: ZeroShotClassifier, guard: ReACT, pixels: Tensor) -> tuple[Tenso
 
 
 class Library:
-    """ReACT as ``react-clip bench`` measures it."""
+    """The server's defence as ``react-clip bench`` measures it."""
 
     def __init__(self, flags: list[str], photos: list[bytes], *, batch: int) -> None:
         args = argparse.Namespace(**settings_of(parse_args(["serve", "--quiet", *flags])).model_dump())
@@ -61,7 +62,8 @@ class Library:
         encoder = load_encoder(args)
         clf = build_classifier(args, encoder)
         guard = build_guard(args, encoder).replace(max_batch=batch, lazy=not args.constant_work)
-        self._contenders = {"ReACT": lambda pixels: answer(clf, guard, pixels)}
+        self._contenders = {guard.kind: lambda pixels: answer(clf, guard, pixels)}
+        self.defense = guard.to_dict()
         self.model, self.dtype, self.classes = encoder.name, str(encoder.dtype).removeprefix("torch."), len(clf.names)
         self._images: Tensor = torch.stack([to_pixels(photo, encoder.image_size) for photo in photos]).to(clf.device)
         self._batch = batch
@@ -118,12 +120,22 @@ def as_jpeg(path: Path) -> bytes:
     return stream.getvalue()
 
 
+def gpu_memory() -> int:
+    """Bytes of the GPU's memory in use by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds and summarize them."""
     files = [as_jpeg(path) for path in expand_inputs(args.photos or bundled_photos())[: args.images]]
     photos = [files[i % len(files)] for i in range(args.images)]
     library = Library(args.flags, photos, batch=args.batch)
     os.environ[variable("secret")] = SECRET
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        library.measure()  # so that its own memory does not grow later
+    occupied = gpu_memory() if on_gpu else 0
     # A batch may take longer than the deadline that callers usually want.
     served = Server.start(["--open-metrics", "--log-level", "warning", "--deadline", "900", *args.flags])
     rounds, latencies = [], []
@@ -147,13 +159,16 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
                 }
             )
             print(rounds[-1], file=sys.stderr)
-        memory = served.memory()
+        memory = {"server_memory": served.memory()}
+        if on_gpu:
+            memory["server_gpu_memory"] = gpu_memory() - occupied
     finally:
         code, _ = served.stop()
     speeds = {side: statistics.median(one[f"{side}_images_per_second"] for one in rounds) for side in SIDES}
     return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
         "server": served.command,
+        "defense": library.defense,
         "model": library.model,
         "dtype": library.dtype,
         "classes": library.classes,
@@ -167,7 +182,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
         **{f"{side}_images_per_second": round(speed, 3) for side, speed in speeds.items()},
         "ratio": round(speeds["server"] / speeds["library"], 3),
         "latency_seconds": {"median": round(statistics.median(latencies), 3), "most": round(max(latencies), 3)},
-        "server_memory": memory,
+        **memory,
         "exit_code": code,
     }
 
