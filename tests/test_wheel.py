@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,16 @@ def test_the_metadata_names_version_python_and_extras(built: Built) -> None:
     assert {"offline", "demo", "eval", "serve", "examples"} <= set(metadata.get_all("Provides-Extra", []))
     always = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {"torch", "numpy", "pillow"} <= {line.partition(">")[0].lower() for line in always}
+
+
+def test_every_file_names_the_same_version() -> None:
+    """A release changes all of them."""
+    files = [ROOT / name for name in ("README.md", "CITATION.cff", "compose.yaml", "Dockerfile", "pyproject.toml")]
+    files += [*(ROOT / "deploy").iterdir(), ROOT / "docs" / "serve.md"]
+    pattern = r"(?:react-clip:|react_clip-|^version: |^version = \")(\d+\.\d+\.\d+)"
+    named = {path.name: set(re.findall(pattern, path.read_text(), re.MULTILINE)) for path in files}
+    assert {name for name, versions in named.items() if versions} >= {"README.md", "CITATION.cff", "pyproject.toml"}
+    assert {name: versions for name, versions in named.items() if versions - {rc.__version__}} == {}
 
 
 def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
