@@ -94,7 +94,7 @@ def test_the_metadata_names_version_python_and_extras(built: Built) -> None:
 def test_every_file_names_the_same_version() -> None:
     """A release changes all of them."""
     files = [ROOT / name for name in ("README.md", "CITATION.cff", "compose.yaml", "Dockerfile", "pyproject.toml")]
-    files += [*(ROOT / "deploy").iterdir(), ROOT / "docs" / "serve.md"]
+    files += [*filter(Path.is_file, (ROOT / "deploy").rglob("*")), ROOT / "docs" / "serve.md"]
     pattern = r"(?:react-clip:|react_clip-|^version: |^version = \")(\d+\.\d+\.\d+)"
     named = {path.name: set(re.findall(pattern, path.read_text(), re.MULTILINE)) for path in files}
     assert {name for name, versions in named.items() if versions} >= {"README.md", "CITATION.cff", "pyproject.toml"}
