@@ -104,7 +104,7 @@ def _json_bytes(rng: random.Random) -> Case:
 
 
 def _image(rng: random.Random) -> Case:
-    data = flipped(rng, photo(rng, rng.choice(["PNG", "JPEG", "WEBP"])))
+    data = flipped(rng, photo(rng, rng.choice(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])))
     fields = {"images": [base64.b64encode(data).decode()]}
     return Case("damaged image", path=rng.choice(ROUTES), headers=JSON, body=json.dumps(fields).encode())
 

@@ -30,7 +30,7 @@ def encoded(image: Image.Image, format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_bytes_paths_and_images_give_the_same_pixels(format: str, tmp_path: Path) -> None:
     data = encoded(photo(), format)
     path = tmp_path / "photo"
@@ -137,9 +137,9 @@ def test_sixteen_bit_grey_takes_little_memory() -> None:
     assert peak / 2000**2 < 10, "bytes a pixel"
 
 
-def test_an_animation_is_its_first_frame() -> None:
+def test_of_several_frames_or_pages_the_first_counts() -> None:
     frames = [photo(), Image.new("RGB", (60, 40), "red")]
-    for format in ("GIF", "WEBP"):
+    for format in ("GIF", "WEBP", "TIFF"):
         data = encoded(
             frames[0],
             format,
@@ -174,10 +174,10 @@ def png_header(width: int, height: int) -> bytes:
             r"60000 x 60000 = 3,600,000,000 pixels; the limit is 64,000,000|more than 64,000,000",
         ),
         (png_header(9_000, 9_000), "81,000,000 pixels; the limit is 64,000,000; scale it down"),
-        (encoded(photo(), "TIFF"), "is not an image we read"),
+        (encoded(Image.new("F", (40, 30), 0.5), "TIFF"), "has float pixels, whose range is not known"),
         (encoded(photo(), "PPM"), "is not an image we read"),
     ],
-    ids=["empty", "text", "cut jpeg", "cut png", "bomb", "large", "tiff", "ppm"],
+    ids=["empty", "text", "cut jpeg", "cut png", "bomb", "large", "float tiff", "ppm"],
 )
 def test_bad_files_get_one_clear_line(data: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jpg"

@@ -27,7 +27,7 @@ from react_clip.errors import MissingFileError, ReactClipError, first_line
 ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
 
-PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Endings of the files that are taken for photos in a folder."""
 
 _LONGEST_ASPECT = 8
@@ -40,24 +40,24 @@ class Limits:
 
     max_bytes: int = 64 * 2**20
     max_pixels: int = 64_000_000
-    formats: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+    formats: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 DEFAULT_LIMITS = Limits()
 
 
 def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Image:
-    """Decode to upright RGB: EXIF rotation applied, CMYK and 16-bit converted, the first frame of an animation.
+    """Decode to upright RGB: EXIF rotation applied, CMYK and 16-bit converted, the first frame or page of several.
 
     Transparent images are laid on white, as most viewers show them: colours under transparent pixels, which nobody
     sees, do not count.
     """
     if isinstance(source, Image.Image):
-        return _to_rgb(source)
+        return _to_rgb(source, "the image")
     name, image = _open(source, limits)
     with _decoding(name, limits):
         image.load()
-    return _to_rgb(image)
+        return _to_rgb(image, name)
 
 
 def check_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -91,6 +91,8 @@ def _decoding(name: str, limits: Limits) -> Iterator[None]:
             # The limit is ours; Pillow's own warning would say the same a second time.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             yield
+    except ReactClipError:
+        raise
     except UnidentifiedImageError:
         raise ReactClipError(
             f"{name} is not an image we read; convert it to one of {', '.join(limits.formats)}"
@@ -117,7 +119,9 @@ def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]
         raise ReactClipError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode == "F":
+        raise ReactClipError(f"{name} has float pixels, whose range is not known; convert it to 8 or 16 bits")
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode == "I":
         # Pillow would clip 16-bit values at 255. Each becomes the nearest of 256 levels instead: round(v / 257), which

@@ -22,6 +22,7 @@ from serve_client import SECOND_LOOK, as_form, as_json, check_error
 
 import react_clip as rc
 from react_clip.defenses.second_look import CORRECT, KEEP, SecondLooked
+from react_clip.preprocess import DEFAULT_LIMITS
 from react_clip.serve import pages, responses
 
 Direct = Callable[..., rc.Defended]
@@ -330,6 +331,17 @@ def saved(kind: str) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.parametrize("kind", DEFAULT_LIMITS.formats)
+def test_every_format_of_the_library_is_read(server: Any, guarded: Any, direct: Direct, kind: str) -> None:
+    [result] = server.client.post("/v1/classify", **as_form([saved(kind)])).json()["results"]
+    assert result["label"] == direct([saved(kind)]).names[0]
+    large = io.BytesIO()
+    Image.new("L", (200, 100)).save(large, kind)
+    answer = guarded.client.post("/v1/classify", **as_form([large.getvalue()]))
+    check_error(answer, 422, "images[0] has 200 x 100 = 20,000 pixels; the limit is 10,000")
+    assert f"image/{kind.lower()}" in server.client.get("/v1/info").json()["formats"]
+
+
 def bomb() -> bytes:
     """The start of a PNG file that claims 30,000 x 30,000 pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
@@ -341,10 +353,11 @@ def bomb() -> bytes:
     [
         (saved("JPEG")[:400], 422),
         (bomb(), 422),
-        (saved("GIF"), 415),
+        (saved("TIFF")[:400], 422),
+        (saved("PPM"), 415),
         (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', 415),
     ],
-    ids=["cut jpeg", "bomb", "gif", "svg"],
+    ids=["cut jpeg", "bomb", "cut tiff", "ppm", "svg"],
 )
 def test_damaged_images(server: Any, data: bytes, status: int) -> None:
     check_error(server.client.post("/v1/classify", **as_form([data])), status, "images[0]")

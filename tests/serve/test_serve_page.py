@@ -138,7 +138,7 @@ def test_a_file_that_is_no_photo_shows_the_servers_line(demo: Any, visit: Visit,
     page = visit(demo.url, refusals=("status of 415",))
     page.set_input_files("#file", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"no photo"})
     page.locator("#status .error").wait_for()
-    assert page.inner_text("#status") == "notes.txt is no JPEG, PNG or WebP file; convert it to one of them"
+    assert page.inner_text("#status") == "notes.txt is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it"
     assert page.locator("#status").get_attribute("aria-live") == "polite"
     upload(page, photos[0])
     wait_for(page, "Not attacked")

@@ -18,7 +18,7 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import data_uri, to_image
+from react_clip.preprocess import DEFAULT_LIMITS, data_uri, to_image
 from react_clip.serve import pages, requests, responses
 from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
@@ -223,7 +223,7 @@ async def info(service: ServiceDep) -> responses.Info:
             source=service.labels.source if free else "preset",
             templates=free and service.labels.source == "text",
         ),
-        formats=["image/jpeg", "image/png", "image/webp"],
+        formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
         limits=responses.Limits.model_validate(settings),
         diagnostics=settings.sends_diagnostics,
         demo=None if service.attack is None else responses.DemoRange(),

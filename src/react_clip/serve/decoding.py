@@ -24,7 +24,11 @@ from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.requests import ImageRequest, Request, request_error
 from react_clip.serve.settings import Settings
 
-FORMATS = ("JPEG", "PNG", "WEBP")
+_SIGNATURES = (
+    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM"),
+    *(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),  # TIFF and BigTIFF
+)
+"""First bytes of the formats that the library reads; WebP has its own after the length."""
 
 _OTHER_FIELDS = 100
 """Parts of a form, or values in JSON, beside images and labels; it only bounds the work of parsing."""
@@ -37,7 +41,7 @@ class Decoder:
 
     def __init__(self, settings: Settings, *, preprocessing: Preprocessing, secret: bytes) -> None:
         self._settings, self._preprocessing, self._secret = settings, preprocessing, secret
-        self._limits = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels, formats=FORMATS)
+        self._limits = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels)
         self._threads = ThreadPoolExecutor(settings.decoders, thread_name_prefix="react-clip-decode")
 
     async def read(self, http: HttpRequest, model: type[Request]) -> Request:
@@ -77,16 +81,17 @@ class Decoder:
 
 
 def check_format(field: str, data: bytes) -> None:
-    """Refuse files that do not start like a JPEG, PNG or WebP file: no other decoder sees a caller's bytes.
+    """Refuse files that do not start like an image that the library reads: no other decoder sees a caller's bytes.
 
-    >>> check_format("images[0]", b"GIF89a")
+    >>> check_format("images[0]", b"<svg>")
     Traceback (most recent call last):
     ...
-    react_clip.serve.errors.RequestError: images[0] is no JPEG, PNG or WebP file; convert it to one of them
+    react_clip.serve.errors.RequestError: images[0] is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it
     """
     webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
-    if not (webp or data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"))):
-        raise RequestError(415, f"{field} is no JPEG, PNG or WebP file; convert it to one of them", field=field)
+    if not (webp or data.startswith(_SIGNATURES)):
+        line = f"{field} is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it"
+        raise RequestError(415, line, field=field)
 
 
 def _validate(model: type[ImageRequest], validate: Callable[[], Request]) -> Request:

@@ -96,7 +96,7 @@ ImageBytes = Annotated[
         {
             "type": "string",
             "contentEncoding": "base64",
-            "description": "A JPEG, PNG or WebP file as base64 or as data URI; addresses are not fetched.",
+            "description": "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URI; addresses are not fetched.",
         }
     ),
 ]
