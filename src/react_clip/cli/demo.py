@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print each outcome when it is known, and write the page."""
     files = common.expand_inputs(args.photos_in or common.bundled_photos())
+    if args.photos_in:
+        from react_clip.preprocess import check_file
+
+        for path in files:
+            check_file(path)  # before the model is loaded
     noisy = files[0] if args.photos_in else next(path for path in files if path.name == _NOISY)
     budgets: tuple[int, ...] = ALL_BUDGETS if args.full else BUDGETS
     attacked = dict.fromkeys(files, budgets)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli import common
-from react_clip.errors import ReactClipError
+from react_clip.errors import MissingFileError, ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         reader = common.PhotoReader(args)
     else:
         _check_folder(args.out)
+        for source in args.photos_in:
+            if not set(source) & set("*?[:") and not Path(source).exists():
+                raise MissingFileError(f"{source} does not exist; check the path")
         common.check_cluster_options(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})

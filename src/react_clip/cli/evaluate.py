@@ -9,15 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from react_clip import ReactClipError
 from react_clip.cli import common
-from react_clip.evaluation import Recipe, run_recipe, validate
-from react_clip.evaluation.recipe import LabelledDefense
-from react_clip.evaluation.store import TABLES
-from react_clip.report.tables import accuracy_table, write_tables
+from react_clip.errors import MissingFileError, ReactClipError
+
+if TYPE_CHECKING:
+    from react_clip.evaluation import Recipe
+    from react_clip.evaluation.recipe import LabelledDefense
 
 EXAMPLE = (
     "react-clip evaluate recipes/rivals.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
@@ -55,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
+    if not args.recipe.exists():
+        raise MissingFileError(f"{args.recipe} does not exist; give a file like recipes/table1.yaml")
+    from react_clip.evaluation import Recipe, run_recipe, validate
+    from react_clip.evaluation.store import TABLES
+    from react_clip.report.tables import accuracy_table, write_tables
+
     common.check_cluster_options(args)
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
@@ -105,6 +110,8 @@ class _PrintAboveBar(logging.Handler):
     """Prints warnings to stderr without breaking the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
         tqdm.write(f"react-clip: {record.getMessage()}", file=sys.stderr)
 
 

@@ -12,18 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from react_clip import ZeroShotClassifier
-from react_clip.attacks import PGD
 from react_clip.cli.common import build_classifier, build_guard, defense_line, load_encoder, notice
 from react_clip.optional import require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from torch import Tensor
 
     from react_clip.serve.settings import Settings
+    from react_clip.zeroshot import ZeroShotClassifier
 
 EXAMPLE = "react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000"
 _PACKAGES = ("fastapi", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn")
@@ -102,6 +99,8 @@ def prepare(settings: Settings) -> Callable[[], FastAPI]:
 
 def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> FastAPI:
     """Load the model, start the engine and return the application."""
+    import torch
+
     from react_clip.serve.app import create_app
     from react_clip.serve.engine import Engine
 
@@ -122,6 +121,10 @@ def demo_attack(
     clf: ZeroShotClassifier, pixels: Tensor, label: int, eps: float, progress: Callable[[int, int], None]
 ) -> Tensor:
     """The demo's attack: PGD with 10 steps on plain CLIP, which does not know the defence."""
+    import torch
+
+    from react_clip.attacks import PGD
+
     return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label]), progress=progress).images
 
 

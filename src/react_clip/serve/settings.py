@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from react_clip.encoders import offline
 from react_clip.errors import ReactClipError
 
 PREFIX = "REACT_CLIP_SERVE_"
@@ -55,7 +54,7 @@ class Settings(BaseSettings):
     quiet: bool = False
     """no progress bars, no notices"""
 
-    model: str = offline.NAME
+    model: str = "clip-vit-b-16"
     """hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR"""
     device: str | None = None
     """cpu, cuda, cuda:1, ... (CUDA if there is one)"""
