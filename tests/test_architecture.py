@@ -106,8 +106,11 @@ def test_every_public_name_can_be_imported(package: ModuleType) -> None:
         ("from react_clip.cli import main; main(['--help'])", {"torch", "transformers", "numpy", "tqdm"}),
         (
             "from react_clip import ReACT, ZeroShotClassifier, load, attacks; "
-            "from react_clip.integrations import drift_only",
-            {"transformers", "scipy", "pyarrow", "open_clip", "chromadb", "langchain_core", "torchvision", "onnx"},
+            "from react_clip.integrations import drift_only; "
+            "from react_clip.encoders.vision import VisionTower; import torch; torch.set_default_device('meta'); "
+            "VisionTower(width=4, hidden=8, layers=1, heads=1, size=8, patch=4, dim=2)",
+            {"transformers", "scipy", "pyarrow", "open_clip", "chromadb", "langchain_core", "torchvision", "onnx"}
+            | {"torch._dynamo"},
         ),
     ],
 )

@@ -67,7 +67,9 @@ class _Embeddings(nn.Module):
         super().__init__()
         self.class_embedding = nn.Parameter(torch.empty(width))
         self.patch_embedding = nn.Conv2d(3, width, patch, stride=patch, bias=False)
-        self.position_embedding = nn.Embedding(1 + (size // patch) ** 2, width)
+        # nn.Embedding draws random values, which on the meta device imports torch's compiler and takes seconds.
+        positions = torch.empty(1 + (size // patch) ** 2, width)
+        self.position_embedding = nn.Embedding.from_pretrained(positions, freeze=False)  # type: ignore[no-untyped-call]
 
     def forward(self, normalised: Tensor, positions: Tensor | None) -> Tensor:
         positions = self.position_embedding.weight if positions is None else positions
