@@ -23,6 +23,7 @@ LARGEST_SVG = 300_000
 
 WANTED: dict[str, tuple[list[str], list[str]]] = {
     "rivals": (["table1", "rivals"], ["accuracy", "accuracy-per-set", "cost"]),
+    "standard": (["standard"], ["cost-worst-of-17"]),
     "leakage": (
         ["leakage"],
         [
