@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -q --no-compile
 export PYTHONDONTWRITEBYTECODE =
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types unit coverage browser prometheus clean
+.PHONY: demo test lint types unit coverage browser prometheus docs clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/react-clip demo
@@ -44,6 +44,11 @@ prometheus:
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 || \
 	  echo "prometheus could not be installed; the tests that need it will skip"
 
+# The documentation site, in build/docs. A broken link or anchor fails.
+docs: $(VENV)/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is build/docs; look at it with: $(BIN)/mkdocs serve"
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -54,7 +59,11 @@ $(VENV)/.demo-ready: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test-ready: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e '.[test]'
-	touch $@ $(VENV)/.demo-ready
+	touch $@ $(VENV)/.demo-ready $(VENV)/.docs-ready
+
+$(VENV)/.docs-ready: pyproject.toml | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build

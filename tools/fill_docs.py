@@ -1,4 +1,4 @@
-"""Put the numbers of ``benchmarks/results`` into the documents, so that no number in them is typed by hand.
+"""Put the numbers of ``benchmarks/results`` into the documents, so that none of them is typed by hand.
 
     python tools/fill_docs.py          # rewrite README.md and docs/*.md
     python tools/fill_docs.py --check  # fail if a document does not say what the result files say
@@ -7,9 +7,9 @@ A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: ac
 ``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
 ``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
-``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- performance: SECTION -->`` or
-``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
-``<!-- end -->`` is replaced.
+``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- fields: SECTION -->`` (of a recipe, from
+its schema), ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their
+measurements are not there); everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from doc_tables import table
 from look_docs import look
 from performance_docs import performance
+from recipe_fields import fields
 from scale_docs import overhead
 from standard_docs import standard
 from threat_docs import threats
@@ -39,7 +40,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -193,6 +194,7 @@ def filled(text: str) -> str:
             "look": lambda section: look(section, RESULTS),
             "ranking": ranking_table,
             "standard": partial(standard, RESULTS),
+            "fields": fields,
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

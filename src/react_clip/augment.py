@@ -41,6 +41,7 @@ class Motion(Configuration):
     translation: float = 0.04
     """Largest shift, as a share of the side."""
     scale: Range = (0.92, 1.08)
+    """Smallest and largest zoom."""
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """One moved view per image ``[B, 3, H, W]`` in [0, 1]; its random numbers follow from its key ``[B]``."""
@@ -72,7 +73,9 @@ class WeakAugmentation(Motion):
     probability: Share = 0.5
     """Chance of each of blur, noise and jitter."""
     blur_kernel: Count = 5
+    """Side of the blur's kernel in pixels, odd."""
     blur_sigma: Range = (0.5, 1.2)
+    """Smallest and largest standard deviation of the blur, in pixels."""
     noise_sigma: float = 0.02
     """Largest scale of the additive noise."""
     jitter: float = 0.08

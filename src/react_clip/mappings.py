@@ -58,6 +58,7 @@ class Constant(Mapping):
     kind = "constant"
     colour = "#E69F00"
     sigma: Share = 0.1
+    """The scale."""
 
     def _scale(self, relative: Tensor) -> Tensor:
         return torch.full_like(relative, self.sigma)

@@ -43,10 +43,15 @@ class APGD(Attack):
 
     kind: ClassVar[str] = "apgd"
     loss: Literal["ce", "dlr", "dlr-targeted"] = "ce"
+    """Cross-entropy, the difference of logits ratio, or the latter towards one class at a time."""
     steps: Count = 100
+    """Gradient steps per run."""
     restarts: Count = 1
+    """Random starts."""
     eot: Count = 1
+    """Passes over which a gradient is averaged, for targets with noise."""
     targets: Count = 9
+    """Wrong classes to try, the strongest first, with ``dlr-targeted``."""
 
     @property
     def name(self) -> str:

@@ -45,6 +45,7 @@ class AutoAttack(Attack):
 
     kind: ClassVar[str] = "autoattack"
     version: Literal["ttc", "standard", "rand"] = "standard"
+    """The ensemble: ``standard``; ``rand`` for targets with noise; ``ttc`` as in the paper's line of work."""
 
     @property
     def name(self) -> str:

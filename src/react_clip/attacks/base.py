@@ -65,6 +65,7 @@ class Attack(Registered, ABC):
     natural: ClassVar[bool] = False
     """True for damage that nobody intends: an evaluation applies it to all images, and it has no budget."""
     eps: PixelLength = 4 / 255
+    """Budget: the largest change of a pixel value."""
 
     @property
     def name(self) -> str:

@@ -53,7 +53,9 @@ class Corruption(Attack):
         "noise"
     )
     severity: Annotated[float, Field(gt=0)] = 0.02
+    """How much damage, in a unit that depends on the type."""
     eps: Literal[0] = 0
+    """Damage has no budget."""
 
     def __post_init__(self) -> None:
         most = _LARGEST.get(self.type, 100.0)

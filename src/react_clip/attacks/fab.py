@@ -40,7 +40,9 @@ class FAB(Attack):
 
     kind: ClassVar[str] = "fab"
     steps: Count = 100
+    """Steps per target class."""
     targets: Count = 9
+    """Wrong classes to try, the strongest first."""
 
     @property
     def name(self) -> str:

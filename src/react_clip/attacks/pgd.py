@@ -34,10 +34,13 @@ class PGD(Attack):
 
     kind: ClassVar[str] = "pgd"
     steps: Count = 10
+    """Gradient steps."""
     step_size: PositiveLength | Literal["eps/4"] = 1 / 255
+    """Change of a pixel value per step; ``eps/4`` follows the budget."""
     loss: Literal["ce", "margin"] = "ce"
     """``"margin"`` is what papers on CLIP call C&W: not the attack of Carlini and Wagner, only a loss of theirs."""
     random_start: bool = True
+    """Start at a random image of the ball instead of the given one."""
     stop: Literal["success"] | None = None
     """``"success"`` leaves an image alone once another class leads by ``margin``; by default all steps are taken."""
     margin: NonNegative = 0.0

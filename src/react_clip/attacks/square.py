@@ -35,6 +35,7 @@ class Square(Attack):
 
     kind: ClassVar[str] = "square"
     queries: Count = 5000
+    """Most answers asked for per image."""
 
     def search(self, problem: Problem) -> Tensor:
         """The images of largest margin; images that the target gets wrong already are returned as they are."""

@@ -32,7 +32,9 @@ class Queries(DefendedAttack):
 
     kind: ClassVar[str] = "adaptive-square"
     queries: Count = 1000
+    """Most queries per image."""
     eot: Count = 4
+    """Answers averaged per query."""
 
     def search_cost(self, defense: Defense) -> Passes:
         """The answers on the clean images and to the queries."""
@@ -60,8 +62,11 @@ class Rand(DefendedAttack):
 
     kind: ClassVar[str] = "adaptive-rand"
     steps: Count = 100
+    """Gradient steps of each of the two attacks."""
     eot: Count = 20
+    """Draws over which a gradient is averaged."""
     checkpoint: bool = True
+    """Encode again in the backward pass instead of keeping activations."""
     views: Count | None = None
     """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
 
@@ -111,6 +116,7 @@ class Transfer(DefendedAttack):
 
     kind: ClassVar[str] = "adaptive-transfer"
     steps: Count = 20
+    """Gradient steps."""
 
     def search_cost(self, defense: Defense) -> Passes:
         """One gradient of the plain classifier per step."""
@@ -146,6 +152,7 @@ class Suite(DefendedAttack):
         Queries(queries=500, eot=4),
     )
     in_turn: bool = False
+    """Attack with a member only the images that the members before it left right."""
 
     def __post_init__(self) -> None:
         if not self.members:

@@ -44,9 +44,11 @@ class GradientAttack(DefendedAttack):
     name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma")
     """Fields that are part of the name unless they have their default values."""
     steps: Count = 100
+    """Gradient steps per search."""
     step_size: PositiveLength | Literal["decaying", "eps/4"] = "decaying"
     """``decaying`` is s_k above; anything else is the same in every step."""
     loss: Literal["ce", "margin", "dlr"] = "ce"
+    """Loss of an answer: cross-entropy, margin of the logits, or difference of logits ratio."""
     eot: Count = 4
     """Draws per gradient."""
     restarts: Count = 1
@@ -221,6 +223,7 @@ class Both(GradientAttack):
     kind: ClassVar[str] = "adaptive-both"
     name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma", "combine")
     combine: Literal["mean", "max", "min"] = "mean"
+    """How the losses of both answers become one."""
 
     def objective(self, draw: Draw) -> Tensor:
         """Both losses combined."""
@@ -243,8 +246,11 @@ class Evade(GradientAttack):
     kind: ClassVar[str] = "adaptive-evade"
     name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma", "on")
     lambdas: tuple[Positive, ...] = (1.0, 10.0, 100.0)
+    """Weights of the penalty, one search each."""
     margin: NonNegative = 0.05
+    """m, how far below the threshold the score must be to cost nothing."""
     on: Literal["plain", "both"] = "plain"
+    """Answers to fool: the plain one, or the mean over the plain and the corrected one."""
 
     def __post_init__(self) -> None:
         if not self.lambdas:
@@ -280,6 +286,7 @@ class BPDA(GradientAttack):
 
     kind: ClassVar[str] = "adaptive-bpda"
     temperature: Positive = 0.1
+    """T of the soft gate."""
 
     def objective(self, draw: Draw) -> Tensor:
         """The loss of the defended answer through the soft gate."""

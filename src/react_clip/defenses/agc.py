@@ -45,6 +45,7 @@ class AGC(Defense):
     kind = "agc"
     colour = "#228833"
     views: Count = 32
+    """Perspective views of the image."""
     beta_clean: NonNegative = 0.45
     """Share of the angle to the views' mean that an image moves whose views all have its feature."""
     beta_adv: NonNegative = 2.25

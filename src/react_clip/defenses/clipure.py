@@ -51,7 +51,9 @@ class CLIPure(Defense):
     label = "CLIPure-Cos"
     colour = "#4477AA"
     steps: Count = 10
+    """Ascent steps."""
     step_size: NonNegative = 30.0
+    """Length of a step."""
     batch: Count = 2
     """Number of consecutive images over which the gradient is scaled to unit length; 1 makes images independent."""
     graph: Literal["constant", "full", "none"] = "constant"

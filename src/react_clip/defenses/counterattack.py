@@ -166,9 +166,11 @@ class TTC(Counterattack):
     kind = "ttc"
     colour = "#D55E00"
     eps: PixelLength = 4 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 2
     """N; the published value against strong attacks is 5."""
     step_size: PixelLength = 1 / 255
+    """Change of a pixel value per step."""
     tau: float = 0.2
     """The counterattack is used where the relative change of the raw feature stays below this."""
     beta: float = 2.0
@@ -240,8 +242,11 @@ class DOC(Counterattack):
     kind = "doc"
     colour = "#CC79A7"
     eps: PixelLength = 4 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 4
+    """Gradient steps."""
     step_size: PixelLength = 3 / 255
+    """Change of a pixel value per step."""
     diversity: NonNegative = 0.05
     """Lambda, the length of the orthogonal noise beside the unit gradient."""
     momentum: Share = 0.75
@@ -306,8 +311,11 @@ class MAC(Counterattack):
     kind = "mac"
     colour = "#009E73"
     eps: PixelLength = 8 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 4
+    """Gradient steps."""
     step_size: PixelLength = 2 / 255
+    """Change of a pixel value per step."""
     tau: float = 0.7
     temperature: Positive = 0.01
     views: Count = 2
@@ -412,7 +420,9 @@ class HD(Counterattack):
     kind = "hd"
     colour = "#B5A900"
     eps: PixelLength = 8 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 20
+    """Gradient steps."""
     step_size: PixelLength = 4 / 255
 
     def cost(self) -> tuple[int, int]:

@@ -46,9 +46,11 @@ class CSR(Counterattack):
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.85
     """Cosine between the features of image and low-pass copy below which an image counts as attacked."""
     eps: PixelLength = 4 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 3
     """Iterates that are compared, the given image included."""
     step_size: PixelLength = 2 / 255
+    """Change of a pixel value per step."""
 
     def cost(self) -> tuple[int, int]:
         """Most forward and backward passes an image can need."""

@@ -31,7 +31,9 @@ class ET3(Counterattack):
     kind = "et3"
     colour = "#882255"
     eps: PixelLength = 5 / 255
+    """Largest change of a pixel value by the defence."""
     steps: Count = 2
+    """Gradient steps."""
     step_size: NonNegative = 2.5
     """a, the L2 length of a step over all pixels of an image."""
 

@@ -108,6 +108,7 @@ class PromptTuning(Defense):
     words: str = "a photo of a"
     """Words before the class name, whose embeddings are tuned. The classifier's own templates are not used."""
     augmix: AugMix = field(default_factory=AugMix)
+    """The augmentation that draws the views."""
     max_batch: Count = 64
     """Most views, and most prompts, in one encoder call."""
 

@@ -50,7 +50,8 @@ class Encoder(nn.Module):
         name: by which :func:`react_clip.load` finds it.
         image_size: side of the pixels in, S.
         dim: length of a feature.
-        mean, std: normalisation of the three channels.
+        mean: what is subtracted from each of the three channels.
+        std: what each channel is divided by then.
         patch_size: side of a patch, for towers that take other sizes; ``None`` for towers that take one size only.
         preprocessing: from images to pixels; the paper's by default.
         similarity: from cosines to probabilities; CLIP's softmax at a scale of 100 by default.

@@ -112,19 +112,26 @@ class Images(Configuration):
     """Storage of adversarial images: ``float16``, ``uint8`` or ``none``."""
 
     store: Store = "float16"
+    """Format; ``none`` keeps them as the attacks leave them and stores nothing."""
 
 
 class Recipe(Configuration):
     """A whole run. Clean images are always evaluated, because robust accuracy means nothing without clean accuracy."""
 
     model: Label
+    """The encoder, as ``rc.load`` takes it."""
     datasets: Sets
+    """Names of data sets, or ``all``, ``downstream``, ``downstream-9`` or ``imagenet-suite``."""
     defenses: tuple[LabelledDefense, ...]
+    """Defences, in the order of the tables."""
     attacks: tuple[LabelledAttack, ...] = ()
+    """Attacks and natural damage; clean images are always evaluated."""
     title: Line = "Evaluation"
+    """Heading of tables and pages."""
     paper: Line = ""
     """The part of the paper that the run reproduces."""
     dtype: Dtype = "fp32"
+    """Precision of the defended encoder."""
     attack_dtype: Dtype | None = None
     """Precision of the encoder that attacks are crafted on; ``None`` takes that of the defended encoder."""
     limit: Count | None = None
@@ -132,16 +139,21 @@ class Recipe(Configuration):
     draws: Count = 1
     """Answers of each defence per image, with seeds ``seed``, ``seed + 1``, ..."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of attacks and defences."""
     scoring: Literal["leakage_free", "attack_all"] = "leakage_free"
+    """``leakage_free``: attack only images that undefended CLIP gets right; accuracy counts all images."""
     threat: Literal["oblivious", "transfer", "adaptive"] = "oblivious"
+    """What the attacker knows: CLIP but not the defence, another model only, or both CLIP and the defence."""
     transfer_model: Label | None = None
     """The model that attacks are crafted on if the threat is ``transfer``."""
     images: Images = Images()
+    """How adversarial images are stored."""
     batch: Count = 64
     """Images per shard and per encoder call."""
     worst_of: tuple[Label, ...] = ()
     """Titles of attacks, such as ``pgd-10 4/255``, or ``all``: their worst case per image is a column of its own."""
     self_check: bool = True
+    """Before the run, attack undefended CLIP; stop if that does not work."""
     preprocessing: Literal["paper", "model"] = "paper"
     """``paper``: shorter side to 256 (bilinear), central 224 pixels; ``model``: as the checkpoint says."""
 
