@@ -46,7 +46,7 @@ prometheus:
 
 # The documentation site, in build/docs. A broken link or anchor fails.
 docs: $(VENV)/.docs-ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site is build/docs; look at it with: $(BIN)/mkdocs serve"
 
 $(BIN)/python:

@@ -22,6 +22,7 @@ LARGEST_SVG = 300_000
 """Bytes; figures of many small panels are kept as PNG."""
 
 WANTED: dict[str, tuple[list[str], list[str]]] = {
+    "second-look": (["second-look"], ["accuracy-pgd-10"]),
     "rivals": (["table1", "rivals"], ["accuracy", "accuracy-per-set", "cost"]),
     "standard": (["standard"], ["cost-worst-of-17"]),
     "leakage": (

@@ -21,9 +21,13 @@ from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 
 BARE = "bare encoder"
+"""Name of the encoder without a defence in comparisons."""
 PLAIN = "all 14 passes"
+"""Name of ReACT without skipped views."""
 OURS = "ReACT"
+"""Name of ReACT as shipped."""
 PUBLISHED = "Defend-CLIP as published"
+"""Name of Defend-CLIP with the steps of its released code."""
 _PROMPTS = 256
 """Prompts per call of the text tower."""
 
@@ -234,6 +238,7 @@ def _published(clf: ZeroShotClassifier, config: DefendCLIP) -> Answer:
 # ------------------------------------------------------------------ sweeps
 
 SWEEPS = ("batch", "images", "classes", "attacked")
+"""What a benchmark can vary."""
 _CLASSES = (10, 100, 1_000, 20_000)
 _SHARES = (0.0, 0.01, 0.1, 1.0)
 _BATCHES = (1, 4, 16, 64, 256, 1024)

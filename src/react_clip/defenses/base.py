@@ -290,6 +290,7 @@ class DefendedModule(nn.Module):
 
 
 as_module = DefendedModule
+"""``as_module(clf, defense)``: classifier and defence as one ``nn.Module`` from [0, 1] pixels to logits."""
 
 
 def straight_through(defended: Tensor, plain: Tensor) -> Tensor:

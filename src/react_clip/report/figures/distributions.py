@@ -43,8 +43,9 @@ def drift(view: View, *, per_set: bool = False) -> list[Draft]:
         means = {eps: sample.mean() for eps, sample in values.items() if len(sample)}
         rows = pd.DataFrame(
             [[mean, *np.percentile(values[eps], [10, 25, 75, 90])] for eps, mean in means.items()],
-            index=list(means),
+            index=pd.Index(list(means), dtype=float),
             columns=["mean", "low", "first", "third", "high"],
+            dtype=float,  # also where CLIP gets no image right, so that there is nothing to draw
         )
         colour, marker = _DRIFT_LINES[signal]
         axes.fill_between(rows.index.to_numpy(), rows["first"], rows["third"], color=colour, alpha=0.2, linewidth=0)
