@@ -129,4 +129,6 @@ def test_a_quick_look_takes_one_image_and_one_round(
     assert cli.main([*arguments, "--quick", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["images"], report["rounds"], report["singles"]) == (1, 1, 1)
+    assert [row["label"] for row in report["contenders"]] == [BARE, PLAIN, OURS]
+    assert not any(PUBLISHED in note for note in report["notes"])
     assert all(len(row["round_milliseconds"]) == 1 for row in report["contenders"])

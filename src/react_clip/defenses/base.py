@@ -63,12 +63,12 @@ class Defended:
 
     @property
     def labels(self) -> Tensor:
-        """Index of the answer per image, ``[B]``."""
+        """The answer per image as an index into ``class_names``, integers ``[B]``; :attr:`names` has the words."""
         return self.logits.argmax(-1)
 
     @property
     def names(self) -> list[str]:
-        """The answer per image as a name."""
+        """The answer per image as a word; :attr:`labels` has the indices."""
         return [self.class_names[index] for index in self.labels.tolist()]
 
     @property
