@@ -49,7 +49,7 @@ def test_ci_runs_every_python_that_the_package_names_on_both_architectures() -> 
 def test_ci_runs_targets_that_make_has() -> None:
     commands = [step.get("run", "") for job in CI["jobs"].values() for step in job["steps"]]
     targets = {target for command in commands if command.startswith("make ") for target in command.split()[1:]}
-    assert {"lint", "types", "unit"} <= targets
+    assert {"lint", "types", "unit", "docs"} <= targets
     makefile = (ROOT / "Makefile").read_text()
     assert [name for name in sorted(targets) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
 
