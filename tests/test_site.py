@@ -14,7 +14,7 @@ from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -73,6 +73,12 @@ def test_every_link_leads_to_a_file_and_an_anchor(site: Path) -> None:
     assert broken == []
 
 
+def test_figures_can_be_read_on_a_dark_page(site: Path) -> None:
+    figures = [*(site / "figures").rglob("*.svg")]
+    assert figures
+    assert [figure.name for figure in figures if 'style="background: white"' not in figure.read_text()] == []
+
+
 def test_nothing_is_fetched_from_another_host(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -84,16 +90,14 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     documented = {line.split()[0] for line in inventory.splitlines()}
     assert "react_clip.defenses.SecondLook.threshold" in documented
-    public = set()
+    missing = []
     for module in (react_clip, *(importlib.import_module(f"react_clip.{name}") for name in PACKAGES)):
         for name in module.__all__:
-            item = getattr(module, name)
-            if isinstance(item, type | FunctionType):  # under the name of its own module
-                public.add(f"{item.__module__}.{item.__qualname__}")
-            elif not isinstance(item, ModuleType) and name != "__version__":
-                public.add(f"{module.__name__}.{name}")
-    assert len(public) > 80
-    assert public - documented == set()
+            if f"{module.__name__}.{name}" not in documented and name != "__version__":
+                item = getattr(module, name)  # it may be there under the name of its own module
+                if not isinstance(item, ModuleType) and f"{item.__module__}.{item.__qualname__}" not in documented:
+                    missing.append(f"{module.__name__}.{name}")
+    assert missing == []
 
 
 def test_docstrings_have_no_markup_left(site: Path) -> None:

@@ -18,6 +18,7 @@ from react_clip.report.style import save_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+WHITE = '<svg style="background: white" '
 LARGEST_SVG = 300_000
 """Bytes; figures of many small panels are kept as PNG."""
 
@@ -46,6 +47,8 @@ def save(figure: Figure, place: Path) -> None:
     """Write a figure in one format: SVG, or PNG where the SVG would be large."""
     save_figure(figure, place)
     svg, png = place.with_suffix(".svg"), place.with_suffix(".png")
+    # Documents are read on dark pages too, where black letters on nothing cannot be seen.
+    svg.write_text(svg.read_text(encoding="utf-8").replace("<svg ", WHITE, 1), encoding="utf-8")
     (svg if svg.stat().st_size > LARGEST_SVG else png).unlink()
     print(place.relative_to(ROOT))
 
