@@ -54,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
+    common.check_cluster_options(args)
     if not args.recipe.exists():
         raise MissingFileError(f"{args.recipe} does not exist; give a file like recipes/table1.yaml")
     from react_clip.evaluation import Recipe, run_recipe, validate
     from react_clip.evaluation.store import TABLES
     from react_clip.report.tables import accuracy_table, write_tables
 
-    common.check_cluster_options(args)
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
     location = {"root": args.data, "heads": args.heads, "device": args.device}
