@@ -150,8 +150,10 @@ class EvaluationResult:
 
     def select(self, *, eps: float | None = None, **labels: str) -> list[Row]:
         """The rows with this budget and with these labels: ``dataset``, ``attack``, ``defense``."""
-        rows = [row for row in self.rows if eps is None or math.isclose(row.eps, eps, rel_tol=1e-6)]
-        return [row for row in rows if all(getattr(row, name) == label for name, label in labels.items())]
+        rows = list(self.rows)
+        for name, label in labels.items():
+            rows = [row for row in rows if getattr(row, name) == label]
+        return rows if eps is None else [row for row in rows if math.isclose(row.eps, eps, rel_tol=1e-6)]
 
     def __str__(self) -> str:
         lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
