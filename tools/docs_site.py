@@ -1,4 +1,4 @@
-"""What MkDocs and mkdocstrings do not do by themselves for the documentation site.
+"""Hooks of MkDocs and an extension of griffe for the documentation site.
 
 ``mkdocs.yml`` names this file twice: as hooks of MkDocs (pages from outside of ``docs/``, links that leave it) and as
 extension of griffe, which reads docstrings without importing anything (roles, examples and equations).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from doc_tables import table
@@ -43,7 +42,6 @@ def short(runs: list[Path]) -> str:
     """The ranking's most important columns."""
     ranking = rank(runs)
     chosen = [ranking.table.header[1:].index(title) for title in SHORT]
-    values = {entry.label: [entry.cells[column].value for column in chosen] for entry in ranking.entries}
-    rows = [[label, *("" if math.isnan(value) else f"{value:.1f}" for value in row)] for label, row in values.items()]
-    note = "*Accuracy in % and encoder passes per image; [the ranking](ranking.md) has intervals and all columns.*"
+    rows = [[entry.label, *(entry.cells[column].text() for column in chosen)] for entry in ranking.entries]
+    note = "*Accuracy in % and encoder passes per image; ± is half of a 95 % interval; [all columns](ranking.md).*"
     return "\n".join([*table(["defence", *SHORT], rows), "", note]) + "\n"

@@ -58,7 +58,7 @@ class Constant(Mapping):
     kind = "constant"
     colour = "#E69F00"
     sigma: Share = 0.1
-    """The scale."""
+    """Standard deviation of the anchor's noise, for pixels in [0, 1]."""
 
     def _scale(self, relative: Tensor) -> Tensor:
         return torch.full_like(relative, self.sigma)

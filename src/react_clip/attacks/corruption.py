@@ -53,7 +53,8 @@ class Corruption(Attack):
         "noise"
     )
     severity: Annotated[float, Field(gt=0)] = 0.02
-    """How much damage, in a unit that depends on the type."""
+    """``noise``: sigma; ``shot``: photons; ``jpeg``: quality; ``blur``, ``defocus``, ``motion``: pixels; ``contrast``,
+    ``brightness``: factor; ``fog``, ``pixelate``: share."""
     eps: Literal[0] = 0
     """Damage has no budget."""
 

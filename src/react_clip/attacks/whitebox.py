@@ -223,7 +223,7 @@ class Both(GradientAttack):
     kind: ClassVar[str] = "adaptive-both"
     name_options: ClassVar[tuple[str, ...]] = ("loss", "sigma", "combine")
     combine: Literal["mean", "max", "min"] = "mean"
-    """How the losses of both answers become one."""
+    """Maximise the mean, the larger or the smaller of the two losses."""
 
     def objective(self, draw: Draw) -> Tensor:
         """Both losses combined."""
@@ -286,7 +286,7 @@ class BPDA(GradientAttack):
 
     kind: ClassVar[str] = "adaptive-bpda"
     temperature: Positive = 0.1
-    """T of the soft gate."""
+    """Temperature T of the soft gate; a smaller one is closer to the hard gate."""
 
     def objective(self, draw: Draw) -> Tensor:
         """The loss of the defended answer through the soft gate."""

@@ -238,7 +238,7 @@ def _published(clf: ZeroShotClassifier, config: DefendCLIP) -> Answer:
 # ------------------------------------------------------------------ sweeps
 
 SWEEPS = ("batch", "images", "classes", "attacked")
-"""What a benchmark can vary."""
+"""Axes of a sweep: images per batch, images, classes, share of attacked images."""
 _CLASSES = (10, 100, 1_000, 20_000)
 _SHARES = (0.0, 0.01, 0.1, 1.0)
 _BATCHES = (1, 4, 16, 64, 256, 1024)

@@ -318,6 +318,12 @@ def bundled_photos() -> list[Path]:
     return [path for path in photos if path.is_file()]
 
 
+def check_exists(path: Path, way_out: str = "check the path") -> None:
+    """Refuse a path that does not exist, before slow imports."""
+    if not path.exists():
+        raise MissingFileError(f"{path} does not exist; {way_out}")
+
+
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
     files: list[Path] = []
@@ -331,10 +337,9 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
                     f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files"
                 )
             files += photos
-        elif path.exists():
-            files.append(path)
         else:
-            raise MissingFileError(f"{path} does not exist; check the path")
+            check_exists(path)
+            files.append(path)
     return files
 
 

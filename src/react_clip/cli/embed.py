@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli import common
-from react_clip.errors import MissingFileError, ReactClipError
+from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _check_folder(args.out)
         for source in args.photos_in:
-            if not set(source) & set("*?[:") and not Path(source).exists():
-                raise MissingFileError(f"{source} does not exist; check the path")
+            if not set(source) & set("*?[:"):  # neither a pattern nor a URL
+                common.check_exists(Path(source))
         common.check_cluster_options(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from react_clip.cli import common
-from react_clip.errors import MissingFileError, ReactClipError
+from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from react_clip.evaluation import Recipe
@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
     common.check_cluster_options(args)
-    if not args.recipe.exists():
-        raise MissingFileError(f"{args.recipe} does not exist; give a file like recipes/table1.yaml")
+    common.check_exists(args.recipe, "give a file like recipes/table1.yaml")
     from react_clip.evaluation import Recipe, run_recipe, validate
     from react_clip.evaluation.store import TABLES
     from react_clip.report.tables import accuracy_table, write_tables

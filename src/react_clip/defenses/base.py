@@ -154,7 +154,7 @@ def answer(
 
 
 Views = Callable[[Tensor, int, Tensor], Tensor]
-"""From images ``[N, 3, S, S]``, the number of the first one's view and random streams ``[N]`` to one view of each."""
+"""From images ``[N, 3, S, S]``, the view number of the first row and random streams ``[N]`` to one view per image."""
 
 
 def encode_with_views(

@@ -1,4 +1,4 @@
-"""What loading any model needs: device and precision by name, silent libraries, errors, and the activation check."""
+"""Helpers that load models: device and precision by name, quiet libraries, errors, and a check of activations."""
 
 from __future__ import annotations
 

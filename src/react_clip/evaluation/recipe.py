@@ -112,7 +112,7 @@ class Images(Configuration):
     """Storage of adversarial images: ``float16``, ``uint8`` or ``none``."""
 
     store: Store = "float16"
-    """Format; ``none`` keeps them as the attacks leave them and stores nothing."""
+    """Number format of the pixels; with ``none`` images are neither rounded nor stored."""
 
 
 class Recipe(Configuration):
@@ -143,11 +143,11 @@ class Recipe(Configuration):
     scoring: Literal["leakage_free", "attack_all"] = "leakage_free"
     """``leakage_free``: attack only images that undefended CLIP gets right; accuracy counts all images."""
     threat: Literal["oblivious", "transfer", "adaptive"] = "oblivious"
-    """What the attacker knows: CLIP but not the defence, another model only, or both CLIP and the defence."""
+    """The attacker has CLIP (``oblivious``), another model (``transfer``), or CLIP and the defence (``adaptive``)."""
     transfer_model: Label | None = None
     """The model that attacks are crafted on if the threat is ``transfer``."""
     images: Images = Images()
-    """How adversarial images are stored."""
+    """Number format of stored adversarial images."""
     batch: Count = 64
     """Images per shard and per encoder call."""
     worst_of: tuple[Label, ...] = ()
