@@ -131,7 +131,9 @@ def test_a_broken_attack_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     assert (tmp_path / "on" / "per_image.parquet").exists()
     assert not (tmp_path / "on" / "result.json").exists()
-    result = adaptive_run(tmp_path / "off", self_check=False, **options)
+    shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "on").rglob("*.safetensors")}
+    result = adaptive_run(tmp_path / "on", self_check=False, **options)
+    assert shards == {path: path.stat().st_mtime_ns for path in (tmp_path / "on").rglob("*.safetensors")}
     assert result.checks == ()
     assert any("sanity checks of attacks that know the defence were switched off" in note for note in result.notes)
 

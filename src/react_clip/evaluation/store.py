@@ -52,7 +52,10 @@ def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
 
 
 def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe into a new folder; refuse a folder that holds another recipe."""
+    """Write the recipe into a new folder; refuse a folder that holds another recipe.
+
+    ``self_check`` may differ: it decides whether a result is reported, and changes no shard.
+    """
     path, asked = folder / RECIPE, recipe.to_dict()
     if not path.exists():
         if existing := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
@@ -63,12 +66,14 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
         stored = read_yaml(path)
     except ReactClipError as error:
         raise ReactClipError(f"{error}; the file is damaged: remove it to continue, or choose another --out") from None
-    if stored != asked:
+    if stored | {"self_check": recipe.self_check} != asked:
         keys = [key for key in asked if stored.get(key) != asked[key]]
         raise ReactClipError(
             f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}; "
             "ask for the same values to continue it, or choose another --out"
         )
+    if stored != asked:
+        recipe.save(path)
 
 
 class _QuietFile(logging.FileHandler):
