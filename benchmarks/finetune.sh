@@ -2,19 +2,15 @@
 # The four finetuned towers of docs/reproduction.md: run from the repository root, with a GPU, as
 #   bash benchmarks/finetune.sh DATA HEADS OUT STEPS [METHOD ...]
 # They train on DATA/imagenet/train with the paper's inner attack (2 steps, eps = step = 1/255). An interrupted run
-# continues. The published rates of SGD belong to thousands of steps; for some hundred they are raised so that a step is
-# about as long as one of AdamW at 1e-5.
+# continues. Optimisers and rates are the published ones.
 set -euo pipefail
 data=$1 heads=$2 out=$3 steps=$4
 shift 4
 methods=("$@")
 ((${#methods[@]})) || methods=(TeCoA PMG-AFT FARE CLIP-FT)
-declare -A rates=([TeCoA]=5e-5 [PMG-AFT]=5e-3)
 for method in "${methods[@]}"; do
   begin=$SECONDS
-  rate=()
-  if ((steps < 1000)) && [[ -n ${rates[$method]:-} ]]; then rate=(--lr "${rates[$method]}"); fi
   python3 -m react_clip finetune "${method,,}" imagenet --model clip-vit-b-16 --data "$data" --heads "$heads" \
-    --steps "$steps" --batch 128 --dtype bf16 --save-every 100 --half --quiet --out "$out/towers/$method" "${rate[@]}"
+    --steps "$steps" --batch 128 --dtype bf16 --save-every 100 --half --quiet --out "$out/towers/$method"
   echo "-- $method: $((SECONDS - begin)) s"
 done

@@ -95,7 +95,7 @@ def leakage_grid(draws: int = 1) -> Run:
     defenses: list[dict[str, Any]] = [{"kind": "undefended", "label": "CLIP"}]
     for kind in ("aom", "defend-clip"):
         for sigma in (0.03, 0.06, 0.1, 0.2):
-            for alpha in (0.0, 1.2, 2.4):
+            for alpha in (0.6, 1.2, 2.4):
                 config = {"kind": kind, "alpha": alpha, "mapping": {"kind": "constant", "sigma": sigma}}
                 # Labels do not name the values: the grid must be read from `params`.
                 params = {"mapping.sigma": sigma, "alpha": alpha}

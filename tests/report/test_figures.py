@@ -273,6 +273,15 @@ def test_leakage_numbers_equal_a_literal_count() -> None:
     assert has_line(drawn("leaky", "leakage-control").axes[1], scales, clean)
 
 
+def test_curves_over_alpha_begin_with_undefended_clip() -> None:
+    view = View(run_of("leaky"), "pgd-10")
+    scale = best_scale(corrected(view), leakage_grids(view)[1], 8)
+    alphas, labels = zip(*leakage_grids(view)[1].along("alpha", scale), strict=True)
+    assert (alphas[0], labels[0]) == (0.0, "CLIP")
+    counted = [100 * literal_count(run_of("leaky"), label, 8 / 255)[1] for label in labels]
+    assert has_line(drawn("leaky", "leakage-corrected-alpha").axes[1], list(alphas), counted)
+
+
 def test_each_budget_is_swept_at_its_own_best_scale() -> None:
     view = View(run_of("leaky"), "pgd-10")
     grid = leakage_grids(view)[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,12 +70,22 @@ _AXES: dict[Measure, str] = {
 
 
 def leakage_grids(view: View) -> list[Sweep]:
-    """The grids over anchor scale and extrapolation strength, where every image was attacked."""
+    """The grids over anchor scale and extrapolation strength, where every image was attacked.
+
+    At alpha = 0 the answer is f, that of undefended CLIP, whose rows serve for every scale.
+    """
     _require_attack_all(view)
     grids = [sweep for sweep in sweeps_of(view.settings) if set(sweep.fields) == {SCALE, "alpha"}]
     if not grids:
         raise MissingDataError(f"no defences differ in anchor scale and alpha; {_NEEDS}")
-    return grids
+    plain = [label for label, kind in view.kinds.items() if kind == "undefended"]
+    return [replace(grid, cells={**grid.cells, **_at_alpha_zero(grid, label)}) for grid in grids for label in plain[:1]]
+
+
+def _at_alpha_zero(grid: Sweep, plain: str) -> dict[tuple[Any, ...], str]:
+    return {
+        tuple({SCALE: scale, "alpha": 0.0}[field] for field in grid.fields): plain for scale in grid.values(SCALE)
+    }
 
 
 def _require_attack_all(view: View) -> None:
