@@ -46,6 +46,7 @@ evaluate rivals rivals 100 --defenses CLIP,TTE,HD "${bf16[@]}"
 evaluate second-look second-look 100 --batch 100 "${bf16[@]}"
 evaluate standard standard 20 --batch 20 "${bf16[@]}"
 evaluate clipure clipure 128 --datasets oxford_pets --batch 128 "${bf16[@]}"
+evaluate clipure-fp32 clipure-fp32 8 --batch 8
 evaluate clipure-steps clipure-steps 128 --batch 128 "${bf16[@]}"
 # Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
 evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
@@ -67,7 +68,7 @@ declare -A batches=([Defend-CLIP]=12 [AGC]=8)
 for defense in SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 Defend-CLIP AGC; do
   evaluate "adaptive-$defense" adaptive 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
 done
-evaluate adaptive-members adaptive-members 16 --batch 16
+evaluate adaptive-members adaptive-members 16 --batch 16 --datasets oxford_pets,caltech101
 evaluate adaptive-queries adaptive-queries 16 --batch 16
 evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then
