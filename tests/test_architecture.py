@@ -18,6 +18,7 @@ ROOMS = [
         "environment",
         "errors",
         "optional",
+        "choices",
         "storage",
         "config",
         "functional",

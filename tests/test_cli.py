@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import react_clip as rc
 from programs import Run
+from react_clip import calibration, choices, finetune
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.common import bundled_photos
 from react_clip.cli.progress import Progress
@@ -178,28 +179,96 @@ def test_what_is_finished_is_kept_when_a_command_is_stopped(
         assert "photo0.png" in (tmp_path / "page" / "index.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--version"],
-        ["classify", "--help"],
-        ["serve", "--help"],
-        ["evaluate", "--help"],
-        ["classify", "nowhere.jpg"],
-        ["demo", "nowhere.jpg"],
-        ["embed", "nowhere", "--out", "f.npy"],
-        ["embed", "nowhere", "--out", "folder"],
-        ["evaluate", "nowhere.yaml"],
-    ],
-    ids=" ".join,
-)
-def test_help_and_mistyped_paths_do_not_wait_for_torch(command: list[str], words: list[str], tmp_path: Path) -> None:
-    # A module of this name shadows the real one: importing it fails.
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    finished = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environment)
-    assert "torch was imported" not in finished.stderr
-    assert finished.returncode == (0 if words[-1].startswith("--") else 2), finished.stderr
+QUICK = {
+    "--version": "",
+    "--help": "",
+    **{f"{name} --help": "" for name in COMMANDS},
+    **{f"{name} --nonsense": "error: " for name in COMMANDS},
+    "classify nowhere.jpg": "nowhere.jpg does not exist; check the path",
+    "classify empty": "empty holds no photos (.jpg, ",
+    "classify empty --top 0": "--top is 0; it must be at least 1",
+    "classify empty --labels-file nowhere.txt": "nowhere.txt does not exist; check --labels-file",
+    "classify empty --photos nowhere": "nowhere does not exist; check --photos",
+    "classify empty --config nowhere.json": "nowhere.json does not exist; check --config",
+    "classify empty --calibrate-on nowhere": "nowhere does not exist; check --calibrate-on",
+    "demo nowhere.jpg": "nowhere.jpg does not exist",
+    "demo --steps 0": "--steps is 0; it must be at least 1",
+    "embed nowhere --out f.npy": "nowhere does not exist",
+    "embed nowhere --out folder": "nowhere does not exist",
+    "embed empty --out folder --chunk 0": "--chunk is 0; it must be at least 1",
+    "attack nowhere.jpg --out adv": "nowhere.jpg does not exist",
+    "attack empty --out adv --eps four": "--eps is 'four'; it must be a number such as 4/255",
+    "attack empty --out adv --eps 4": "--eps is '4'; pixels lie in [0, 1], so write 4/255",
+    "attack empty --out adv --steps 0": "--steps is 0; it must be at least 1",
+    "evaluate nowhere.yaml": "nowhere.yaml does not exist; give a file like",
+    "evaluate empty --data nowhere": "nowhere does not exist; check --data",
+    "evaluate empty --limit 0": "--limit is 0; it must be at least 1",
+    "calibrate nowhere/": "nowhere does not exist",
+    "calibrate folder:nowhere": "nowhere does not exist",
+    "calibrate empty --clean-pass 97": "--clean-pass is 97.0; it is a share of clean photos",
+    "calibrate empty --defense react --sigmas a": "--sigmas is 'a'; give numbers such as",
+    "calibrate empty --defense react --mapping cubic": "--mapping: invalid choice: 'cubic'",
+    "report nowhere": "nowhere does not exist; give the --out folder of",
+    "report empty --rows -1": "--rows is -1; it must be at least 0",
+    "rank nowhere": "nowhere does not exist; give a folder of",
+    "rank nowhere.py:Mine": "nowhere.py does not exist; give the file that defines the defence",
+    "rank empty --timings nowhere.json": "nowhere.json does not exist; check --timings",
+    "bench nowhere.jpg": "nowhere.jpg does not exist",
+    "bench --batch 0": "--batch is 0; it must be at least 1",
+    "bench --eps 300": "so write 300/255",
+    "bench --shapes ViT-Z-1": "--shapes is 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16",
+    "finetune magic folder:empty --out f": "method: invalid choice: 'magic'",
+    "finetune fare folder:nowhere --out f": "nowhere does not exist",
+    "finetune fare folder:empty --out f --steps 0": "steps is 0; it must be a whole number >= 1",
+    "finetune fare folder:empty --out f --lr -1": "lr is -1.0; it must be > 0",
+    "finetune fare folder:empty --out f --eps 4": "so write 4/255",
+    "export clip-vit-b-16 --format onnx --out f --photos nowhere": "nowhere does not exist",
+    "export clip-vit-b-16 --format onnx --out f --tolerance 0": "--tolerance is 0.0; it must be above 0",
+    "export clip-vit-b-16 --format onnx --out .": ". is there already; remove it, or choose another --out",
+    "serve --port 70000": "--port is '70000'",
+    "serve --labels-file nowhere.txt": "nowhere.txt does not exist; check --labels-file",
+    "serve --secret-file nowhere": "nowhere cannot be read",
+}
+"""Command lines that import nothing heavy, and what they print to stderr; help and the version print nothing there."""
+
+
+def test_help_and_wrong_arguments_do_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    program = """
+import contextlib, io, json, shlex, sys
+from react_clip.cli import main
+for line in sys.stdin.read().splitlines():
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(shlex.split(line))
+        except SystemExit as stopped:
+            code = stopped.code
+    slow = {"torch", "transformers", "numpy", "pandas", "PIL", "tqdm"} & sys.modules.keys()
+    print(json.dumps([line, code, err.getvalue(), sorted(slow)]))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        input="\n".join(QUICK),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    results = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [line for line, *_ in results] == list(QUICK)
+    for line, code, err, slow in results:
+        assert slow == [], line
+        assert QUICK[line] in err, line
+        assert bool(err) == bool(QUICK[line]), line
+        assert code == (2 if QUICK[line] else 0), line
+
+
+def test_help_lists_what_is_registered() -> None:
+    assert list(choices.ATTACKS) == rc.attacks.names("oblivious")
+    assert list(choices.DEFENSES) == rc.defenses.names()
+    assert list(choices.FINETUNING) == finetune.names()
+    assert list(choices.MAPPINGS) == list(calibration._FITS)
+    assert list(choices.dataset_names()) == rc.data.names()
 
 
 def test_a_photo_that_is_too_large_is_refused_before_the_model_is_loaded(
@@ -312,10 +381,10 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
         ("classify --labels ''", "--labels is empty"),
         ("classify --labels ' , '", "--labels is empty"),
         ("classify --labels cat,,dog", "label 2 of 3 is blank"),
-        ("classify --labels-file missing.txt", "missing.txt cannot be read"),
-        ("classify --photos missing", "missing is no folder"),
+        ("classify --labels-file .", ". cannot be read: Is a directory"),
+        ("classify --photos photo1.png", "photo1.png is no folder"),
         ("classify --labels cat --photos x", "--labels and --photos are both given"),
-        ("classify --labels cat --config missing.json", "missing.json cannot be read"),
+        ("classify --labels cat --config .", ". cannot be read: Is a directory"),
         ("classify --labels cat --config paper --defense react", "paper and --defense react are both given"),
         ("classify --labels cat --defense second_look", "there is no threshold of SecondLook for"),
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
@@ -323,18 +392,13 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
         ("classify --labels cat --calibrate-on . --defense react", "leave out --config and react"),
         ("classify --labels cat --calibrate-on .", "3 photos are too few to calibrate on"),
         ("classify", "needs names; give --labels"),
-        ("classify --labels cat --top 0", "--top is 0; it must be at least 1"),
         ("classify --labels cat --dtype fp8", "choose one of fp32, bf16, fp16, auto"),
-        ("classify nowhere.jpg", "nowhere.jpg does not exist; check the path"),
-        ("attack --labels cat --out adv --eps 8", "8/255"),
         ("attack --labels cat --out adv --attack magic", "attack 'magic' does not exist"),
-        ("attack --labels cat --out adv --steps 0", "steps is 0"),
         ("embed --labels cat --config paper --out out.txt", "must end in .npy or .safetensors"),
         ("bench --images 0", "--images is 0; it must be at least 1"),
         ("bench --rounds -1", "--rounds is -1; it must be at least 1"),
         ("bench --attacked 1.5", "--attacked is 1.5; it is a share between 0 and 1"),
         ("bench --defenses magic", "defence 'magic' does not exist"),
-        ("bench --shapes ViT-Z-1", "no shapes are called 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16"),
         ("bench --shapes ViT-B-32 --model x/y", "--shapes ViT-B-32 and --model x/y are both given"),
         ("bench --shapes ViT-B-32 --labels cat", "for which --labels means nothing"),
     ],

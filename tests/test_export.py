@@ -14,9 +14,9 @@ import react_clip as rc
 import tiny_clip
 from programs import Run
 from react_clip import attacks, defenses
+from react_clip.choices import EXPORT_FORMATS
 from react_clip.cli import main
 from react_clip.encoders import exported as exporting
-from react_clip.encoders.exported import FORMATS
 from toys import write_photos
 
 
@@ -40,13 +40,13 @@ def exported(tiny_folder: Path, photos: Path, tmp_path_factory: pytest.TempPathF
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", trace_once)
-        for kind in FORMATS:
+        for kind in EXPORT_FORMATS:
             arguments = ["export", tiny_folder, "--format", kind, "--out", folder / kind, "--photos", photos, "--quiet"]
             assert main([str(argument) for argument in arguments]) == 0
-    return {kind: folder / kind for kind in FORMATS}
+    return {kind: folder / kind for kind in EXPORT_FORMATS}
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=EXPORT_FORMATS)
 def name(request: pytest.FixtureRequest, exported: dict[str, Path]) -> str:
     return f"{request.param}:{exported[request.param]}"
 
@@ -110,7 +110,7 @@ def test_the_record_says_what_was_exported(exported: dict[str, Path], tiny_folde
         assert record["normalisation"] == "inside the graph"
         assert record["parity"]["images"] == 12
         assert 0 <= record["parity"]["max_difference"] < 1e-5
-        graphs = [stem + ending for stem in ("encoder", "encoder-small") for ending in FORMATS[kind]]
+        graphs = [stem + ending for stem in ("encoder", "encoder-small") for ending in EXPORT_FORMATS[kind]]
         assert sorted(path.name for path in folder.iterdir()) == sorted([*graphs, "encoder.json"])
 
 

@@ -27,7 +27,8 @@ from performance_figures import (
     where,
 )
 
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
+from react_clip.choices import SWEEPS
 
 Row = dict[str, Any]
 FULL_BATCH = {"gpu": 256, "cpu": 1}

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED, SWEEPS
+from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
+from react_clip.choices import SWEEPS
 from react_clip.report.figures.plot import label_ends
 from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, line_of, name_axes, new_figure, style_axes
 

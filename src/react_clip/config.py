@@ -67,7 +67,8 @@ def write_length(value: Any) -> Any:
     return text if read_length(text) == value else value
 
 
-def _check_length(value: float) -> float:
+def check_length(value: float) -> float:
+    """Refuse lengths above 1, most likely meant as 255ths."""
     if value > 1:
         raise ValueError(f"pixels lie in [0, 1], so write {value:g}/255")
     return value
@@ -80,9 +81,9 @@ Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-PixelLength = Annotated[float, Field(ge=0), AfterValidator(_check_length), BeforeValidator(read_length), _LENGTH]
+PixelLength = Annotated[float, Field(ge=0), AfterValidator(check_length), BeforeValidator(read_length), _LENGTH]
 """A length in pixel values, in [0, 1]; may be written ``"4/255"``."""
-PositiveLength = Annotated[float, Field(gt=0), AfterValidator(_check_length), BeforeValidator(read_length), _LENGTH]
+PositiveLength = Annotated[float, Field(gt=0), AfterValidator(check_length), BeforeValidator(read_length), _LENGTH]
 """A :data:`PixelLength` above 0."""
 
 

@@ -27,9 +27,6 @@ from react_clip.errors import MissingFileError, ReactClipError, first_line
 ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
 
-PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Endings of the files that are taken for photos in a folder."""
-
 _LONGEST_ASPECT = 8
 """Strips are cut to this aspect before resizing: the crop discards the rest, and resizing it could exhaust memory."""
 

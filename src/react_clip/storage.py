@@ -9,14 +9,14 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from platformdirs import user_cache_path
-from safetensors.torch import save
-from torch import Tensor
 
 from react_clip.errors import ReactClipError, missing_or_wrong
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOCK = ".lock"
 
@@ -86,6 +86,12 @@ def held_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that holds something, and a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ReactClipError(f"{folder} is there already; remove it, or choose another --out")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_path(path) as temporary:
@@ -104,6 +110,8 @@ def read_json(path: Path, advice: str) -> Any:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically."""
+    from safetensors.torch import save
+
     # Serialised in memory and written by Python, so that a full disk is an OSError like any other.
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     with atomic_path(path) as temporary:
@@ -118,8 +126,10 @@ def sha256_of(path: Path) -> str:
 
 def tensor_digest(tensors: Tensor | Mapping[str, Tensor]) -> str:
     """Hex SHA-256 of the names, types, shapes and values of one or several tensors."""
+    import torch
+
     digest = hashlib.sha256()
-    for name, tensor in ({"": tensors} if isinstance(tensors, Tensor) else tensors).items():
+    for name, tensor in (tensors if isinstance(tensors, Mapping) else {"": tensors}).items():
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         if tensor.numel():
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from react_clip import functional
 from react_clip.bank import LabelBank
+from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, missing_or_wrong
-from react_clip.preprocess import PHOTO_SUFFIXES, as_pixels
+from react_clip.preprocess import as_pixels
 from react_clip.storage import cache_dir, write_tensors
 
 DEFAULT_TEMPLATES = ("This is a photo of a {}.",)

@@ -12,7 +12,7 @@ from performance_docs import performance
 from performance_figures import growth, performance_figures, read_reports
 
 from react_clip import cli
-from react_clip.bench import SHAPES
+from react_clip.choices import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")

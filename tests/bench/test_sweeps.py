@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import react_clip as rc
 from react_clip import attacks, cli
-from react_clip.bench import BARE, OURS, SHAPES, SWEEPS, Bench, Comparison, Traffic, measure
+from react_clip.bench import BARE, OURS, Bench, Comparison, Traffic, measure
 from react_clip.bench.workload import (
     attacked_rows,
     gate_scores,
@@ -21,6 +21,7 @@ from react_clip.bench.workload import (
     synthetic_photos,
     with_classes,
 )
+from react_clip.choices import SHAPES, SWEEPS
 from toys import toy_classifier, toy_images
 
 _SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 128}

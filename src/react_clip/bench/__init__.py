@@ -1,7 +1,6 @@
 """The cost of a defence, measured side by side in one run: same weights, same images, same precision."""
 
 from react_clip.bench.timing import Comparison, Timing, measure
-from react_clip.bench.workload import BARE, OURS, PLAIN, PUBLISHED, SHAPES, SWEEPS, Bench, Traffic
+from react_clip.bench.workload import BARE, OURS, PLAIN, PUBLISHED, Bench, Traffic
 
-__all__ = ["BARE", "OURS", "PLAIN", "PUBLISHED", "SHAPES", "SWEEPS"]
-__all__ += ["Bench", "Comparison", "Timing", "Traffic", "measure"]
+__all__ = ["BARE", "OURS", "PLAIN", "PUBLISHED", "Bench", "Comparison", "Timing", "Traffic", "measure"]

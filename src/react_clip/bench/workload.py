@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from react_clip.attacks import Attack
 from react_clip.bench.timing import Answer, Comparison
+from react_clip.choices import SHAPES
 from react_clip.defenses import DefendCLIP, Defense, ReACT
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import HFEncoder
@@ -124,12 +125,6 @@ def with_classes(clf: ZeroShotClassifier, count: int) -> ZeroShotClassifier:
 _START, _END = 49406, 49407
 """Tokens of CLIP's tokenizer around every prompt."""
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "ViT-B-32": {"vision_config": {"patch_size": 32}},
-    "ViT-B-16": {"vision_config": {"patch_size": 16}},
-}
-"""Values of ``CLIPConfig`` that differ from transformers' defaults, which are ViT-B's."""
-
 
 def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32", seed: int = 0) -> Encoder:
     """A complete CLIP of these shapes with random weights, for measuring speed only.
@@ -237,8 +232,6 @@ def _published(clf: ZeroShotClassifier, config: DefendCLIP) -> Answer:
 
 # ------------------------------------------------------------------ sweeps
 
-SWEEPS = ("batch", "images", "classes", "attacked")
-"""Axes of a sweep: images per batch, images, classes, share of attacked images."""
 _CLASSES = (10, 100, 1_000, 20_000)
 _SHARES = (0.0, 0.01, 0.1, 1.0)
 _BATCHES = (1, 4, 16, 64, 256, 1024)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from react_clip import ReactClipError, attacks
+from react_clip.choices import ATTACKS
 from react_clip.cli import common
-from react_clip.preprocess import to_image
-from react_clip.storage import atomic_path
+from react_clip.errors import ReactClipError
 
 EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
 
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     common.add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
-    parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(attacks.names('oblivious'))} (%(default)s)")
+    parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(ATTACKS)}, or module:Class (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
     parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
     common.add_model_options(parser)
@@ -26,13 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attack the answer that undefended CLIP gives; images are written at the encoder's size."""
+    common.check_counts(args, "steps")
+    common.check_eps(args)
+    common.check_label_options(args)
+    reader = common.PhotoReader(args)
+    _refuse_equal_names([path.stem for path in reader.files])
+    from react_clip import attacks
+    from react_clip.preprocess import to_image
+    from react_clip.storage import atomic_path
+
     config = {"kind": args.attack, "eps": args.eps} | ({"steps": args.steps} if args.steps is not None else {})
     attack = attacks.from_dict(config)
     if "oblivious" not in attack.threats:
         known = ", ".join(attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
-    reader = common.PhotoReader(args)
-    _refuse_equal_names([path.stem for path in reader.files])
     encoder = common.load_encoder(args)
     clf = common.build_classifier(args, encoder)
     rows = []

@@ -7,16 +7,17 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from react_clip import Encoder, ReACT, ReactClipError, ZeroShotClassifier, attacks, bench, defenses, storage
-from react_clip.bench.timing import speedup
-from react_clip.bench.workload import random_encoder, synthetic_photos
+from react_clip.choices import DEFENSES, SHAPES, SWEEPS
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
+from react_clip.errors import ReactClipError
+from react_clip.storage import write_text
+
+if TYPE_CHECKING:
+    from react_clip import Encoder, ZeroShotClassifier, bench, defenses
 
 EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 2
@@ -43,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eps", default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument(
         "--sweep",
-        choices=(*bench.SWEEPS, "all"),
+        choices=(*SWEEPS, "all"),
         help="instead of the table: ReACT and the bare encoder along an axis, such as 10 to 20,000 classes",
     )
     parser.add_argument("--compile", action="store_true", help="on a GPU: CUDA graphs and a noise kernel, as in serve")
     parser.add_argument(
-        "--defenses", default="", help=f"also measure these, comma-separated: {', '.join(defenses.names())}"
+        "--defenses", default="", help=f"also measure these, comma-separated: {', '.join(DEFENSES)}, module:Class"
     )
     parser.add_argument(
-        "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(bench.SHAPES)}"
+        "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(SHAPES)}"
     )
     common.add_model_options(parser)
     common.add_label_options(parser, choose_defense=False)
@@ -63,9 +64,11 @@ def run(args: argparse.Namespace) -> int:
         args.images, args.batch, args.rounds, args.singles = 1, 1, 1, 1
     _check(args)
     reader = common.PhotoReader(args) if args.photos_in or not args.shapes else None
+    from react_clip import bench
+
     job = _bench(args, reader)
     report = _report(args, job)
-    axes = bench.SWEEPS if args.sweep == "all" else (args.sweep,)
+    axes = SWEEPS if args.sweep == "all" else (args.sweep,)
     left_out = (bench.PUBLISHED,) if args.quick else ()
     swept = {axis: job.sweep(axis) if axis else {0.0: job.table(*left_out)} for axis in axes}
     steps = sum(one.steps(args.rounds, args.singles) for points in swept.values() for one in points.values())
@@ -83,18 +86,22 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     report["contenders"] = rows[0.0]
                 if args.out:
-                    storage.write_text(args.out, json.dumps(report, indent=2) + "\n")
+                    write_text(args.out, json.dumps(report, indent=2) + "\n")
     notices = [f"written to {args.out}"] if args.out else []
     common.print_result(args, report, _lines(report, swept), notices)
     return reader.exit_code if reader else 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    common.check_at_least_one(args, "images", "batch", "rounds", "singles")
+    common.check_counts(args, "images", "batch", "rounds", "singles")
+    common.check_eps(args)
+    common.check_label_options(args)
     if not 0.0 <= args.attacked <= 1.0:
         raise ReactClipError(f"--attacked is {args.attacked}; it is a share between 0 and 1")
     if args.shapes is None:
         return
+    if args.shapes not in SHAPES:
+        raise ReactClipError(f"--shapes is {args.shapes!r}; choose one of {', '.join(SHAPES)}")
     if args.model != common.DEFAULT_MODEL:
         raise ReactClipError(f"--shapes {args.shapes} and --model {args.model} are both given; choose one of them")
     given = [name for name in ("labels", "labels_file", "photos", "template") if getattr(args, name) is not None]
@@ -107,6 +114,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench.Bench:
     """The measurement that the options describe."""
+    from react_clip import ReACT, attacks, bench
+    from react_clip.bench.workload import random_encoder, synthetic_photos
+
     others = {name: _defense(name, args.batch) for name in common.comma_separated(args.defenses)}
     if args.shapes:
         encoder = random_encoder(args.shapes, device=args.device, dtype=args.dtype)
@@ -136,6 +146,10 @@ def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench
 
 
 def _random_classifier(encoder: Encoder) -> ZeroShotClassifier:
+    import torch
+
+    from react_clip import ZeroShotClassifier
+
     features = torch.randn(_CLASSES, encoder.dim, generator=torch.Generator().manual_seed(0))
     names = [f"class {number + 1}" for number in range(_CLASSES)]
     return ZeroShotClassifier.from_features(encoder, names, features.to(encoder.device))
@@ -143,12 +157,18 @@ def _random_classifier(encoder: Encoder) -> ZeroShotClassifier:
 
 def _defense(name: str, batch: int) -> defenses.Defense:
     """A defence with its default values and the run's batch size."""
+    from react_clip import defenses
+
     values = defenses.from_dict(name).to_dict()
     return defenses.from_dict({**values, "max_batch": batch} if "max_batch" in values else values)
 
 
 def _report(args: argparse.Namespace, job: bench.Bench) -> dict[str, Any]:
     """The JSON document, without measurements."""
+    import torch
+
+    from react_clip import bench
+
     clf, notes = job.clf, []
     if args.shapes:
         notes.append(
@@ -177,6 +197,9 @@ def _report(args: argparse.Namespace, job: bench.Bench) -> dict[str, Any]:
 
 def _lines(report: dict[str, Any], swept: dict[str | None, dict[float, bench.Comparison]]) -> Iterator[str]:
     """Lines of the terminal."""
+    from react_clip import bench
+    from react_clip.bench.timing import speedup
+
     for axis, points in swept.items():
         if axis:
             yield f"\nalong {axis}:"

@@ -6,19 +6,19 @@ import argparse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from react_clip import Encoder, ReactClipError, data
-from react_clip.calibration import BUDGETS, SIGMAS, Calibration, calibrate
+from react_clip.choices import MAPPINGS
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
-from react_clip.defenses import look_calibration
-from react_clip.defenses.look_calibration import LookCalibration
 from react_clip.environment import device_name, versions
-from react_clip.preprocess import to_float
+from react_clip.errors import ReactClipError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from react_clip import Calibration, Encoder
+    from react_clip.defenses.look_calibration import LookCalibration
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     common.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
     parser.add_argument(
-        "--defense", choices=("second_look", "react"), default="second_look", help="what to calibrate (%(default)s)"
+        "--defense", choices=common.DEFENSES, default="second_look", help="what to calibrate (%(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; ReACT's plot beside it)"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
-    group.add_argument("--mapping", default="linear", help="linear, logistic or power_law (%(default)s)")
+    group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
     group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)")
     group.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
     common.add_model_options(parser)
@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate and write the JSON."""
-    common.check_at_least_one(args, "steps", "batch", "limit")
+    common.check_counts(args, "steps", "batch")
+    common.check_dataset_options(args)
+    if args.clean_pass is not None and not 0 < args.clean_pass < 1:
+        raise ReactClipError(f"--clean-pass is {args.clean_pass}; it is a share of clean photos, such as 0.95")
     return _run_react(args) if args.defense == "react" else _run_second_look(args)
 
 
@@ -65,6 +68,8 @@ def _provenance(args: argparse.Namespace, encoder: Encoder) -> dict[str, Any]:
 
 
 def _run_second_look(args: argparse.Namespace) -> int:
+    from react_clip.defenses import look_calibration
+
     encoder = common.load_encoder(args)
     pixels, failed = _clean_photos(args, encoder)
     with Progress(quiet=args.quiet, unit="photo", total=len(pixels)) as progress, warnings.catch_warnings():
@@ -92,6 +97,9 @@ def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, b
         args.photos_in = [path]
         reader = common.PhotoReader(args)
         return reader.sample(limit, encoder.preprocessing), bool(reader.failed)
+    from react_clip import data
+    from react_clip.preprocess import to_float
+
     photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
     photos = photos.take(limit, args.seed)
     return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), False
@@ -110,7 +118,12 @@ def _describe_look(result: LookCalibration) -> Iterator[str]:
 
 
 def _run_react(args: argparse.Namespace) -> int:
-    sigmas = SIGMAS if args.sigmas is None else _read_scales(args.sigmas)
+    given = None if args.sigmas is None else _read_scales(args.sigmas)
+    import torch
+
+    from react_clip.calibration import BUDGETS, SIGMAS, calibrate
+    from react_clip.preprocess import to_float
+
     encoder = common.load_encoder(args)
     # Classes made of the very photos that are attacked would look better than they are.
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
@@ -129,7 +142,7 @@ def _run_react(args: argparse.Namespace) -> int:
             pixels,
             torch.tensor(photos.labels),
             mapping=args.mapping,
-            sigmas=sigmas,
+            sigmas=given or SIGMAS,
             steps=args.steps,
             clean_pass=0.95 if args.clean_pass is None else args.clean_pass,
             batch=args.batch,

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo as soon as it is known."""
-    common.check_at_least_one(args, "top")
+    common.check_counts(args, "top")
+    common.check_label_options(args)
     reader = common.PhotoReader(args)
     encoder = common.load_encoder(args)
     clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from react_clip.choices import PHOTO_SUFFIXES, dataset_names
 from react_clip.cli.progress import Progress
 from react_clip.errors import MissingFileError, ReactClipError, missing_or_wrong
 
@@ -78,9 +79,7 @@ def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool =
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
     """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
-    from react_clip import data
-
-    known = f"folder:PATH with a sub-folder per class, or one of {', '.join(data.names())}{note}"
+    known = f"folder:PATH with a sub-folder per class, or one of {', '.join(dataset_names())}{note}"
     parser.add_argument("dataset", metavar=metavar, help=known)
     parser.add_argument("--data", type=Path, help="root folder of the data sets")
     parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
@@ -105,12 +104,61 @@ def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", not
     )
 
 
-def check_at_least_one(args: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1."""
+# ---------------------------------------------------------------------- checks, made before slow imports
+
+
+def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Refuse numbers below ``least``."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ReactClipError(f"--{name} is {value}; it must be at least 1")
+        if value is not None and value < least:
+            raise ReactClipError(f"{_flag(name)} is {value}; it must be at least {least}")
+
+
+def check_eps(args: argparse.Namespace) -> None:
+    """Refuse an --eps that is no length in pixel values."""
+    from react_clip.config import check_length, read_length
+
+    try:
+        check_length(read_length(args.eps))
+    except ValueError as error:
+        raise ReactClipError(f"--eps is {args.eps!r}; {error}") from None
+
+
+def check_exists(path: Path, way_out: str = "check the path") -> None:
+    """Refuse a path that does not exist."""
+    if not path.exists():
+        raise MissingFileError(f"{path} does not exist; {way_out}")
+
+
+def check_paths(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that are paths of nothing."""
+    for name in names:
+        if (path := getattr(args, name, None)) is not None:
+            check_exists(Path(path), f"check {_flag(name)}")
+
+
+def check_label_options(args: argparse.Namespace) -> None:
+    """Refuse options for classes and defence that are empty, exclude each other or name missing files."""
+    given = [_flag(name) for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ReactClipError(f"{' and '.join(given)} are both given; choose one of them")
+    if args.labels is not None and not args.labels.replace(",", "").strip():
+        raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
+    defense, photos = getattr(args, "defense", None), getattr(args, "calibrate_on", None)
+    if args.config is not None and defense is not None:
+        raise ReactClipError(f"--config {args.config} and --defense {defense} are both given; choose one of them")
+    if photos is not None and (args.config is not None or defense == "react"):
+        raise ReactClipError("--calibrate-on measures the threshold of SecondLook; leave out --config and react")
+    check_paths(args, "labels_file", "photos", "calibrate_on", *(["config"] if args.config != "paper" else []))
+
+
+def check_dataset_options(args: argparse.Namespace) -> None:
+    """Refuse a limit below 1 and folders that do not exist; names of data sets are checked when they are loaded."""
+    check_counts(args, "limit")
+    check_paths(args, "data", "heads")
+    if args.dataset.startswith("folder:") or "/" in args.dataset:
+        check_exists(Path(args.dataset.removeprefix("folder:")).expanduser())
 
 
 def check_cluster_options(args: argparse.Namespace) -> None:
@@ -118,7 +166,11 @@ def check_cluster_options(args: argparse.Namespace) -> None:
     for name in ("address", "workers"):
         if args.engine != "ray" and getattr(args, name) is not None:
             raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
-    check_at_least_one(args, "workers")
+    check_counts(args, "workers")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 # ---------------------------------------------------------------------- output
@@ -187,10 +239,6 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
     """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
     from react_clip.zeroshot import ZeroShotClassifier
 
-    given = [name for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
-    if len(given) > 1:
-        options = " and ".join("--" + name.replace("_", "-") for name in given)
-        raise ReactClipError(f"{options} are both given; choose one of them")
     if args.photos is not None:
         return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
     return ZeroShotClassifier(encoder, _class_names(args, encoder), templates=args.template)
@@ -200,8 +248,6 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
     from react_clip.bank import LabelBank
 
     if args.labels is not None:
-        if not args.labels.replace(",", "").strip():
-            raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
         # A trailing comma is common and does not mean a blank label.
         names: list[str] = args.labels.rstrip().removesuffix(",").split(",")
         return names
@@ -224,11 +270,7 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
     """
     from react_clip.defenses import Defense, ReACT, SecondLook, default_for
 
-    if args.config is not None and args.defense is not None:
-        raise ReactClipError(f"--config {args.config} and --defense {args.defense} are both given; choose one of them")
     if (photos := getattr(args, "calibrate_on", None)) is not None:
-        if args.config is not None or args.defense == "react":
-            raise ReactClipError("--calibrate-on measures the threshold of SecondLook; leave out --config and react")
         return _calibrated(args, encoder, photos)
     if args.config == "paper":
         return ReACT()
@@ -280,7 +322,6 @@ def load_photos(
     from react_clip import data
     from react_clip.evaluation.sets import class_source
 
-    check_at_least_one(args, "limit")
     root = args.data or data.default_root()
     photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     classifier, description = None, "none needed"
@@ -318,19 +359,11 @@ def bundled_photos() -> list[Path]:
     return [path for path in photos if path.is_file()]
 
 
-def check_exists(path: Path, way_out: str = "check the path") -> None:
-    """Refuse a path that does not exist, before slow imports."""
-    if not path.exists():
-        raise MissingFileError(f"{path} does not exist; {way_out}")
-
-
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            from react_clip.preprocess import PHOTO_SUFFIXES  # slow: a mistyped path is reported before
-
             photos = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
             if not photos:
                 raise ReactClipError(

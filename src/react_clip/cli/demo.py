@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print each outcome when it is known, and write the page."""
+    common.check_counts(args, "steps")
+    common.check_label_options(args)
     files = common.expand_inputs(args.photos_in or common.bundled_photos())
     if args.photos_in:
         from react_clip.preprocess import check_file

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write features to one file, or to a folder of Parquet parts; exit code 2 if something could not be read."""
+    common.check_counts(args, "batch", "chunk", "top")
+    common.check_label_options(args)
     options = {name: value for name in _FOLDER_OPTIONS if (value := getattr(args, name)) is not None}
     reader = None
     if PurePosixPath(args.out).suffix in (".npy", ".safetensors"):

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
     common.check_cluster_options(args)
     common.check_exists(args.recipe, "give a file like recipes/table1.yaml")
+    common.check_counts(args, "limit", "draws", "batch")
+    common.check_paths(args, "data", "heads")
     from react_clip.evaluation import Recipe, run_recipe, validate
     from react_clip.evaluation.store import TABLES
     from react_clip.report.tables import accuracy_table, write_tables

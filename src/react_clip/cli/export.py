@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from react_clip import ReactClipError
+from react_clip.choices import EXPORT_FORMATS, EXPORT_TOLERANCE
 from react_clip.cli import common
-from react_clip.encoders.exported import FORMATS, TOLERANCE, export
+from react_clip.errors import ReactClipError
+from react_clip.storage import check_new_folder
 
 EXAMPLE = "react-clip export clip-vit-b-16 --format onnx --out towers/b16  (then --model onnx:towers/b16)"
 _MOST_PHOTOS = 64
@@ -18,7 +19,7 @@ _MOST_PHOTOS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
-    parser.add_argument("--format", choices=sorted(FORMATS), required=True, help="which runtime it is for")
+    parser.add_argument("--format", choices=sorted(EXPORT_FORMATS), required=True, help="which runtime it is for")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument(
         "--photos",
@@ -28,15 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PHOTO",
         help="image files or folders to compare on (bundled ones by default)",
     )
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference allowed (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=EXPORT_TOLERANCE, help="largest difference allowed (%(default)s)"
+    )
     parser.set_defaults(device="cpu", dtype="fp32")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export and compare; the folder is created only if the features agree."""
     if not args.tolerance > 0:
-        raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {TOLERANCE}")
+        raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {EXPORT_TOLERANCE}")
+    check_new_folder(args.out)
     reader = common.PhotoReader(args)
+    from react_clip.encoders.exported import export
+
     encoder = common.load_encoder(args)
     pixels = reader.sample(_MOST_PHOTOS, encoder.preprocessing)
     parity = export(encoder, args.format, args.out, pixels, tolerance=args.tolerance)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from react_clip import ReactClipError, load
+from react_clip.choices import FINETUNING
 from react_clip.cli import common
 from react_clip.cli.progress import Progress
-from react_clip.finetune import Finetuned, InnerAttack, Method, Settings, finetune, get, names
-from react_clip.finetune.folder import read_log
-from react_clip.finetune.photos import check_memory
+from react_clip.errors import ReactClipError
+from react_clip.finetune.optimiser import Optimiser
+from react_clip.finetune.settings import InnerAttack, Settings
+
+if TYPE_CHECKING:
+    from react_clip.finetune import Finetuned, Method
 
 EXAMPLE = "react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa"
 _PLOT = "loss.png"
@@ -22,7 +24,7 @@ _SETTINGS = ("batch", "accumulate", "dtype", "augment", "seed", "half", "save_ev
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("method", help=f"one of {', '.join(names())}")
+    parser.add_argument("method", choices=FINETUNING, help="what to train with")
     common.add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     length = parser.add_mutually_exclusive_group()
@@ -48,7 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
-    method, settings = _method(args), _settings(args)
+    common.check_dataset_options(args)
+    settings, method = _settings(args), _method(args)
+    import torch
+
+    from react_clip import load
+    from react_clip.finetune import finetune
+    from react_clip.finetune.photos import check_memory
+
     # The weights stay fp32; --dtype is what the towers compute in.
     encoder = load(args.model, device=args.device, dtype="fp32")
     photos, clf, source = common.load_photos(args, encoder, classes=method.needs_labels)
@@ -83,13 +92,16 @@ def run(args: argparse.Namespace) -> int:
 def _method(args: argparse.Namespace) -> Method:
     weights = {name: getattr(args, name) for name in ("clean_weight", "original_weight")}
     given = {name: value for name, value in weights.items() if value is not None}
-    if given and args.method in names() and args.method != "pmg-aft":
+    if given and args.method != "pmg-aft":
         raise ReactClipError(
             f"--{next(iter(given)).replace('_', '-')} belongs to pmg-aft, not {args.method}; leave it out"
         )
+    options = {"algorithm": args.optimiser, "lr": args.lr, "weight_decay": args.weight_decay}
+    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    Optimiser.from_dict({"algorithm": "sgd", "lr": 1e-5} | changes)  # refuses wrong values before the slow import
+    from react_clip.finetune import get
+
     method = get(args.method, **given)
-    changes = {"algorithm": args.optimiser, "lr": args.lr, "weight_decay": args.weight_decay}
-    changes = {name: value for name, value in changes.items() if value is not None}
     return method.replace(optimiser=method.optimiser.replace(**changes))
 
 
@@ -108,6 +120,7 @@ def _plot(result: Finetuned, method: Method) -> None:
     path = result.folder / _PLOT
     if result.was_finished and path.is_file():
         return
+    from react_clip.finetune.folder import read_log
     from react_clip.report.style import COLOURS, new_figure, save_figure
 
     rows = read_log(result.folder / "log.csv")

@@ -7,16 +7,16 @@ import math
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from react_clip import ReactClipError, ZeroShotClassifier, defenses, load
 from react_clip.cli import common
-from react_clip.defenses import Defense
-from react_clip.errors import first_line
-from react_clip.evaluation import Recipe, run_recipe, validate
-from react_clip.evaluation.recipe import LabelledDefense
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
+
+if TYPE_CHECKING:
+    from react_clip import ZeroShotClassifier
+    from react_clip.defenses import Defense
+    from react_clip.evaluation import Recipe
 
 EXAMPLE = (
     "react-clip rank runs/standard runs/adaptive --out ranking.html (or: react-clip rank my_defense.py:MyDefense "
@@ -50,12 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the defence if one is given, then write the page and print the table."""
-    require("pandas", "the ranking", extra="eval")
-    from react_clip.report.ranking import rank
-
     own = [text for text in args.what if ":" in text and not Path(text).is_dir()]
     if own and len(args.what) > 1:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
+    _check(args, own)
+    require("pandas", "the ranking", extra="eval")
+    from react_clip.report.ranking import rank
+
     ranking = rank([_measure(own[0], args)] if own else args.what, args.timings)
     ranking.write_page(args.out)
     document = {
@@ -70,8 +71,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace, own: list[str]) -> None:
+    """Refuse wrong numbers and missing files, before slow imports."""
+    common.check_counts(args, "limit")
+    common.check_paths(args, "recipe", "data", "heads")
+    for path in args.timings:
+        common.check_exists(path, "check --timings")
+    for text in args.what:
+        if text in own:
+            _file_of(text)
+        else:
+            common.check_exists(Path(text), "give a folder of `react-clip evaluate`, or FILE.py:CLASS")
+
+
+def _file_of(reference: str) -> Path | None:
+    """The file of ``FILE.py:CLASS``, which must exist; None for ``module:CLASS``."""
+    file = Path(reference.rpartition(":")[0])
+    if file.suffix != ".py":
+        return None
+    common.check_exists(file, "give the file that defines the defence, then :CLASS")
+    return file
+
+
 def _measure(reference: str, args: argparse.Namespace) -> Path:
     """Run the standard evaluation with a defence of the user's beside ours; returns the folder of the run."""
+    from react_clip.evaluation import Recipe, run_recipe, validate
+    from react_clip.evaluation.recipe import LabelledDefense
+
     defense = load_defense(reference)
     shipped = f"{'standard-quick' if args.quick else 'standard'}.yaml"
     path = args.recipe or Path(str(files("react_clip") / "assets" / "recipes" / shipped))
@@ -93,11 +119,10 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
 
 def load_defense(reference: str) -> Defense:
     """A defence with its default values from ``FILE.py:CLASS`` or ``module:CLASS``."""
+    from react_clip import defenses
+
     place, _, name = reference.rpartition(":")
-    if place.endswith(".py"):
-        file = Path(place)
-        if not file.is_file():
-            raise ReactClipError(f"{file} does not exist; give the file that defines the defence, then :CLASS")
+    if (file := _file_of(reference)) is not None:
         sys.path.insert(0, str(file.resolve().parent))
         place = file.stem
     try:
@@ -110,6 +135,8 @@ def load_defense(reference: str) -> Defense:
 
 def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
     """Raise unless a defence answers two images with finite logits over all classes."""
+    import torch
+
     size, classes = clf.encoder.image_size, len(clf.names)
     images = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(clf.device)
     label = type(defense).label
@@ -131,6 +158,10 @@ def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
 
 def _tiny_classifier(recipe: Recipe, args: argparse.Namespace) -> ZeroShotClassifier:
     """The recipe's model with three classes that stand for any."""
+    import torch
+
+    from react_clip import ZeroShotClassifier, load
+
     encoder = load(recipe.model, device=args.device)
     features = torch.eye(3, encoder.dim, device=encoder.device)
     return ZeroShotClassifier.from_features(encoder, ["one", "two", "three"], features)

@@ -23,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; missing data is no failure, the page and stderr list it."""
+    for path in args.runs:
+        common.check_exists(path, "give the --out folder of `react-clip evaluate`")
+    common.check_counts(args, "rows", "photos", least=0)
+    common.check_paths(args, "calibration")
     require("pandas", "the report", extra="eval")
     from react_clip.report.page import write_report
 

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from react_clip.cli.common import build_classifier, build_guard, defense_line, load_encoder, notice
+from react_clip.cli.common import (
+    build_classifier,
+    build_guard,
+    check_label_options,
+    defense_line,
+    load_encoder,
+    notice,
+)
 from react_clip.optional import require
 
 if TYPE_CHECKING:
@@ -51,11 +58,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, listen and answer; returns 0 after SIGTERM or SIGINT."""
-    from react_clip.serve.app import public_name
-    from react_clip.serve.server import address, open_socket, serve
-
     settings = settings_of(args)
     build = prepare(settings)
+    from react_clip.serve.app import public_name
+    from react_clip.serve.server import address, open_socket, serve
 
     def announce(url: str) -> None:
         ready = {"url": url, "pid": os.getpid(), "model": settings.name or public_name(settings.model)}
@@ -90,6 +96,7 @@ def prepare(settings: Settings) -> Callable[[], FastAPI]:
     """Read the secret and the API keys, and return a function that builds the application in any process."""
     from react_clip.serve.settings import read_keys, read_secret
 
+    check_label_options(argparse.Namespace(**settings.model_dump()))
     secret, keys = read_secret(settings), read_keys(settings)
     if secret is None:
         line = "the noise is keyed by a new random secret: answers may differ after a restart (--secret-file)"

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.data.dataset import ImageDataset, Photo
 from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex, DatasetSpec, readable_names
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.preprocess import PHOTO_SUFFIXES
 
 SHARDS = ("{split}/*.tar",)
 TABLES = ("{split}/state.json", "{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet")

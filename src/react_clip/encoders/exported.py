@@ -23,25 +23,22 @@ from torch import Tensor, nn
 
 from react_clip import functional, noise
 from react_clip.augment import smaller_copy
+from react_clip.choices import EXPORT_FORMATS, EXPORT_TOLERANCE
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.loading import quiet_libraries, resolve_device, resolve_dtype
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.preprocess import Preprocessing
-from react_clip.storage import read_json, sha256_of, write_text
+from react_clip.storage import check_new_folder, read_json, sha256_of, write_text
 
 RECORD, SCHEMA = "encoder.json", 1
-FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
-"""Endings of the files of one graph in each format; the runtime opens the first."""
 FULL, SMALL = "encoder", "encoder-small"
 """Names of the graphs, without ending: at the tower's image size, and at the size of ``rc.SecondLook``'s look."""
 SMALL_SHARE = 176 / 224
 """Size of the small graph as a share of the tower's."""
 PRECISIONS = {"onnx": ("fp32",), "openvino": ("fp32", "bf16")}
 
-TOLERANCE = 1e-4
-"""Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
 _NOISE = 0.1
 """Scale of the noisy views that are compared beside the photos: a defence encodes mostly noisy views."""
 
@@ -112,7 +109,7 @@ def split_name(name: str) -> tuple[str, Path] | None:
     ('onnx', PosixPath('towers/b16'))
     """
     kind, colon, folder = name.partition(":")
-    return (kind, Path(folder).expanduser()) if colon and kind in FORMATS else None
+    return (kind, Path(folder).expanduser()) if colon and kind in EXPORT_FORMATS else None
 
 
 def load_exported(name: str, *, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
@@ -151,14 +148,14 @@ def _checked_record(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def _files(kind: str, record: dict[str, Any]) -> list[str]:
-    return [stem + ending for stem in _graph_names(record).values() for ending in FORMATS[kind]]
+    return [stem + ending for stem in _graph_names(record).values() for ending in EXPORT_FORMATS[kind]]
 
 
 def open_graph(kind: str, stem: Path, dtype: torch.dtype = torch.float32) -> Graph:
     """The graph ``stem.*`` in its runtime, with as many threads as PyTorch has."""
     runtime = {"onnx": "onnxruntime", "openvino": "openvino"}[kind]
     module = require(runtime, f"a tower in {kind} format", extra="export")
-    path = f"{stem}{FORMATS[kind][0]}"
+    path = f"{stem}{EXPORT_FORMATS[kind][0]}"
     try:
         return _onnx_graph(module, path) if kind == "onnx" else _openvino_graph(module, path, dtype)
     except Exception as error:  # each runtime has its own errors
@@ -196,7 +193,7 @@ class Parity:
     min_cosine: float
 
 
-def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, tolerance: float = TOLERANCE) -> Parity:
+def export(encoder: Encoder, kind: str, folder: Path, photos: Tensor, *, tolerance: float = EXPORT_TOLERANCE) -> Parity:
     """Write the image tower to a new folder, as :func:`react_clip.load` reads it; a failure leaves nothing behind.
 
     ``photos`` ``[B, 3, S, S]`` in [0, 1], and noisy views of them, go through the tower and through the graphs; a
@@ -249,14 +246,13 @@ def measure_parity(encoder: Encoder, graphs: dict[int, Graph], photos: Tensor) -
 
 
 def _check_request(encoder: Encoder, kind: str, folder: Path) -> None:
-    if kind not in FORMATS:
-        raise ReactClipError(f"there is no format {kind!r}; choose one of {', '.join(FORMATS)}")
+    if kind not in EXPORT_FORMATS:
+        raise ReactClipError(f"there is no format {kind!r}; choose one of {', '.join(EXPORT_FORMATS)}")
     if isinstance(encoder, ExportedEncoder):
         raise ReactClipError(f"{encoder.name!r} is an exported tower already; export {encoder.original!r}")
     if encoder.dtype != torch.float32 or encoder.device.type != "cpu":
         raise ReactClipError(f"{encoder.name!r} is in {encoder.dtype} on {encoder.device}; export from fp32 on the CPU")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ReactClipError(f"{folder} is there already; remove it, or choose another --out")
+    check_new_folder(folder)
 
 
 class _PixelsToFeatures(nn.Module):
@@ -287,7 +283,7 @@ def _write_graph(encoder: Encoder, kind: str, stem: Path, size: int) -> None:
         if kind == "openvino":
             openvino = modules["openvino"]
             model = openvino.convert_model(str(onnx_file))
-            openvino.save_model(model, f"{stem}{FORMATS[kind][0]}", compress_to_fp16=False)
+            openvino.save_model(model, f"{stem}{EXPORT_FORMATS[kind][0]}", compress_to_fp16=False)
             onnx_file.unlink()
     except OSError:
         raise

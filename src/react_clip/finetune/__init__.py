@@ -1,13 +1,12 @@
 """Adversarially finetuned image towers: TeCoA, PMG-AFT, FARE and CLIP-FT; an interrupted run can be continued.
 
+The public names are listed in ``__init__.pyi`` and imported on first use: the settings of a run need no torch.
+
 >>> from react_clip import finetune
 >>> finetune.names()
 ['clip-ft', 'fare', 'pmg-aft', 'tecoa']
 """
 
-from react_clip.finetune.methods import CLIPFT, FARE, PMGAFT, Method, TeCoA, get, names
-from react_clip.finetune.optimiser import Optimiser
-from react_clip.finetune.training import Finetuned, InnerAttack, Settings, finetune
+import lazy_loader
 
-__all__ = ["CLIPFT", "FARE", "PMGAFT", "Finetuned", "InnerAttack", "Method", "Optimiser", "Settings", "TeCoA"]
-__all__ += ["finetune", "get", "names"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

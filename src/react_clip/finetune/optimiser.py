@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from react_clip.config import Configuration
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -27,6 +29,8 @@ class Optimiser(Configuration):
 
     def make(self, weights: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:
         """The optimiser of these weights."""
+        import torch
+
         if self.algorithm == "sgd":
             return torch.optim.SGD(
                 weights, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused

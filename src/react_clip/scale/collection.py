@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.preprocess import DEFAULT_LIMITS, PHOTO_SUFFIXES
+from react_clip.preprocess import DEFAULT_LIMITS
 
 SHARD_SUFFIXES = (".tar", ".parquet")
 _SUFFIXES = (*PHOTO_SUFFIXES, *SHARD_SUFFIXES)

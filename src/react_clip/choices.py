@@ -1,0 +1,47 @@
+"""Names and values that ``--help`` lists. Nothing heavy is imported here, so that help and bad options take no time."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Endings of the files that are taken for photos in a folder."""
+
+# ---------------------------------------------------------------------- kinds; a test compares them with the registries
+
+ATTACKS = ("apgd", "autoattack", "corruption", "cw", "fab", "pgd", "square")
+"""Attacks that do not know a defence."""
+DEFENSES = (
+    *("agc", "anti-adv", "aom", "clipure", "csr", "dbd", "defend-clip", "doc", "et3", "hd", "mac", "r-tpt"),
+    *("react", "second_look", "ss-tpt", "ttc", "tte", "undefended"),
+)
+FINETUNING = ("clip-ft", "fare", "pmg-aft", "tecoa")
+"""Finetuning methods."""
+
+# ---------------------------------------------------------------------- values that one module uses
+
+MAPPINGS = ("linear", "logistic", "power_law")
+"""Curves that ReACT's calibration fits."""
+EXPORT_FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
+"""Endings of the files of one graph in each format; the runtime opens the first."""
+EXPORT_TOLERANCE = 1e-4
+"""Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "ViT-B-32": {"vision_config": {"patch_size": 32}},
+    "ViT-B-16": {"vision_config": {"patch_size": 16}},
+}
+"""Shapes of the benchmark's random weights: values of ``CLIPConfig`` that differ from transformers' defaults, which are
+ViT-B's."""
+SWEEPS = ("batch", "images", "classes", "attacked")
+"""Axes of a sweep of the benchmark: images per batch, images, classes, share of attacked images."""
+
+
+def dataset_names() -> tuple[str, ...]:
+    """Names of the data sets in ``data/sets.toml``; ``react_clip.data`` describes them.
+
+    >>> len(dataset_names()), dataset_names()[0]
+    (17, 'cifar10')
+    """
+    return tuple(tomllib.loads(files("react_clip").joinpath("data", "sets.toml").read_text(encoding="utf-8")))

@@ -1,0 +1,12 @@
+from .methods import CLIPFT as CLIPFT
+from .methods import FARE as FARE
+from .methods import PMGAFT as PMGAFT
+from .methods import Method as Method
+from .methods import TeCoA as TeCoA
+from .methods import get as get
+from .methods import names as names
+from .optimiser import Optimiser as Optimiser
+from .settings import InnerAttack as InnerAttack
+from .settings import Settings as Settings
+from .training import Finetuned as Finetuned
+from .training import finetune as finetune
