@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,27 +148,37 @@ def test_without_a_seed_the_noise_follows_a_secret(
     assert number == 3
 
 
-@pytest.mark.parametrize("command", ["classify", "classify --json", "embed", "demo"])
+@pytest.mark.parametrize("command", ["classify", "classify --json", "embed", "demo", "attack", "attack --json"])
 def test_what_is_finished_is_kept_when_a_command_is_stopped(
     command: str, run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3, 6):
         Image.new("RGB", (40, 40)).save(photos / f"photo{number}.png")
-    answer, calls = rc.ReACT.__call__, iter(range(100))
+    name, *json_flag = command.split()
+    stopped: type[Any] = rc.attacks.PGD if name == "attack" else rc.ReACT
+    answer, calls = stopped.__call__, iter(range(100))
 
-    def stop_at_the_second_batch(self: rc.ReACT, *args: object, **kwargs: object) -> rc.Defended:
+    def stop_at_the_second_batch(self: object, *args: object, **kwargs: object) -> object:
         if next(calls):
             raise KeyboardInterrupt
-        return answer(self, *args, **kwargs)  # type: ignore[arg-type]
+        return answer(self, *args, **kwargs)
 
-    monkeypatch.setattr(rc.ReACT, "__call__", stop_at_the_second_batch)
-    name, *json_flag = command.split()
-    out = {"embed": ["--out", tmp_path / "f.npy"], "demo": ["--out", tmp_path / "page", "--steps", 1]}.get(name, [])
-    code, printed, err = run(name, photos, *tiny, *json_flag, *out)
+    monkeypatch.setattr(stopped, "__call__", stop_at_the_second_batch)
+    out = {
+        "embed": ["--out", tmp_path / "f.npy"],
+        "demo": ["--out", tmp_path / "page", "--steps", 1],
+        "attack": ["--out", tmp_path / "adv", "--steps", 1],
+    }.get(name, [])
+    options = [option for option in tiny if name != "attack" or option not in ("--config", "paper")]
+    code, printed, err = run(name, photos, *options, *json_flag, *out)
     assert code == 130
     assert "stopped; finished work is kept" in err
     if json_flag:
         assert len(json.loads(printed)["results"]) == 4
+    elif name == "attack":
+        lines = [line.partition(": ")[0] for line in printed.splitlines()]
+        assert lines == [str(tmp_path / "adv" / f"photo{number}.png") for number in range(4)]
+        assert all(Path(line).is_file() for line in lines)
     elif name == "classify":
         assert [line.partition(": ")[0] for line in printed.splitlines()] == [
             str(photos / f"photo{number}.png") for number in range(4)
@@ -217,7 +228,7 @@ QUICK = {
     "bench --batch 0": "--batch is 0; it must be at least 1",
     "bench --eps 300": "so write 300/255",
     "bench --shapes ViT-Z-1": "--shapes is 'ViT-Z-1'; choose one of ViT-B-32, ViT-B-16",
-    "finetune magic folder:empty --out f": "method: invalid choice: 'magic'",
+    "finetune magic folder:empty --out f": "method 'magic' does not exist; choose one of clip-ft, fare",
     "finetune fare folder:nowhere --out f": "nowhere does not exist",
     "finetune fare folder:empty --out f --steps 0": "steps is 0; it must be a whole number >= 1",
     "finetune fare folder:empty --out f --lr -1": "lr is -1.0; it must be > 0",
@@ -274,7 +285,7 @@ def test_help_lists_what_is_registered() -> None:
 def test_a_photo_that_is_too_large_is_refused_before_the_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("react_clip.cli.common.load_encoder", lambda args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("react_clip.encoders.load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
     Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
     for command in (["classify"], ["demo", "--out", tmp_path / "page"]):
         code, _, err = run(*command, tmp_path / "large.png", "--labels", "cat, dog")
@@ -292,7 +303,8 @@ def test_embed_leaves_nothing_when_it_cannot_finish(run: Run, photos: Path, tiny
 
 
 def test_attack_writes_photos_within_the_budget(run: Run, photos: Path, tiny: list[str], tmp_path: Path) -> None:
-    code, out, _ = run("attack", photos, *tiny, "--eps", "8/255", "--steps", 3, "--out", tmp_path / "adv", "--json")
+    options = [option for option in tiny if option not in ("--config", "paper")]
+    code, out, _ = run("attack", photos, *options, "--eps", "8/255", "--steps", 3, "--out", tmp_path / "adv", "--json")
     assert code == 0
     for row in json.loads(out)["results"]:
         attacked, clean = to_pixels(row["attacked"], 32), to_pixels(row["file"], 32)
@@ -306,6 +318,7 @@ def test_the_demo_prints_outcomes_and_writes_one_page(run: Run, photos: Path, ti
     assert str(tmp_path / "page" / "index.html") in out
     assert out.count(" 8/255") == 2
     assert out.count(" noise 0.0") == 1
+    assert "passes are encoder passes of CLIP / ReACT." in out
     for word in ("CLIP says", "ReACT says", "passes"):
         assert word in out
     page = (tmp_path / "page" / "index.html").read_text()
@@ -382,6 +395,7 @@ def test_the_demo_takes_bf16_only_where_the_cpu_has_it(line: str, expected: bool
         ("classify --labels ' , '", "--labels is empty"),
         ("classify --labels cat,,dog", "label 2 of 3 is blank"),
         ("classify --labels-file .", ". cannot be read: Is a directory"),
+        ("classify --labels-file /dev/null", "/dev/null holds no names; write one a line"),
         ("classify --photos photo1.png", "photo1.png is no folder"),
         ("classify --labels cat --photos x", "--labels and --photos are both given"),
         ("classify --labels cat --config .", ". cannot be read: Is a directory"),

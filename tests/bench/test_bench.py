@@ -114,6 +114,7 @@ def test_the_command_on_a_tiny_model(
     assert cli.main([*arguments, "--defenses", "aom", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "ReACT runs at" in printed
+    assert "overhead: time per image /" in printed
     assert "has no text tower" not in printed
     report = json.loads(out.read_text())
     assert report["attacked"] == 0.5

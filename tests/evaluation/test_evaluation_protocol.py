@@ -133,7 +133,7 @@ def test_adversarial_images_are_stored_as_asked(tmp_path: Path, store: str, dtyp
     seen = 0
     for path in (tmp_path / "shards").glob("*/pgd*/images/*.safetensors"):
         with safe_open(path, framework="pt") as shard:
-            assert "rounding can kill an attack" in json.loads(shard.metadata()["react-clip"])["note"]
+            assert "rounding can undo an attack" in json.loads(shard.metadata()["react-clip"])["note"]
             eps = 1 / 255 if "pgd-10" in str(path) else 4 / 255
             images, index = shard.get_tensor("images"), shard.get_tensor("index")
         assert images.dtype == dtype
@@ -143,7 +143,7 @@ def test_adversarial_images_are_stored_as_asked(tmp_path: Path, store: str, dtyp
         assert answers.tolist() == [plain[eps, int(i)] for i in index]
         seen += len(index)
     assert seen == len(plain) > 20
-    assert any("rounding can kill an attack" in note for note in result.notes)
+    assert any("rounding can undo an attack" in note for note in result.notes)
 
 
 def test_rounding_losses_are_counted(tmp_path: Path) -> None:

@@ -192,10 +192,10 @@ def test_the_command_writes_beside_the_run_and_joins_several(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere is no folder"),
+        (["nowhere"], "nowhere does not exist; give the --out folder of"),
         (["RUN/../photos"], "photos is no run: it has neither result.json nor recipe.yaml"),
-        (["RUN", "--rows", "-1"], "rows is -1; it must be 0 or more"),
-        (["RUN", "--photos", "-5"], "photos is -5; it must be 0 or more"),
+        (["RUN", "--rows", "-1"], "--rows is -1; it must be at least 0"),
+        (["RUN", "--photos", "-5"], "--photos is -5; it must be at least 0"),
         (["RUN", "--calibration", "nowhere.json"], "nowhere.json"),
         (["RUN", "--calibration", "RUN/result.json"], "result.json"),
         (["RUN", "--out", "RUN/result.json"], "cannot write"),

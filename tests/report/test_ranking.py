@@ -129,7 +129,7 @@ def test_runs_that_do_not_fit_together_are_refused(folder: Path, tmp_path: Path)
     with pytest.raises(rc.ReactClipError, match=r"defends toy and .* defends another; rank runs of one model"):
         rank([folder, other])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(rc.ReactClipError, match="empty cannot be ranked: the run is not finished"):
+    with pytest.raises(rc.ReactClipError, match="empty is no run: it has neither result"):
         rank([folder, tmp_path / "empty"])
     (folder_of_other := tmp_path / "threat").mkdir()
     for name in ("result.json", "per_image.parquet"):

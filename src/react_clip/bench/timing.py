@@ -18,7 +18,7 @@ Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes ``[B]`` that each image took."""
 
 Progress = Callable[[str], None]
-"""Called with a label after every measurement."""
+"""Called with a label before every measurement."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,22 @@ class Comparison:
     def measure_once(self, singles: int, progress: Progress) -> None:
         """Memory, and the latency of ``singles`` single images."""
         for label, answer in self.contenders.items():
+            progress(f"warm-up: {label}")
             # Over all images, so that memory kept from batch to batch is seen.
             self._peaks.append(peak_memory(lambda a=answer: self._answer(a, self.images), self.images.device))  # type: ignore[misc]
-            progress(f"warm-up: {label}")
         for number in range(singles):
+            progress("one image alone")
             image = self.images[number % len(self.images)][None]
             for latencies, answer in zip(self._latencies, self.contenders.values(), strict=True):
                 latencies.append(1000 * self._run(answer, image)[0])
-            progress("one image alone")
 
     def measure_chunk(self, chunk: Tensor, first: bool, progress: Progress) -> None:
         """Every contender once on some of the images; ``first`` begins a new round."""
         if first:
             self._rounds.append(np.zeros((len(self.contenders), 4)))
         for number, (label, answer) in enumerate(self.contenders.items()):
-            self._rounds[-1][number] += self._run(answer, chunk)
             progress(f"round {len(self._rounds)}: {label}")
+            self._rounds[-1][number] += self._run(answer, chunk)
 
     def timings(self) -> list[Timing]:
         """Measurements of every contender in the rounds so far."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from react_clip.choices import ATTACKS
 from react_clip.cli import common
 from react_clip.errors import ReactClipError
+from react_clip.storage import atomic_path
+
+if TYPE_CHECKING:
+    from react_clip.attacks import Attack
 
 EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
 
@@ -20,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
     parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
     common.add_model_options(parser)
-    common.add_label_options(parser, choose_defense=False)
+    common.add_label_options(parser)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,37 +36,50 @@ def run(args: argparse.Namespace) -> int:
     common.check_label_options(args)
     reader = common.PhotoReader(args)
     _refuse_equal_names([path.stem for path in reader.files])
-    from react_clip import attacks
+    attack = _attack(args)
+    encoder = common.load_encoder(args)
     from react_clip.preprocess import to_image
-    from react_clip.storage import atomic_path
+
+    clf = common.build_classifier(args, encoder)
+    rows: list[dict[str, str]] = []
+
+    def show(done: int, total: int) -> None:
+        reader.show(f"step {done} of {total}")
+
+    try:
+        for paths, clean in reader.batches(encoder, "attacking"):
+            pixels = clean.to(clf.device)
+            answers = clf(pixels).argmax(-1)
+            result = attack(clf, pixels, answers, seed=args.seed, progress=show)
+            # Judged as written: a PNG holds 8 bits a colour, and rounding can undo an attack.
+            attacked = result.images.mul(255).round().div(255)
+            new_answers = clf(attacked).argmax(-1)
+            for i, path in enumerate(paths):
+                written = args.out / f"{path.stem}.png"
+                with atomic_path(written) as temporary:
+                    to_image(attacked[i]).save(temporary, format="PNG")
+                before, after = clf.names[int(answers[i])], clf.names[int(new_answers[i])]
+                rows.append({"file": str(path), "attacked": str(written), "before": before, "after": after})
+                if not args.json:
+                    reader.write(f"{written}: {before} -> {after}")
+    finally:
+        # Also when stopped: what is finished is printed.
+        weak = [f"a PNG holds 8 bits a colour; rounding weakens attacks as small as {args.eps}"]
+        document = {"attack": repr(attack), "results": rows, "errors": reader.failed}
+        common.print_result(args, document, notices=weak if attack.eps < 2 / 255 else [])
+    return reader.exit_code
+
+
+def _attack(args: argparse.Namespace) -> Attack:
+    """The attack that --attack, --eps and --steps describe."""
+    from react_clip import attacks
 
     config = {"kind": args.attack, "eps": args.eps} | ({"steps": args.steps} if args.steps is not None else {})
     attack = attacks.from_dict(config)
     if "oblivious" not in attack.threats:
         known = ", ".join(attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
-    encoder = common.load_encoder(args)
-    clf = common.build_classifier(args, encoder)
-    rows = []
-    for paths, clean in reader.batches(encoder):
-        pixels = clean.to(clf.device)
-        answers = clf(pixels).argmax(-1)
-        # Judged as written: a PNG holds 8 bits a pixel, and rounding can undo an attack.
-        attacked = attack(clf, pixels, answers, seed=args.seed).images.mul(255).round().div(255)
-        new_answers = clf(attacked).argmax(-1)
-        for i, path in enumerate(paths):
-            written = args.out / f"{path.stem}.png"
-            with atomic_path(written) as temporary:
-                to_image(attacked[i]).save(temporary, format="PNG")
-            before, after = clf.names[int(answers[i])], clf.names[int(new_answers[i])]
-            rows.append({"file": str(path), "attacked": str(written), "before": before, "after": after})
-    common.print_result(
-        args,
-        {"attack": repr(attack), "results": rows, "errors": reader.failed},
-        [f"{row['attacked']}: {row['before']} -> {row['after']}" for row in rows],
-        ["PNG holds 8 bits a pixel; rounding weakens attacks of about 1/255 and below"],
-    )
-    return reader.exit_code
+    return attack
 
 
 def _refuse_equal_names(stems: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     common.add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
-    parser.add_argument("--images", type=int, default=64, help="photos are repeated up to so many (%(default)s)")
+    parser.add_argument(
+        "--images", type=int, default=64, help="images to measure on; photos are repeated (%(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="images per batch (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements, whose median counts (%(default)s)")
-    parser.add_argument("--singles", type=int, default=20, help="single images, for the latency (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements; the median is printed (%(default)s)")
+    parser.add_argument("--singles", type=int, default=20, help="images sent one by one, for the latency (%(default)s)")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -55,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes", metavar="NAME", help=f"random weights of these shapes instead of --model: {', '.join(SHAPES)}"
     )
     common.add_model_options(parser)
-    common.add_label_options(parser, choose_defense=False)
+    common.add_label_options(parser)
+    common.add_defense_options(parser, choose=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
     left_out = (bench.PUBLISHED,) if args.quick else ()
     swept = {axis: job.sweep(axis) if axis else {0.0: job.table(*left_out)} for axis in axes}
     steps = sum(one.steps(args.rounds, args.singles) for points in swept.values() for one in points.values())
+    begun = itertools.count()
     with Progress(quiet=args.quiet, unit="step", total=steps) as progress:
         for axis, points in swept.items():
             for _ in bench.measure(
                 list(points.values()),
                 rounds=args.rounds,
                 singles=args.singles,
-                progress=lambda label: progress.advance(note=label),
+                progress=lambda label: progress.show(done=next(begun), note=label),
             ):
                 rows = {value: [dataclasses.asdict(row) for row in one.timings()] for value, one in points.items()}
                 if axis:
@@ -87,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
                     report["contenders"] = rows[0.0]
                 if args.out:
                     write_text(args.out, json.dumps(report, indent=2) + "\n")
+        progress.show(done=steps)
     notices = [f"written to {args.out}"] if args.out else []
     common.print_result(args, report, _lines(report, swept), notices)
     return reader.exit_code if reader else 0
@@ -210,7 +216,8 @@ def _lines(report: dict[str, Any], swept: dict[str | None, dict[float, bench.Com
             yield from _table(by_label, "")
             for other in filter(by_label.get, (bench.BARE, bench.PLAIN, bench.PUBLISHED)):
                 middle, low, high = speedup(by_label[bench.OURS], by_label[other])
-                yield f"ReACT runs at {middle:.2f} x the speed of {other} ({low:.2f} to {high:.2f})"
+                yield f"ReACT runs at {middle:.2f} x the speed of {other!r} ({low:.2f} to {high:.2f})"
+    yield "overhead: time per image / (passes x time of a pass of the bare encoder), then its range over the rounds"
     for note in report["notes"]:
         yield f"note: {note}"
 
@@ -221,7 +228,7 @@ _COLUMNS = {
     "passes": "{.passes:.2f}",
     "backward": "{.backward_passes:.2f}",
     "overhead": "{.overhead:.2f}",
-    "of rounds": "{0.overhead_range[0]:.2f}-{0.overhead_range[1]:.2f}",
+    "range": "{0.overhead_range[0]:.2f}-{0.overhead_range[1]:.2f}",
     "p50 ms": "{.latency_p50:.1f}",
     "p99 ms": "{.latency_p99:.1f}",
 }

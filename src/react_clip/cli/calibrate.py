@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; ReACT's plot beside it)"
     )
     parser.add_argument(
-        "--clean-pass", type=float, help="share of clean photos left alone (0.97 for second_look, 0.95 for react)"
+        "--clean-pass", type=float, help="share of clean photos left as they are (0.97 for second_look, 0.95 for react)"
     )
     parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of attack, motion and noise (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
     group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
     group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)")

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
     common.add_model_options(parser)
     common.add_label_options(parser)
+    common.add_defense_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     seed = common.secret_seed(args)
     rows: list[dict[str, Any]] = []
     try:
-        for paths, pixels in reader.batches(encoder):
+        for paths, pixels in reader.batches(encoder, "defending"):
             rows += (batch := describe(paths, guard(clf, pixels, seed=seed), args.top))
             for row in batch if not args.json else ():
                 reader.write(_line(row))

@@ -29,7 +29,7 @@ DEFAULT_MODEL = "clip-vit-b-16"
 MOST_PHOTOS = 500
 """Photos that SecondLook is calibrated on unless --limit says otherwise."""
 DEFENSES = ("second_look", "react")
-DEFENSE_HELP = "second_look, or react: the paper's (second_look where the model has a threshold for it)"
+DEFENSE_HELP = "second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"
 _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
@@ -43,8 +43,13 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(name for name in map(str.strip, text.split(",")) if name)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model, --device and --dtype."""
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    *,
+    dtype: str | None = "fp32",
+    dtypes: str = "fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)",
+) -> None:
+    """Add --model, --device and --dtype; ``dtype`` is the default of the last one and ``dtypes`` its help text."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -52,39 +57,44 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
-    group.add_argument(
-        "--dtype", default="fp32", help="fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)"
-    )
+    group.add_argument("--dtype", default=dtype, help=dtypes)
 
 
-def add_label_options(parser: argparse.ArgumentParser, *, choose_defense: bool = True) -> None:
-    """Add the options for classes and for the defence; --defense and --calibrate-on only with ``choose_defense``."""
+def add_label_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for classes."""
     group = parser.add_argument_group("labels")
     group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
     group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
     group.add_argument("--photos", type=Path, help="a folder with one sub-folder of photos per class, instead of names")
     group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
+
+
+def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True, seed: str = "a new secret") -> None:
+    """Add the options for the defence; --defense, --calibrate-on and a secret ``seed`` only with ``choose``."""
     group = parser.add_argument_group("defence")
-    if choose_defense:
+    if choose:
         group.add_argument("--defense", choices=DEFENSES, help=DEFENSE_HELP)
         measure = "clean photos on which SecondLook measures its threshold first"
         group.add_argument("--calibrate-on", type=Path, metavar="PHOTOS", help=measure)
     group.add_argument(
-        "--config", help="JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"
+        "--config",
+        help="JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)",
     )
-    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; attacks and benches repeat.
-    default, text = (None, "a new secret; for collections 0") if choose_defense else (0, "0")
-    group.add_argument("--seed", type=int, default=default, help=f"of the random numbers ({text})")
+    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
+    default, text = (None, seed) if choose else (0, "0")
+    group.add_argument("--seed", type=int, default=default, help=f"seed of the random numbers ({text})")
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
     """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
     known = f"folder:PATH with a sub-folder per class, or one of {', '.join(dataset_names())}{note}"
     parser.add_argument("dataset", metavar=metavar, help=known)
-    parser.add_argument("--data", type=Path, help="root folder of the data sets")
+    parser.add_argument("--data", type=Path, help="root folder of the data sets ($REACT_CLIP_DATA, else the cache)")
     parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
-    parser.add_argument("--split", default="train", help="which photos (%(default)s)")
-    parser.add_argument("--limit", type=int, help="at most so many photos; all are kept in memory, 150 KB each at 224")
+    parser.add_argument("--split", default="train", help="split of the data set (%(default)s)")
+    parser.add_argument(
+        "--limit", type=int, help="largest number of photos; all are kept in memory, 150 KB each at 224 pixels"
+    )
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
@@ -146,11 +156,12 @@ def check_label_options(args: argparse.Namespace) -> None:
     if args.labels is not None and not args.labels.replace(",", "").strip():
         raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
     defense, photos = getattr(args, "defense", None), getattr(args, "calibrate_on", None)
-    if args.config is not None and defense is not None:
-        raise ReactClipError(f"--config {args.config} and --defense {defense} are both given; choose one of them")
-    if photos is not None and (args.config is not None or defense == "react"):
+    config = getattr(args, "config", None)
+    if config is not None and defense is not None:
+        raise ReactClipError(f"--config {config} and --defense {defense} are both given; choose one of them")
+    if photos is not None and (config is not None or defense == "react"):
         raise ReactClipError("--calibrate-on measures the threshold of SecondLook; leave out --config and react")
-    check_paths(args, "labels_file", "photos", "calibrate_on", *(["config"] if args.config != "paper" else []))
+    check_paths(args, "labels_file", "photos", "calibrate_on", *(["config"] if config != "paper" else []))
 
 
 def check_dataset_options(args: argparse.Namespace) -> None:
@@ -224,12 +235,13 @@ def secret_seed(args: argparse.Namespace) -> Seed:
 
     if args.seed is not None:
         return int(args.seed)
-    notice(args, "the noise is keyed by a new random secret: answers may differ from run to run (not with --seed 0)")
+    notice(args, "the noise is keyed by a new random secret: answers may differ from run to run; --seed 0 repeats them")
     return process_secret()
 
 
 def load_encoder(args: argparse.Namespace) -> Encoder:
-    """Load --model on --device in --dtype."""
+    """Load --model on --device in --dtype, after a notice."""
+    notice(args, f"loading {args.model}")  # before the imports, which take seconds
     from react_clip import encoders
 
     return encoders.load(args.model, device=args.device, dtype=args.dtype)
@@ -249,14 +261,16 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
 
     if args.labels is not None:
         # A trailing comma is common and does not mean a blank label.
-        names: list[str] = args.labels.rstrip().removesuffix(",").split(",")
-        return names
+        return str(args.labels).rstrip().removesuffix(",").split(",")
     if args.labels_file is not None:
         try:
-            return [line for line in args.labels_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = args.labels_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise missing_or_wrong(args.labels_file, f"{args.labels_file} cannot be read: {reason}") from None
+        if not (names := [line for line in lines if line.strip()]):
+            raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
+        return names
     bank = LabelBank.load()
     if encoder.base != bank.encoder:
         raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
@@ -391,24 +405,28 @@ class PhotoReader:
         self.failed: list[dict[str, str]] = []
         self._progress = Progress(quiet=args.quiet, unit="photo", total=len(self.files))
 
-    def batches(self, encoder: Encoder) -> Iterator[tuple[list[Path], Tensor]]:
-        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read.
+    def batches(self, encoder: Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
+        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says.
 
         Batches are small on a CPU, which gains nothing from large ones: answers and progress come sooner.
         """
-        yield from self._batches(encoder.preprocessing, 4 if encoder.device.type == "cpu" else 32)
+        yield from self._batches(encoder.preprocessing, 4 if encoder.device.type == "cpu" else 32, stage)
 
-    def _batches(self, how: Preprocessing, batch: int) -> Iterator[tuple[list[Path], Tensor]]:
+    def _batches(self, how: Preprocessing, batch: int, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
         import torch
 
         with self._progress as progress:
-            progress.show(total=len(self.files))
+            progress.show(stage, total=len(self.files))
             for start in range(0, len(self.files), batch):
                 chunk = self.files[start : start + batch]
                 good = [(path, pixels) for path in chunk if (pixels := self._read(path, how)) is not None]
                 if good:
                     yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
                 progress.advance(len(chunk))
+
+    def show(self, note: str) -> None:
+        """Add a note to the progress, such as the step of an attack."""
+        self._progress.show(note=note)
 
     def write(self, line: str) -> None:
         """Print a line to stdout, above the progress bar."""
@@ -420,7 +438,7 @@ class PhotoReader:
 
         count = min(count, len(self.files))
         self.files = [self.files[number * len(self.files) // count] for number in range(count)]
-        batches = [pixels for _, pixels in self._batches(how, 1)]
+        batches = [pixels for _, pixels in self._batches(how, 1, "reading photos")]
         if not batches:
             raise ReactClipError(f"none of the {count} photos could be read; give others")
         return torch.cat(batches)

@@ -35,9 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="all bundled photos, with four attack strengths")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
-    common.add_model_options(parser)
-    parser.set_defaults(dtype=None, defense=None)  # bf16 where the CPU is fast at it, else fp32; both defences
-    common.add_label_options(parser, choose_defense=False)
+    common.add_model_options(
+        parser, dtype=None, dtypes="fp32, bf16, fp16 or auto (bf16 on a CPU that has instructions for it, else fp32)"
+    )
+    common.add_label_options(parser)
+    common.add_defense_options(parser, choose=False)
+    parser.set_defaults(defense=None)  # both defences
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             args.dtype = "bf16" if on_cpu and has_fast_bf16() else "fp32"
         if args.model == common.DEFAULT_MODEL:
             encoders.pull(args.model, say=progress.show)
-        encoder = common.load_encoder(args)
+        encoder = encoders.load(args.model, device=args.device, dtype=args.dtype)
         clf, guards = common.build_classifier(args, encoder), _guards(args, encoder)
         if not args.quiet:
             names = " and ".join(f"{guard.label} ({_SOURCES[guard.kind]})" for guard in guards)
@@ -102,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
                     steps=args.steps,
                     classes=len(clf.names),
                 )
+    names = " / ".join(("CLIP", *(guard.label for guard in guards)))
     closing = [
-        "\nThese attacks do not know the defences; an attacker who does can defeat them.",
+        f"\n✓ is the answer that CLIP gives for the clean photo; passes are encoder passes of {names}.",
+        "These attacks do not know the defences; an attacker who does can defeat them.",
         f"Page with the photos and perturbations: {page.resolve()}",
     ]
     common.print_result(args, {"page": str(page), "photos": [result.to_dict() for result in results]}, closing)

@@ -37,11 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_model_options(parser)
     common.add_label_options(parser)
-    parser.add_argument("--batch", type=int, help="views in one encoder call (what the defence's constants say)")
+    common.add_defense_options(parser, seed="a new secret; 0 for Parquet parts")
+    parser.add_argument("--batch", type=int, help="views in one encoder call (the defence's own number)")
     group = parser.add_argument_group("collections")
     group.add_argument("--chunk", type=int, help="images that are read, defended and written together (256)")
-    group.add_argument("--top", type=int, help="answers listed in a row (5)")
-    group.add_argument("--column", help="of Parquet files, with the images (image)")
+    group.add_argument("--top", type=int, help="answers written for each image (5)")
+    group.add_argument("--column", help="column of Parquet files that holds the images (image)")
     group.add_argument("--resume", action="store_true", default=None, help="continue in a folder with finished parts")
     common.add_cluster_options(parser, workers="copies of the model in the cluster (two per GPU, else one per core)")
 
@@ -122,7 +123,7 @@ def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShot
     features: list[Tensor] = []
     seed = common.secret_seed(args)
     try:
-        for paths, pixels in reader.batches(clf.encoder):
+        for paths, pixels in reader.batches(clf.encoder, "defending"):
             features.append(guard(clf, pixels, seed=seed).features.cpu())
             files += [str(path) for path in paths]
     except KeyboardInterrupt:

@@ -39,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated names, or all (every folder below the data root)",
     )
     group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
-    group.add_argument("--transfer-model", help="what attacks are crafted on where the threat is transfer")
+    group.add_argument("--transfer-model", help="model on which images are crafted where the threat is transfer")
     group.add_argument("--limit", type=int, help="images per set")
     group.add_argument("--dtype", help="precision of the defended encoder: fp32, bf16 or fp16")
     group.add_argument("--attack-dtype", help="precision of the attacked encoder")
-    group.add_argument("--draws", type=int, help="draws of the defences' noise")
+    group.add_argument("--draws", type=int, help="answers of each defence per image, each with new noise")
     group.add_argument("--batch", type=int, help="images per shard and per encoder call")
     group = parser.add_argument_group("this machine")
     group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
     common.add_cluster_options(parser, workers="processes of the cluster (one per GPU, else one per node)")
 
 

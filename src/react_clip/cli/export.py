@@ -19,7 +19,7 @@ _MOST_PHOTOS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
-    parser.add_argument("--format", choices=sorted(EXPORT_FORMATS), required=True, help="which runtime it is for")
+    parser.add_argument("--format", choices=sorted(EXPORT_FORMATS), required=True, help="the runtime that will load it")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument(
         "--photos",

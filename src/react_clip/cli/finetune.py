@@ -24,7 +24,7 @@ _SETTINGS = ("batch", "accumulate", "dtype", "augment", "seed", "half", "save_ev
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("method", choices=FINETUNING, help="what to train with")
+    parser.add_argument("method", help=f"one of {', '.join(FINETUNING)}")
     common.add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     length = parser.add_mutually_exclusive_group()
@@ -34,24 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, default=Settings.accumulate, help="batches per update (%(default)s)")
     parser.add_argument("--optimiser", help="sgd (with momentum 0.9) or adamw (the method's published one)")
     parser.add_argument("--lr", type=float, help="largest learning rate (the method's published one)")
-    parser.add_argument("--weight-decay", type=float, help="of the optimiser (the method's published one)")
-    parser.add_argument("--warmup", type=int, help="steps until that rate (a tenth of all)")
+    parser.add_argument("--weight-decay", type=float, help="weight decay of the optimiser (the method's published one)")
+    parser.add_argument("--warmup", type=int, help="steps until the largest learning rate (a tenth of all)")
     parser.add_argument("--eps", default="1/255", help="largest change of a pixel in the attack (%(default)s)")
     parser.add_argument("--attack-step", default="1/255", help="step size of the attack (%(default)s)")
-    parser.add_argument("--attack-steps", type=int, default=InnerAttack.steps, help="its iterations (%(default)s)")
+    parser.add_argument(
+        "--attack-steps", type=int, default=InnerAttack.steps, help="iterations of the attack (%(default)s)"
+    )
     parser.add_argument("--clean-weight", type=float, help="pmg-aft: weight of KL(clean || adversarial) (1)")
     parser.add_argument("--original-weight", type=float, help="pmg-aft: weight of KL(original || adversarial) (1)")
-    parser.add_argument("--augment", default=Settings.augment, help="none, flip, crop (%(default)s)")
-    parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps a checkpoint (%(default)s)")
+    parser.add_argument(
+        "--augment", default=Settings.augment, help="random changes of the photos: none, flip, crop (%(default)s)"
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=Settings.save_every, help="steps between checkpoints (%(default)s)"
+    )
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
-    parser.add_argument("--seed", type=int, default=0, help="of order, augmentation and attack (%(default)s)")
-    common.add_model_options(parser)
+    parser.add_argument("--seed", type=int, default=0, help="seed of order, augmentation and attack (%(default)s)")
+    common.add_model_options(
+        parser, dtypes="precision of the computation: fp32 or bf16; weights are fp32 (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
     common.check_dataset_options(args)
-    settings, method = _settings(args), _method(args)
+    settings = _settings(args)
+    common.notice(args, f"loading {args.model}")
+    method = _method(args)
     import torch
 
     from react_clip import load
@@ -90,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _method(args: argparse.Namespace) -> Method:
+    if args.method not in FINETUNING:
+        raise ReactClipError(f"method {args.method!r} does not exist; choose one of {', '.join(FINETUNING)}")
     weights = {name: getattr(args, name) for name in ("clean_weight", "original_weight")}
     given = {name: value for name, value in weights.items() if value is not None}
     if given and args.method != "pmg-aft":

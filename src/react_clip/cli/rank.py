@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limit", type=int, help="images per set (the recipe's)")
     group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,8 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="--out folder of `react-clip evaluate`")
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
     parser.add_argument("--calibration", type=Path, help="JSON of `react-clip calibrate` to show as well")
-    parser.add_argument("--rows", type=int, default=20_000, help="per-image rows in the page, or 0 (%(default)s)")
-    parser.add_argument("--photos", type=int, default=40, help="images with pictures in the page, or 0 (%(default)s)")
+    parser.add_argument(
+        "--rows", type=int, default=20_000, help="most per-image rows in the page, 0 for none (%(default)s)"
+    )
+    parser.add_argument(
+        "--photos", type=int, default=40, help="most images with pictures in the page, 0 for none (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -99,7 +99,7 @@ def prepare(settings: Settings) -> Callable[[], FastAPI]:
     check_label_options(argparse.Namespace(**settings.model_dump()))
     secret, keys = read_secret(settings), read_keys(settings)
     if secret is None:
-        line = "the noise is keyed by a new random secret: answers may differ after a restart (--secret-file)"
+        line = "the noise is keyed by a new random secret: answers may differ after a restart, not with --secret-file"
         notice(argparse.Namespace(quiet=settings.quiet), line)
     return partial(build_app, settings, secret or secrets.token_bytes(32), keys)
 

@@ -183,7 +183,7 @@ ROUNDING_NOTES = {
         "kill an attack, though rarely one of 1/255 or more"
     ),
     "uint8": (
-        "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can kill an attack, "
+        "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can undo an attack, "
         "above all at budgets of 1/255 or 2/255"
     ),
     "none": "adversarial images are not stored; they are evaluated in float32 as the attack left them",

@@ -26,7 +26,7 @@ from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.result import EvaluationResult
 from react_clip.report.page import render
-from react_clip.report.run import Run, conditions, join_runs, read_run
+from react_clip.report.run import Run, check_is_run, conditions, join_runs, read_run
 from react_clip.report.tables import Cell, Table, over
 from react_clip.storage import write_text
 
@@ -118,8 +118,8 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
         entries=tuple(entries),
         scoring=_result(base).scoring,
         caption=(
-            f"Accuracy in %, mean over data sets; ± is half of a 95 % interval. Defences stand in the order of "
-            f"{ALL!r}: the share of photos that no attack which does not know the defence turns into a wrong answer."
+            f"Accuracy in %, mean over data sets; ± is half of a 95 % interval. Sorted by {ALL!r}: the share of "
+            "photos that are answered correctly under every attack that does not know the defence."
         ),
         conditions=(*(_conditions(run) for run in runs.values()), *map(_timing_conditions, timings)),
     )
@@ -131,6 +131,7 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
 def _finished_run(folder: str | Path) -> Run:
     """A run with its result and its rows per image; raises if one is missing."""
     run = read_run(folder)
+    check_is_run(Path(folder))
     if run.result is None or run.images is None:
         raise ReactClipError(f"{folder} cannot be ranked: {run.missing[0]}")
     if run.result.threat not in _GROUPS:

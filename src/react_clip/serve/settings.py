@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     model: str = "clip-vit-b-16"
     """hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR"""
     device: str | None = None
-    """cpu, cuda, cuda:1, ... (CUDA if there is one)"""
+    """cpu, cuda, cuda:1, mps, ... (CUDA if there is one)"""
     dtype: str = "auto"
     """fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe"""
     labels: str | None = None
@@ -69,11 +69,11 @@ class Settings(BaseSettings):
     template: Lines | None = None
     """prompt with {} for the name; repeat for an ensemble"""
     defense: Literal["second_look", "react"] | None = None
-    """second_look, or react: the paper's (second_look where the model has a threshold for it)"""
+    """second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"""
     calibrate_on: Path | None = None
     """clean photos on which SecondLook measures its threshold first"""
     config: str | None = None
-    """JSON written by `react-clip calibrate`, or `paper` (by default: what suits the model)"""
+    """JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"""
 
     host: str = "127.0.0.1"
     """address to listen on"""
