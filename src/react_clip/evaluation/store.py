@@ -180,7 +180,7 @@ def _read(file: Path) -> tuple[Shard, dict[str, Any]]:
 ROUNDING_NOTES = {
     "float16": (
         "adversarial images are stored as float16 (steps of at most 0.12/255) and evaluated as stored: rounding can "
-        "kill an attack, though rarely one of 1/255 or more"
+        "undo an attack, though rarely one of 1/255 or more"
     ),
     "uint8": (
         "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can undo an attack, "
