@@ -83,9 +83,7 @@ def leakage_grids(view: View) -> list[Sweep]:
 
 
 def _at_alpha_zero(grid: Sweep, plain: str) -> dict[tuple[Any, ...], str]:
-    return {
-        tuple({SCALE: scale, "alpha": 0.0}[field] for field in grid.fields): plain for scale in grid.values(SCALE)
-    }
+    return {tuple({SCALE: scale, "alpha": 0.0}[field] for field in grid.fields): plain for scale in grid.values(SCALE)}
 
 
 def _require_attack_all(view: View) -> None:
