@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import react_clip as rc
+from react_clip import noise
 from react_clip.bench.workload import gate_scores, open_gate_for
 from react_clip.defenses.react import FIRST_VIEWS
-from toys import on_a_gpu, toy_classifier, toy_images
+from toys import on_a_gpu, patch_encoder, toy_classifier, toy_images
 
 IMAGES = 8
 # Ceilings. Raise one only with a reason and a measurement; lower it when something became cheaper.
@@ -115,6 +116,23 @@ def test_a_round_of_views_is_one_wait() -> None:
     assert guard(clf, images, seed=0).passes.max().item() > 3 + FIRST_VIEWS, "some image must need a second round"
     assert reads <= READS + 1
     assert uploads <= UPLOADS
+
+
+def test_second_look_waits_once_and_draws_numbers_only_for_moved_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, images = patch_encoder(), torch.rand(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, 12))
+    hashed: list[int] = []
+    keys_of = noise.stream_keys
+    monkeypatch.setattr(noise, "stream_keys", lambda pixels, seed: hashed.append(len(pixels)) or keys_of(pixels, seed))
+    for threshold in (2.0, 0.0):
+        hashed.clear()
+        guard = rc.SecondLook(threshold=threshold)
+        out = guard(clf, images)
+        moved = int(out.gated.sum())
+        assert hashed == ([moved] if moved else [])
+        # The range check was copied before the passes, so that it is there when the rows are.
+        assert host_syncs(lambda guard=guard: guard(clf, images)) == ["tolist", "nonzero"]
+    assert moved == IMAGES
 
 
 def test_the_number_of_images_does_not_make_the_host_wait_more_often() -> None:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
+KeysOf = Callable[[Tensor], Tensor]
+"""Indices of images to the keys of their random streams."""
+
 LOOK, MOVED_LOOK = range(2)
 """Branches of an image's random stream: the motion of the look (for encoders that take one size only, whose look is a
 moved view), and the motion of the moved look."""
@@ -204,8 +207,9 @@ class SecondLook(Defense):
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            keys = noise.stream_keys(pixels, seed)
-            out = self.correct(encoder, pixels, keys, logits_of(clf), wait=check.wait)
+            out = self.correct(
+                encoder, pixels, lambda rows: noise.stream_keys(pixels[rows], seed), logits_of(clf), wait=check.wait
+            )
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             return SecondLooked(
                 **vars(answer(clf, out.features, passes=(out.passes, 0), **measured)),
@@ -219,7 +223,7 @@ class SecondLook(Defense):
         self,
         encoder: Encoder,
         pixels: Tensor,
-        keys: Tensor,
+        keys: Tensor | KeysOf,
         logits: Logits | None = None,
         *,
         wait: Callable[[], None] = lambda: None,
@@ -229,27 +233,29 @@ class SecondLook(Defense):
         Args:
             encoder: the image encoder.
             pixels: ``[B, 3, S, S]`` in [0, 1], checked, on the encoder's device.
-            keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`.
+            keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`, or a function that
+                gives those of some rows: most images need none.
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
-            wait: called before the first decision, while a GPU may still be at work.
+            wait: called at the first decision, when a GPU has done its work so far.
         """
         everyone = torch.arange(len(pixels), device=pixels.device)
+        keys_of = keys if callable(keys) else keys.__getitem__
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
 
         # Step 1: the image and the look.
         plain = self._encode(encoder, everyone, lambda rows: pixels[rows])
-        look = self._encode(encoder, everyone, self._look(encoder, pixels, noise.fork(keys, LOOK), size))
+        look = self._encode(encoder, everyone, self._look(encoder, pixels, keys_of, size))
         drift = functional.drift(plain, look)
         attacked = drift >= self.threshold
         disagrees, instability = _compare_answers(encoder, plain.detach(), look.detach(), logits)
-        wait()
 
         # Step 2: the moved look.
         rows = (attacked | disagrees).nonzero().flatten() if self.lazy else everyone
+        wait()
         passes = torch.full_like(drift, 1.0 + encoder.token_share(size), dtype=torch.float32)
         closed = opened = plain
         if len(rows):
-            views = self._moved_look(encoder, pixels, noise.fork(keys, MOVED_LOOK), moved_size)
+            views = self._moved_look(encoder, pixels, keys_of, MOVED_LOOK, moved_size)
             looks = torch.stack([look[rows], self._encode(encoder, rows, views)], 1)
             passes[rows] += encoder.token_share(moved_size)
             # Steps 3 and 4.
@@ -276,15 +282,21 @@ class SecondLook(Defense):
         """Unit features ``[n, D]`` of one view of each of the rows; ``views`` makes them for some of these rows."""
         return encoder.encode_in_batches(len(rows), self.max_batch, lambda start, stop: views(rows[start:stop]))
 
-    def _look(self, encoder: Encoder, pixels: Tensor, keys: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    def _look(self, encoder: Encoder, pixels: Tensor, keys_of: KeysOf, size: int) -> Callable[[Tensor], Tensor]:
         """Looks at some rows: smaller copies, or moved views where they cannot be smaller."""
         if size == encoder.image_size:
-            return self._moved_look(encoder, pixels, keys, size)
+            return self._moved_look(encoder, pixels, keys_of, LOOK, size)
         return lambda rows: smaller_copy(pixels[rows], size)
 
-    def _moved_look(self, encoder: Encoder, pixels: Tensor, keys: Tensor, size: int) -> Callable[[Tensor], Tensor]:
-        """Looks at some rows after they were moved."""
-        return lambda rows: smaller_copy(encoder.backend(self.motion, pixels[rows], keys[rows]), size)
+    def _moved_look(
+        self, encoder: Encoder, pixels: Tensor, keys_of: KeysOf, branch: int, size: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Looks at some rows after they were moved; ``branch`` of their random streams says how."""
+
+        def views(rows: Tensor) -> Tensor:
+            return smaller_copy(encoder.backend(self.motion, pixels[rows], noise.fork(keys_of(rows), branch)), size)
+
+        return views
 
 
 def _whole_patches(encoder: Encoder, share: float) -> int | None:
