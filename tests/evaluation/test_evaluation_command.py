@@ -124,6 +124,7 @@ def test_json_is_the_result_and_nothing_else(place: Path, capsys: pytest.Capture
     code, out, err = call(*options, capsys=capsys)
     assert code == 0
     assert re.search("toys: .*100%", err), "the bar goes to stderr and reaches its end"
+    assert "self-check: PGD-10 at 1/255 on 10 images of toys: 100%" in err
     result = json.loads(out)
     assert out == (place / "o" / "result.json").read_text()
     assert result["recipe"]["datasets"] == ["toys"]
@@ -135,7 +136,7 @@ def test_json_is_the_result_and_nothing_else(place: Path, capsys: pytest.Capture
 
 def test_validate_counts_and_promises(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call("--validate", capsys=capsys)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "loading toy\n")
     lines = out.splitlines()
     assert lines[0] == "toys: 20 images, 5 classes, head toys.npz"
     # Clean: 1 plain + 1 undefended + (1 + 2 + 1 + 2) ReACT; attacked: 11 for PGD-10, and the same again.
@@ -185,7 +186,7 @@ def test_validate_collects_all_problems(
     assert "no model is called 'missing'" in call("--validate", "--model", "missing", capsys=capsys)[2]
     write_head(place / "heads" / "toys.npz", name="fruit")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    code, out, err = call("--validate", "--datasets", "toys,nothing,folder:nowhere,others", capsys=capsys)
+    code, out, err = call("--validate", "--quiet", "--datasets", "toys,nothing,folder:nowhere,others", capsys=capsys)
     problems = (
         "toys: the head knows 0 of the 5 classes",
         "data set 'nothing' is not known, .* known are cifar10",
@@ -204,6 +205,7 @@ def test_validate_gives_the_cost_of_one_image_where_there_is_no_data(
     _, out, _ = call("--validate", "--datasets", "folder:nowhere", capsys=capsys)
     assert "cost: at most 27 forward and 10 backward passes an image" in out
     assert "time:" not in out
+    assert "disk:" not in out
 
 
 def test_validate_estimates_the_time_of_a_run_with_data(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clean-pass", type=float, help="share of clean photos left as they are (0.97 for second_look, 0.95 for react)"
     )
-    parser.add_argument("--batch", type=int, default=64, help="images at a time (%(default)s)")
+    parser.add_argument("--batch", type=int, help="images at a time (64, on a CPU 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
     group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
@@ -78,7 +78,7 @@ def _run_second_look(args: argparse.Namespace) -> int:
             encoder,
             pixels,
             clean_pass=0.97 if args.clean_pass is None else args.clean_pass,
-            batch=args.batch,
+            batch=args.batch or common.batch_size(encoder, 64),
             seed=args.seed,
             provenance={**_provenance(args, encoder), "photos": args.dataset},
             progress=lambda done, total: progress.show(done=done),
@@ -145,7 +145,7 @@ def _run_react(args: argparse.Namespace) -> int:
             sigmas=given or SIGMAS,
             steps=args.steps,
             clean_pass=0.95 if args.clean_pass is None else args.clean_pass,
-            batch=args.batch,
+            batch=args.batch or common.batch_size(encoder, 64),
             seed=args.seed,
             progress=advance,
             provenance=_provenance(args, encoder) | about,

@@ -247,6 +247,11 @@ def load_encoder(args: argparse.Namespace) -> Encoder:
     return encoders.load(args.model, device=args.device, dtype=args.dtype)
 
 
+def batch_size(encoder: Encoder, largest: int) -> int:
+    """Images at a time: few on a CPU, which gains nothing from more, so that answers and progress come sooner."""
+    return 4 if encoder.device.type == "cpu" else largest
+
+
 def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
     """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
     from react_clip.zeroshot import ZeroShotClassifier
@@ -406,11 +411,8 @@ class PhotoReader:
         self._progress = Progress(quiet=args.quiet, unit="photo", total=len(self.files))
 
     def batches(self, encoder: Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
-        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says.
-
-        Batches are small on a CPU, which gains nothing from large ones: answers and progress come sooner.
-        """
-        yield from self._batches(encoder.preprocessing, 4 if encoder.device.type == "cpu" else 32, stage)
+        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says."""
+        yield from self._batches(encoder.preprocessing, batch_size(encoder, 32), stage)
 
     def _batches(self, how: Preprocessing, batch: int, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
         import torch

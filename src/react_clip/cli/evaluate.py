@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
+    common.notice(args, f"loading {recipe.model}")
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
         validation = validate(recipe, folder, **location)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from react_clip.attacks import PGD, Attack, GradientAttack, Queries, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
@@ -44,7 +45,7 @@ NO_SELF_CHECK = SelfCheck(False, "", 0, math.nan, math.nan, _SELF_CHECK_LIMIT)
 """The result if the check was switched off, as for towers that were finetuned to be robust."""
 
 
-def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
+def self_check(recipe: Recipe, subject: EvaluationSet, *, progress: bool = False) -> SelfCheck:
     """The self-check on a few images of the first set, spread over it, before the run; raises if the attack fails."""
     if not recipe.self_check:
         return NO_SELF_CHECK
@@ -52,7 +53,13 @@ def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
     rows = torch.linspace(0, len(subject) - 1, min(len(subject), _SELF_CHECK_IMAGES)).long().tolist()
     x, y = _images_at(subject, rows)
-    adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
+    title = f"self-check: PGD-10 at 1/255 on {len(rows)} images of {subject.name}"
+    with tqdm(desc=title, total=_PGD.steps, unit="step", disable=not progress) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+
+        adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed, progress=advance).images
     with torch.no_grad():
         clean, robust = (float((victim(images).argmax(-1) == y).double().mean()) for images in (x, adversarial))
     return _passed(SelfCheck(True, subject.name, len(rows), clean, robust, _SELF_CHECK_LIMIT))

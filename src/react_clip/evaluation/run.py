@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from react_clip import data as data_room
 from react_clip.attacks import Attack
@@ -168,10 +167,7 @@ def _self_check(recipe: Recipe, subject: EvaluationSet, path: Path, progress: bo
         stored = read_json(path, "it is made again")
         if recipe.self_check and stored["identity"] == subject.identity():
             return SelfCheck(**stored["check"])
-    if progress and recipe.self_check:
-        line = f"self-check: PGD-10 at 1/255 on {min(32, len(subject))} images of {subject.name}"
-        tqdm.write(line, file=sys.stderr)
-    check = checks.self_check(recipe, subject)
+    check = checks.self_check(recipe, subject, progress=progress)
     if check.enabled:
         write_text(path, json.dumps({"identity": subject.identity(), "check": dataclasses.asdict(check)}))
     return check

@@ -75,7 +75,9 @@ class Validation:
             lines.append(f"{label}: at most {passes[0]:,} forward and {passes[1]:,} backward passes{unit}")
         if self.minutes is not None:
             lines.append(f"time: about {self.minutes:,.0f} minutes at the speed of a few passes on this device")
-        return [*lines, f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free"]
+        if counted:
+            lines.append(f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free")
+        return lines
 
 
 def validate(
@@ -98,7 +100,7 @@ def validate(
     except ReactClipError as error:
         problems.append(str(error))
     reports = [_set_report(recipe, name, encoder, root, heads) for name in recipe.datasets]
-    problems += [f"{report.name}: {report.problem}" for report in reports if report.problem]
+    problems += [report.problem for report in reports if report.problem]
     images = sum(report.images for report in reports)
     forward, backward = total((image_cost(recipe), images))
     minutes = None
@@ -148,7 +150,8 @@ def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, 
             return SetReport(name, len(dataset), len(dataset.class_names), "no model to check them with")
         source = class_source(encoder, dataset, heads, root)
     except ReactClipError as error:
-        return SetReport(name, problem=str(error))
+        line = str(error)
+        return SetReport(name, problem=line if line.startswith(name) else f"{name}: {line}")
     dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
     return SetReport(name, len(dataset), len(dataset.class_names), source.description, dataset.notes)
 
