@@ -30,6 +30,9 @@ bench() { # MODEL PART OPTION...
 
 if [[ $device == gpu ]]; then
   # Compiled, as the service runs.
+  look=(--compile --images 512 --batch 256 --defenses second_look)
+  bench vit-b-16 second-look-clean "${look[@]}" --rounds 7 --singles 50
+  bench vit-b-16 second-look-attacked "${look[@]}" --rounds 5 --singles 20 --attacked 1
   for model in vit-b-16 vit-b-32; do
     bench $model table-clean --compile --images 512 --batch 256 --rounds 7 --singles 100
     bench $model table-attacked --compile --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
@@ -39,6 +42,8 @@ if [[ $device == gpu ]]; then
     bench $model sweep-attacked --compile --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
+  dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 8 --rounds 4 --singles 1 \
+    --defenses second_look
   bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10
   bench vit-b-16 table-attacked --images 16 --batch 4 --rounds 5 --singles 5 --attacked 1
   bench vit-b-16 sweep-batch --sweep batch --images 16 --rounds 3 --singles 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from doc_tables import table
+from performance_docs import ratio
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
@@ -79,15 +80,15 @@ def speed(results: Path) -> str:
             if not contenders:
                 continue
             times = {item["label"]: item for item in contenders}
-            bare, ours = times["bare encoder"], times["second_look"]
+            ours = times["second_look"]
             rows.append(
                 [
                     f"{report['device']}, {report['dtype']}, batch {batch}",
                     f"attacked with {report['eps']}" if report["attacked"] else "clean",
                     f"{ours['passes']:.2f}",
-                    f"{ours['milliseconds'] / bare['milliseconds']:.2f}",
+                    f"{ratio(times, 'second_look', 'bare encoder'):.2f}",
                     f"{ours['overhead']:.2f} ({ours['overhead_range'][0]:.2f} to {ours['overhead_range'][1]:.2f})",
-                    f"{times['ReACT']['milliseconds'] / ours['milliseconds']:.1f}",
+                    f"{ratio(times, 'ReACT', 'second_look'):.1f}",
                 ]
             )
         made.append(f"`{path.name}` by `{report['command']}`")

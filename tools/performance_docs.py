@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,26 +30,160 @@ from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
 from react_clip.choices import SWEEPS
 
 Row = dict[str, Any]
-FULL_BATCH = {"gpu": 256, "cpu": 1}
-"""Batches from which the aims for the overhead hold."""
-OVERHEAD = {"gpu": 1.10, "cpu": 1.15}
-FASTER = {PLAIN: 3.0, PUBLISHED: 6.0}
+LOOK = "second_look"
+"""SecondLook's name in the result files."""
+WORDS = {BARE: "plain CLIP", LOOK: "SecondLook", OURS: "ReACT", PLAIN: "the paper's 14 passes"}
+"""Columns of the first table."""
+PRECISIONS = ("16 bits", "bf16", "int8 in ONNX Runtime", "int8 in OpenVINO", "int8 in PyTorch")
+"""Ideas of tried.json that are about the precision of the tower."""
+RULES = ("all 10 views", "2 views", "5 views", "sequential 0.95", "sequential 0.99, two by two", "sequential 0.99")
+"""Rules for stopping early that are shown; the file has more."""
 FLAT = 1.05
 """Largest ratio of two times that counts as equal: timings are noisy."""
 
 
 def performance(name: str, folder: Path) -> str:
-    """One section: cost, aims, sweeps, roofline, compilation, sequential or tried."""
+    """One section of the document."""
     sections: dict[str, Callable[[Path], str]] = {
-        "cost": lambda folder: cost(read_reports(folder)),
-        "aims": lambda folder: aims(read_reports(folder)),
+        "cost": cost,
+        "aims": aims,
+        "precision": precision,
+        "compilation": compilation,
+        "react": lambda folder: react(read_reports(folder)),
+        "sequential": sequential,
         "sweeps": lambda folder: sweeps(read_reports(folder)),
         "roofline": lambda folder: roofline(read_reports(folder)),
-        "compilation": compilation,
-        "sequential": sequential,
         "tried": tried,
     }
     return sections[name](folder)
+
+
+# ---------------------------------------------------------------------- SecondLook
+
+
+def look_reports(folder: Path) -> list[Report]:
+    """Measurements of SecondLook beside plain CLIP: one report per file and batch size, with its ``contenders``."""
+    reports = []
+    for path in sorted(folder.glob("*-second-look-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8")) | {"file": path.name}
+        reports += [report] if report["contenders"] else []
+        points = report["sweeps"].get("batch", [])
+        reports += [report | {"batch": round(point["value"]), "contenders": point["contenders"]} for point in points]
+    return sorted(reports, key=lambda report: (report["device"] == "cpu", report["batch"], report["attacked"]))
+
+
+def cost(folder: Path) -> str:
+    """Milliseconds per photo of plain CLIP and of the defences, at every batch size that was measured."""
+    rows, alone, files = [], [], {}
+    for report in look_reports(folder):
+        found = {item["label"]: item for item in report["contenders"]}
+        photos = "attacked" if report["attacked"] else "clean"
+        place = f"{where(report)}, {report['dtype']}"
+        times = [_milliseconds(found, label, "milliseconds") for label in WORDS]
+        numbers = [f"{ratio(found, LOOK, BARE):.2f}", f"{found[LOOK]['passes']:.2f}", _overhead(found[LOOK])]
+        rows.append([f"{place}, batch {report['batch']}", photos, *times, *numbers])
+        if len(found) > 3:
+            alone.append([f"{place}, one at a time", photos, *(_milliseconds(found, w, "latency_p50") for w in WORDS)])
+        files[report["file"]] = report["command"]
+    if not rows:
+        return ""
+    head = [
+        "machine",
+        "photos",
+        *(f"{words} ms" for words in WORDS.values()),
+        "SecondLook / plain",
+        "passes",
+        "overhead",
+    ]
+    made = "; ".join(f"`{file}` by `{command}`" for file, command in files.items())
+    rows += [[*row, "", "", ""] for row in alone]
+    return "\n".join([*table(head, rows), "", f"*ViT-B/16, 1,223 classes. `benchmarks/results/bench`: {made}.*"]) + "\n"
+
+
+def _milliseconds(found: dict[str, Row], label: str, key: str) -> str:
+    return _digits(found[label][key]) if label in found else ""
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def ratio(found: dict[str, Row], one: str, other: str) -> float:
+    """Time of one contender over that of another: the median over rounds, in which they take turns."""
+    pairs = zip(found[one]["round_milliseconds"], found[other]["round_milliseconds"], strict=True)
+    return median(a / b for a, b in pairs)
+
+
+def aims(folder: Path) -> str:
+    """Each aim beside what was measured."""
+    rows = [
+        [words, limit, f"{value:,.2f}" if value < 100 else f"{value:,.0f}", "yes" if reached else "no"]
+        for words, limit, value, reached in _aims(folder)
+    ]
+    return "\n".join(table(["ratio", "aim", "measured", "reached"], rows)) + "\n" if rows else ""
+
+
+def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
+    def at_most(limit: float, value: float) -> tuple[str, float, bool]:
+        return f"at most {limit:g}", value, round(value, 2) <= limit
+
+    def at_least(limit: float, value: float) -> tuple[str, float, bool]:
+        return f"at least {limit:,g}", value, value >= limit
+
+    for report in look_reports(folder):
+        found = {item["label"]: item for item in report["contenders"]}
+        photos = "attacked photos" if report["attacked"] else "clean photos"
+        place = f"{photos}, {where(report)}, batch {report['batch']}"
+        if report["device"] == "cpu":
+            yield f"SecondLook / plain CLIP, {place}", *at_most(1.85, ratio(found, LOOK, BARE))
+            continue
+        if not report["attacked"]:
+            yield f"SecondLook / plain CLIP, {place}", *at_most(1.75, ratio(found, LOOK, BARE))
+        yield f"overhead of SecondLook, {place}", *at_most(1.10, found[LOOK]["overhead"])
+        least = {OURS: 1.7, PLAIN: 4.0} if report["attacked"] else {OURS: 2.3, PLAIN: 7.0}
+        for other, limit in least.items():
+            yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(found, other, LOOK))
+    for report in read_reports(folder):
+        if report["machine"] == "gpu" and report["part"] == "table-clean":
+            limit = {"vit-b-16": 14_000, "vit-b-32": 45_000}[report["tower"]]
+            speed = contender(report, BARE)["images_per_second"]
+            yield f"images/s of plain {MODELS[report['tower']]}, {where(report)}", *at_least(limit, speed)
+        if report["machine"] == "gpu" and report["part"] in ("sweep-images", "sweep-classes"):
+            axis = report["part"].removeprefix("sweep-")
+            words = {"images": "8 x as many images", "classes": "20,000 classes instead of 10"}[axis]
+            yield f"overhead of ReACT, {words}, {MODELS[report['tower']]}", *at_most(FLAT, growth(report, axis)[-1][1])
+
+
+def precision(folder: Path) -> str:
+    """Time of towers in fewer bits against fp32, and how often the defence decides and answers alike."""
+    path = folder / "tried.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = []
+    for idea in found:
+        if idea["idea"] not in PRECISIONS:
+            continue
+        guard = "SecondLook" if "int8" in idea["idea"] else "ReACT"
+        kinds = dict(idea["agreement"])
+        # Several precisions in one run: milliseconds and agreement by precision.
+        each = kinds if "clean" not in kinds else {idea["idea"]: kinds}
+        for name, parts in each.items():
+            times = idea.get("milliseconds", {})
+            speed = times[name] / times["fp32"] if name in times else idea["ratio"]
+            cells = [_agreement(parts.get(kind)) for kind in ("clean", "attacked")]
+            device = "CPU" if idea["device"] == "cpu" else idea["device"]
+            rows.append([f"{name}, {device}", f"{speed:.2f}", guard, *cells])
+    if not rows:
+        return ""
+    head = ["precision", "time / fp32", "defence", "same decision and answer, clean", "attacked"]
+    return "\n".join([*table(head, rows), "", "*`benchmarks/results/bench/tried.json`.*"]) + "\n"
+
+
+def _agreement(part: Row | None) -> str:
+    if part is None:
+        return ""
+    gate, label = 100 * part["same_gate"], 100 * part["same_label"]
+    return f"{gate:.2f} %, {label:.2f} % of {part['photos']:,}"
 
 
 def compilation(folder: Path) -> str:
@@ -77,51 +210,35 @@ def compilation(folder: Path) -> str:
     return "\n".join([*table(["", "without", "with `compile=True`"], rows), "", note])
 
 
-def source(report: Report) -> str:
-    """The notes of a report, its file and the command that made it."""
-    return f"{notes(report)} `benchmarks/results/bench/{report['file']}`, made by `{report['command']}`."
-
-
-def notes(report: Report) -> str:
-    """The notes of a report as sentences."""
-    return "".join(f" {note[0].upper()}{note[1:]}." for note in report.get("notes", []))
-
-
 def figure(name: str, words: str) -> list[str]:
     """A picture that tools/draw_figures.py draws."""
     return ["", f"![{words}](figures/performance/{name}.svg)"]
 
 
-# ---------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------- ReACT
 
 
-def cost(reports: Sequence[Report]) -> str:
-    """Every contender on every machine and model."""
-    lines: list[str] = []
+def react(reports: Sequence[Report]) -> str:
+    """ReACT beside the bare encoder, all 14 passes and Defend-CLIP, one row per machine, model and traffic."""
+    rows, lines = [], []
     for device in DEVICES:
         tables = select(reports, device, *TABLES)
-        if tables:
-            lines += ["", f"### On {_machine(tables[0])}"]
-            lines += figure(f"cost-{device}", "Time per image of each contender, in passes of the bare encoder")
+        lines += (
+            figure(f"cost-{device}", "Time per image of each contender, in passes of the bare encoder")
+            if tables
+            else []
+        )
         for report in tables:
-            lines += ["", *_cost_table(report), "", f"*{_setting(report)}.{source(report)}*"]
-    return "\n".join(lines[1:]) + "\n" if lines else ""
-
-
-def _cost_table(report: Report) -> list[str]:
-    head = ["", "images/s", "passes", "overhead", "p50 ms", "p99 ms", "memory MiB", "ReACT's speed relative to it"]
-    rows = []
-    for label in (BARE, OURS, PLAIN, PUBLISHED):
-        item = contender(report, label)
-        speed = item["images_per_second"]
-        cells = [f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", f"{item['passes']:.2f}", _overhead(item)]
-        # Older files timed too few single images to speak of percentiles.
-        latencies = [item["latency_p50"], item["latency_p99"]] if "singles" in report else []
-        cells += [f"{milliseconds:,.1f}" for milliseconds in latencies] or ["", ""]
-        cells.append(_memory(item))
-        cells.append("" if label == OURS else f"{speedup(report, label):.2f} x")
-        rows.append([label, *cells])
-    return table(head, rows)
+            item = contender(report, OURS)
+            place = f"{MODELS[report['tower']]}, {where(report)}, {report['dtype']}, batch {report['batch']}"
+            numbers = [_digits(item["milliseconds"]), f"{item['passes']:.2f}", _overhead(item)]
+            numbers += [f"{speedup(report, other):.2f}" for other in (PLAIN, PUBLISHED)]
+            rows.append([place, TABLES[report["part"]].removesuffix(" photos"), *numbers, f"`{report['file']}`"])
+    if not rows:
+        return ""
+    head = ["machine", "photos", "ms", "passes", "overhead", "x as fast as 14 passes", "as Defend-CLIP", "file"]
+    note = "*Made by `benchmarks/bench_all.sh`; every file holds its command.*"
+    return "\n".join([*table(head, rows), "", note, *lines]) + "\n"
 
 
 def _overhead(item: Row) -> str:
@@ -129,13 +246,6 @@ def _overhead(item: Row) -> str:
         return f"{item['overhead']:.2f}"
     low, high = item["overhead_range"]
     return f"{item['overhead']:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _memory(item: Row) -> str:
-    """Beyond weights and waiting images; older files counted those too."""
-    return (
-        "" if item["peak_bytes"] is None or "round_milliseconds" not in item else f"{item['peak_bytes'] / 2**20:,.0f}"
-    )
 
 
 def speedup(report: Report, other: str) -> float:
@@ -147,92 +257,16 @@ def speedup(report: Report, other: str) -> float:
     return median(b / a for a, b in pairs)
 
 
-def _setting(report: Report) -> str:
-    single = f", latency over {report['singles']} single images" if "singles" in report else ""
-    return (
-        f"{MODELS[report['tower']]}, {report['images']} {TABLES[report['part']]} in batches of {report['batch']}, "
-        f"{report['dtype']}, {report['classes']:,} classes, {report['rounds']} rounds{single}"
-    )
-
-
-# ---------------------------------------------------------------------- aims
-
-
-def aims(reports: Sequence[Report]) -> str:
-    """Each aim with the measured value on every machine, marked where it is missed."""
-    places: list[str] = []
-    cells: dict[str, dict[str, str]] = {}
-    for report in reports:
-        place = f"{MODELS[report['tower']]}, {where(report)}"
-        for words, value, reached in _aims_of(report):
-            places += [] if place in places else [place]
-            cells.setdefault(words, {})[place] = f"{value:.2f}" if reached else f"{value:.2f}, missed"
-    if not cells:
-        return ""
-    rows = [[words, *(found.get(place, "") for place in places)] for words, found in cells.items()]
-    return "\n".join(["## What we aim at, and where we are", "", *table(["", *places], rows)]) + "\n"
-
-
-def _aims_of(report: Report) -> Iterator[tuple[str, float, bool]]:
-    device, part = report["machine"], report["part"]
-    if part in TABLES:
-        overhead = contender(report, OURS)["overhead"]
-        if report["batch"] >= FULL_BATCH[device]:
-            limits = f"{OVERHEAD['gpu']:.2f} on a GPU at batch {FULL_BATCH['gpu']}, {OVERHEAD['cpu']:.2f} on a CPU"
-            yield f"overhead on {TABLES[part]} at most {limits}", overhead, overhead <= OVERHEAD[device]
-        for other, least in FASTER.items() if part == "table-clean" else ():
-            ratio = speedup(report, other)
-            yield f"on clean photos at least {least:g} x as fast as {other}", ratio, ratio >= least
-    elif part == "sweep-images":
-        points = series(report, "images", OURS)
-        change = growth(report, "images")[-1][1]
-        yield "8 x as many images: overhead within 5 %", change, change <= FLAT
-        peaks = [item["peak_bytes"] for _, item in points]
-        if None not in peaks and peaks[0]:
-            yield "8 x as many images: memory within 5 %", peaks[-1] / peaks[0], peaks[-1] <= FLAT * peaks[0]
-    elif part == "sweep-classes":
-        points = series(report, "classes", OURS)
-        change = growth(report, "classes")[-1][1]
-        words = f"{points[-1][0]:,.0f} classes instead of {points[0][0]:,.0f}: less than 5 % more time"
-        yield words, change, change < FLAT
-
-
 # ---------------------------------------------------------------------- sweeps
 
 
 def sweeps(reports: Sequence[Report]) -> str:
-    """ReACT's cost against batch, images, classes and share of attacked images."""
+    """Figures of ReACT's cost against batch, images, classes and share of attacked images."""
     lines: list[str] = []
     for device in DEVICES:
-        swept = select(reports, device, *(f"sweep-{axis}" for axis in SWEEPS))
-        if swept:
-            lines += ["", f"### On {_machine(swept[0])}"]
-            words = "Cost of ReACT along batch, images, classes and share of attacked images"
-            lines += figure(f"sweeps-{device}", words)
-        for _, same in groupby(swept, key=lambda report: report["tower"]):
-            lines += _sweep_table(list(same))
-    if not lines:
-        return ""
-    words = (
-        "One thing changes, the rest stays. Classes are copies of the first ten, which leave the gate as it is. Apart "
-        "from the passes that an image needs, cost should follow none of these."
-    )
-    return "\n".join(["## Along one axis", "", words, *lines]) + "\n"
-
-
-def _sweep_table(reports: list[Report]) -> list[str]:
-    """All sweeps of one model on one machine."""
-    rows = []
-    for report in reports:
-        axis = report["part"].removeprefix("sweep-")
-        for value, item in series(report, axis, OURS):
-            shown = f"{100 * value:g} % attacked" if axis == "attacked" else f"{axis} {value:,.0f}"
-            cells = [f"{item['milliseconds']:,.3f}", f"{item['passes']:.2f}", _overhead(item), _memory(item)]
-            rows.append([shown, *cells])
-    head = ["", "ms per image", "passes", "overhead", "memory MiB"]
-    files = ", ".join(f"`{report['file']}`" for report in reports)
-    setting = f"{MODELS[reports[0]['tower']]}, {reports[0]['dtype']}.{notes(reports[0])}"
-    return ["", *table(head, rows), "", f"*{setting} {files}.*"]
+        if swept := select(reports, device, *(f"sweep-{axis}" for axis in SWEEPS)):
+            lines += figure(f"sweeps-{device}", f"Cost of ReACT along four axes on {_machine(swept[0])}")
+    return "\n".join([*lines[1:], "", "*`benchmarks/results/bench/*-sweep-*.json`.*"]) + "\n" if lines else ""
 
 
 # ---------------------------------------------------------------------- roofline, tried
@@ -264,7 +298,7 @@ def roofline(reports: Sequence[Report]) -> str:
         "last two columns are the best over all batches, and their share of the matrix products."
     )
     files = "*`benchmarks/results/bench/*-sweep-batch.json`.*"
-    return "\n".join(["## Roofline", "", words, *lines, "", *table(head, rows), "", files]) + "\n"
+    return "\n".join([words, *lines, "", *table(head, rows), "", files]) + "\n"
 
 
 def sequential(folder: Path) -> str:
@@ -278,6 +312,8 @@ def sequential(folder: Path) -> str:
     head = ["rule", *("clean" if budget == "0/255" else budget for budget in whole), "passes, attacked", "changed"]
     rows = []
     for rule, values in rules.items():
+        if rule not in RULES:
+            continue
         points = [values["budgets"][budget]["accuracy"] - whole[budget]["accuracy"] for budget in whole]
         accuracy = [f"{100 * point:+.2f}" for point in points]
         if values["budgets"] is whole:
@@ -301,10 +337,12 @@ def tried(folder: Path) -> str:
         return ""
     found: dict[str, dict[str, Row]] = {}
     for idea in json.loads(path.read_text(encoding="utf-8")):
+        if idea["idea"] in PRECISIONS:
+            continue
         found.setdefault(idea["idea"], {})[f"{idea['device']}, {idea['dtype']}"] = idea
     devices = sorted({device for measured in found.values() for device in measured})
     words = "Each number is time with the change divided by time without it, of the part that the idea changes."
-    lines = ["## What was tried", "", words, ""]
+    lines = [words, ""]
     lines += [f"| idea | {' | '.join(devices)} | kept | why |", "|---|" + "---:|" * len(devices) + "---|---|"]
     for name, measured in found.items():
         idea = next(iter(measured.values()))
@@ -315,20 +353,8 @@ def tried(folder: Path) -> str:
 
 
 def _ratio(idea: Row | None) -> str:
-    """The ratio; some ideas are about something else than time, and 16 bits are about gates too."""
-    if idea is None or idea["ratio"] is None:
-        return ""
-    gates = ", ".join(_gates(idea.get("agreement", {})))
-    return f"{idea['ratio']:.2f}" + (f" (same gate: {gates})" if gates else "")
-
-
-def _gates(agreement: Row) -> Iterator[str]:
-    """Share of photos with the same gate decision, by kind of photos, or by precision and kind."""
-    for name, part in agreement.items():
-        if isinstance(part, dict) and "same_gate" in part:
-            yield f"{100 * part['same_gate']:.2f} % of {part['photos']:,} {name}"
-        elif isinstance(part, dict):
-            yield from (f"{name} {line}" for line in _gates(part))
+    """The ratio; some ideas are about something else than time."""
+    return "" if idea is None or idea["ratio"] is None else f"{idea['ratio']:.2f}"
 
 
 def _machine(report: Report) -> str:

@@ -14,24 +14,31 @@ from performance_figures import growth, performance_figures, read_reports
 from react_clip import cli
 from react_clip.choices import SHAPES
 
+AGREEMENT = {"clean": {"photos": 40, "same_gate": 0.75, "same_label": 0.5}}
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = ("cost", "aims", "sweeps", "roofline", "tried")
+SECTIONS = ("cost", "aims", "precision", "compilation", "react", "sequential", "sweeps", "roofline", "tried")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table that the command writes about a small model, under the name of a real one, and the real sweeps."""
+    """A table that the command writes about a small model, under the names of real ones, and the real sweeps."""
     folder = tmp_path_factory.mktemp("bench")
     common = ["--shapes", "small", "--images", "8", "--batch", "4", "--rounds", "2", "--singles", "2", "--quiet"]
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    small = {"text_config": sizes, "vision_config": {**sizes, "patch_size": 8, "image_size": 32}}
+    small = {"text_config": sizes, "vision_config": {**sizes, "patch_size": 4, "image_size": 32}}
+    table = folder / "cpu-vit-b-32-table-clean.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small", small)
-        assert cli.main(["bench", *common, "--out", str(folder / "cpu-vit-b-32-table-clean.json")]) == 0
+        assert cli.main(["bench", *common, "--defenses", "second_look", "--out", str(table)]) == 0
+    shutil.copy(table, folder / "cpu-vit-b-16-second-look-clean.json")
     for path in (ROOT / "benchmarks" / "results" / "bench").glob("cpu-vit-b-32-sweep-*.json"):
         shutil.copy(path, folder)
-    idea: dict[str, Any] = {"idea": "a faster way", "what": "half of it", "kept": True, "why": "it is faster"}
-    (folder / "tried.json").write_text(json.dumps([{**idea, "ratio": 0.5, "device": "cpu", "dtype": "bf16"}]))
+    where = {"device": "cpu", "dtype": "float32", "kept": True}
+    ideas = [
+        {"idea": "a faster way", "what": "half of it", "why": "it is faster", "ratio": 0.5, **where},
+        {"idea": "int8 in OpenVINO", "what": "fewer bits", "why": "", "ratio": 0.25, "agreement": AGREEMENT, **where},
+    ]
+    (folder / "tried.json").write_text(json.dumps(ideas))
     return folder
 
 
@@ -42,27 +49,31 @@ def test_without_measurements_there_is_no_section(tmp_path: Path, section: str) 
 
 def test_every_number_of_a_section_is_one_of_its_file(measured: Path) -> None:
     report = json.loads((measured / "cpu-vit-b-32-table-clean.json").read_text())
+    rows = {row["label"]: row for row in report["contenders"]}
+    look, react = rows["second_look"], rows["ReACT"]
+    rounds = [
+        mine / plain
+        for mine, plain in zip(look["round_milliseconds"], rows["bare encoder"]["round_milliseconds"], strict=True)
+    ]
     text = performance("cost", measured)
-    for row in report["contenders"]:
-        line = next(line for line in text.splitlines() if line.startswith(f"| {row['label']} |"))
-        assert f"| {row['passes']:.2f} | {row['overhead']:.2f} (" in line
-        assert f"| {row['latency_p50']:,.1f} | {row['latency_p99']:,.1f} |" in line
+    assert f"| {sum(rounds) / 2:.2f} | {look['passes']:.2f} | {look['overhead']:.2f} (" in text
     assert report["command"] in text
-    assert "Weights are random" in text
+    for label in ("bare encoder", "second_look", "ReACT", "all 14 passes"):
+        for value in (rows[label]["milliseconds"], rows[label]["latency_p50"]):
+            assert (f"| {value:,.0f} |" if value >= 100 else f"| {value:#.3g} |") in text
+    assert f"| at most 1.85 | {sum(rounds) / 2:.2f} | " in performance("aims", measured)
+    assert f"| {react['passes']:.2f} | {react['overhead']:.2f} (" in performance("react", measured)
 
-    text = performance("sweeps", measured)
-    points = json.loads((measured / "cpu-vit-b-32-sweep-classes.json").read_text())["sweeps"]["classes"]
-    for point in points:
-        assert f"| classes {point['value']:,.0f} | {point['contenders'][1]['milliseconds']:,.3f} |" in text
-    assert "% attacked" in text
 
-    aims = performance("aims", measured)
-    overhead = next(row["overhead"] for row in report["contenders"] if row["label"] == "ReACT")
-    assert f"| {overhead:.2f}{'' if overhead <= 1.15 else ', missed'} |" in aims
-    assert performance("roofline", measured).startswith("## Roofline")
+def test_ideas_are_shown_with_their_ratios_and_precisions_with_their_agreement(measured: Path) -> None:
     tried = performance("tried", measured)
-    assert "| idea | cpu, bf16 | kept | why |" in tried
+    assert "| idea | cpu, float32 | kept | why |" in tried
     assert "| a faster way: half of it | 0.50 | yes | it is faster |" in tried
+    assert "int8" not in tried
+    row = "| int8 in OpenVINO, CPU | 0.25 | SecondLook | 75.00 %, 50.00 % of 40 |  |"
+    assert row in performance("precision", measured).splitlines()
+    assert "sweeps-cpu.svg" in performance("sweeps", measured)
+    assert "| ViT-B/32, CPU, 2 threads, bf16 |" in performance("roofline", measured)
 
 
 def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None:
