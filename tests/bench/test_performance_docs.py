@@ -70,7 +70,7 @@ def test_ideas_are_shown_with_their_ratios_and_precisions_with_their_agreement(m
     assert "| idea | cpu, float32 | kept | why |" in tried
     assert "| a faster way: half of it | 0.50 | yes | it is faster |" in tried
     assert "int8" not in tried
-    row = "| int8 in OpenVINO, CPU | 0.25 | SecondLook | 75.00 %, 50.00 % of 40 |  |"
+    row = "| int8 in OpenVINO, CPU | 0.25 | SecondLook | 75.00 %, 50.00 % of 40 |"
     assert row in performance("precision", measured).splitlines()
     assert "sweeps-cpu.svg" in performance("sweeps", measured)
     assert "| ViT-B/32, CPU, 2 threads, bf16 |" in performance("roofline", measured)
