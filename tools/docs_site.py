@@ -77,7 +77,7 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Export what the ``__init__.pyi`` of lazily imported packages name: griffe only knows ``__all__``."""
         self.on_object(obj=pkg)  # griffe calls it for everything but the package itself
-        for module in (pkg, pkg["integrations"]):
+        for module in (pkg, pkg["finetune"], pkg["integrations"]):
             module.exports = [name for name, member in module.members.items() if member.is_alias]
 
 
