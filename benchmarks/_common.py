@@ -31,20 +31,25 @@ class Server:
     command: str
 
     @classmethod
-    def start(cls, flags: Sequence[str]) -> Server:
-        """Start a server on a free port and wait until it answers."""
-        command = [sys.executable, "-m", "react_clip", "serve", "--port", "0", "--json", "--quiet", *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def start(cls, flags: Sequence[str], program: Sequence[str] = ("-m", "react_clip")) -> Server:
+        """Start a server on a free port and wait until it answers; ``program`` are Python's arguments before serve."""
+        words = ["serve", "--port", "0", "--json", "--quiet", *flags]
+        process = subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             sys.exit(f"the server ended with {process.wait()}")
-        return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *command[3:]]))
+        return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *words]))
 
     def memory(self) -> int:
         """Resident bytes."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    def cpu_seconds(self) -> float:
+        """Seconds that its threads have spent on processors."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> tuple[int, float]:
         """Send SIGTERM; returns the exit code and the seconds until the process ended."""

@@ -1,26 +1,40 @@
-"""A mixed load for many minutes, then SIGTERM: latency, memory, and whether every accepted request is answered.
+"""A mixed load for many minutes, quiet, then SIGTERM: latency, memory, and whether every accepted request is answered.
 
-    python benchmarks/serve_soak.py --minutes 20 -- --model clip-vit-b-16
+    python benchmarks/serve_soak.py --minutes 60 --callers 4 --pause 4 -- --model clip-vit-b-16
+    python benchmarks/serve_soak.py --minutes 3 --callers 32 --allocator untrimmed --out serve-memory-untrimmed.json
 
-Everything after ``--`` goes to ``react-clip serve``. The result is benchmarks/results/serve-soak.json.
+Everything after ``--`` goes to ``react-clip serve``. The result is benchmarks/results/serve-soak.json: the memory of
+the server after each stage of its start, every ten seconds of the load, and after half a minute without requests.
+``--allocator`` compares ways to bound that memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import io
+import json
 import random
+import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
 from _common import Server, where, write
-from serve_fuzz import cases, photo, send
+from _observed_server import ALLOCATORS
+from PIL import Image
+from serve_fuzz import cases, send
 
 PHOTOS = 64
+SIZES = ((224, 224), (320, 500), (640, 480), (1600, 1200), (3000, 2000))
+"""Widths and heights of the photos."""
+EVERY, STOPPING = 10.0, 3.0
+"""Seconds between two records of the memory, and seconds of load before SIGTERM."""
 LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
 """Label lists of the requests; the names are in the label bank too."""
 
@@ -28,9 +42,9 @@ LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
 class Load:
     """Counts and times of all callers."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.over = threading.Event()
+    def __init__(self, url: str, pause: float) -> None:
+        self.url, self.pause = url, pause
+        self.over, self.resting = threading.Event(), threading.Event()
         self.stopping = threading.Event()
         self.statuses: Counter[str] = Counter()
         self.seconds: list[float] = []
@@ -48,11 +62,27 @@ class Load:
                 # The same photo with the same labels must get the same answer in any batch.
                 self.changed += self._answers.setdefault(key, answer) != answer
 
+    def rest(self) -> None:
+        """Let callers send no more requests, and wait until all are answered."""
+        self.resting.set()
+        while httpx.get(f"{self.url}/metrics", timeout=600).text.count("react_clip_requests_in_flight 1.0") == 0:
+            time.sleep(0.5)
+
+    def resume_for(self, seconds: float) -> None:
+        """Load without pauses for some seconds, then expect refused connections."""
+        self.pause = 0.0
+        self.resting.clear()
+        time.sleep(seconds)
+        self.stopping.set()
+
     def call(self, seed: int, photos: list[bytes]) -> None:
         """One caller: valid requests, mostly on a connection that is kept open."""
         rng = random.Random(seed)
         client = httpx.Client(base_url=self.url, timeout=120)
-        while not self.over.is_set():
+        while not self.over.wait(rng.uniform(0, 2 * self.pause)):
+            if self.resting.is_set():
+                time.sleep(0.1)
+                continue
             index, labels, many = rng.randrange(len(photos)), rng.choice(LISTS), rng.choice([1, 1, 1, 4])
             chosen = [photos[(index + i) % len(photos)] for i in range(many)]
             fresh = rng.random() < 0.1 or self.stopping.is_set()
@@ -93,6 +123,8 @@ class Load:
         """A caller that sends malformed requests only."""
         while not self.over.is_set() and not self.stopping.is_set():
             for case in cases(60, seed):
+                while self.resting.is_set():
+                    time.sleep(0.1)
                 if self.stopping.is_set():
                     return
                 began = time.monotonic()
@@ -101,8 +133,18 @@ class Load:
                 except OSError:
                     continue
                 self.count("malformed", status, time.monotonic() - began)
-                time.sleep(0.05)
+                time.sleep(max(0.05, self.pause / 4))
             seed += 1
+
+
+def photo(rng: random.Random) -> bytes:
+    """A file of any format and size."""
+    width, height = rng.choice(SIZES)
+    small = (width // 16, height // 16)
+    image = Image.frombytes("RGB", small, rng.randbytes(small[0] * small[1] * 3)).resize((width, height))
+    stream = io.BytesIO()
+    image.save(stream, rng.choice(["PNG", "JPEG", "WEBP"]))
+    return stream.getvalue()
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -110,63 +152,100 @@ def percentile(values: list[float], share: float) -> float:
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else float("nan")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--callers", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="serve-soak.json")
-    parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
-    args = parser.parse_args()
-    served = Server.start([*args.flags, "--open-metrics"])
-    load = Load(served.url)
+def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
+    """Start a server that writes its memory to ``record``, run the load and return the result."""
+    program = (str(Path(__file__).with_name("_observed_server.py")), str(record), str(EVERY), args.allocator)
+    served = Server.start([*args.flags, "--open-metrics"], program)
+    load = Load(served.url, args.pause)
     rng = random.Random(args.seed)
-    photos = [photo(rng, rng.choice(["PNG", "JPEG", "WEBP"])) for _ in range(PHOTOS)]
+    photos = [photo(rng) for _ in range(PHOTOS)]
+    httpx.post(f"{served.url}/v1/classify", files={"images": ("photo", photos[0])}, timeout=600).raise_for_status()
+    first = len(wait_for_record(record))
+    busy, began = served.cpu_seconds(), time.monotonic()
     threads = [threading.Thread(target=load.call, args=(args.seed + i, photos)) for i in range(args.callers)]
     threads.append(threading.Thread(target=load.send_malformed, args=(args.seed,)))
     for thread in threads:
         thread.start()
-    began, memory = time.monotonic(), []
-    while (now := time.monotonic() - began) < 60 * args.minutes:
-        time.sleep(min(5.0, max(0.1, 60 * args.minutes - now)))
-        memory.append(served.memory())
-    metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
-    seconds, requests = time.monotonic() - began, sum(load.statuses.values())
-    load.stopping.set()
+    time.sleep(60 * args.minutes)
+    metrics = httpx.get(f"{served.url}/metrics", timeout=600).text
+    seconds, busy, requests = time.monotonic() - began, served.cpu_seconds() - busy, sum(load.statuses.values())
+    last = len(read_record(record))
+    load.rest()
+    wait_for_record(record)
+    after_rest = len(wait_for_record(record))
+    load.resume_for(STOPPING)
     code, stop_seconds = served.stop()
     load.over.set()
     for thread in threads:
         thread.join()
-    bad = {
-        status: n for status, n in load.statuses.items() if status[-3:].startswith("5") and not status.endswith("503")
-    }
-    settled = memory[len(memory) // 4] if memory else 0
-    result = {
+    memory = read_record(record)
+    images = _value(metrics, "react_clip_batch_images_sum")
+    return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
+        "allocator": args.allocator,
         "server": served.command,
         "minutes": round(seconds / 60, 2),
         "callers": args.callers,
+        "mean_pause_seconds": args.pause,
         "seed": args.seed,
         "requests": requests,
         "requests_per_second": round(requests / seconds, 2),
+        "images": int(images),
+        "cpu_seconds_per_image": round(busy / max(1.0, images), 3),
         "statuses": dict(sorted(load.statuses.items())),
         "latency_seconds": {f"p{int(100 * share)}": percentile(load.seconds, share) for share in (0.5, 0.9, 0.99)},
         "images_per_batch": _mean(metrics, "react_clip_batch_images"),
-        "gate_rate": 1
-        - _value(metrics, 'react_clip_images_total{branch="keep"}')
-        / max(1.0, _value(metrics, "react_clip_batch_images_sum")),
+        "gate_rate": 1 - _value(metrics, 'react_clip_images_total{branch="keep"}') / max(1.0, images),
         "answers_that_changed": load.changed,
         "dropped": load.dropped[:20],
         "dropped_count": len(load.dropped),
-        "memory_first": memory[0] if memory else 0,
-        "memory_settled": settled,
-        "memory_last": memory[-1] if memory else 0,
-        "memory_most": max(memory, default=0),
         "exit_code": code,
         "stop_seconds": round(stop_seconds, 2),
+        "memory_of_stages": [line for line in memory[: first - 1] if line["stage"] != "serving"],
+        "memory_after_one_request": memory[first - 1],
+        "memory_of_load": {
+            "mean": round(statistics.mean(line["resident"] for line in memory[first:last])),
+            "most": max(memory[first:last], key=lambda line: line["resident"]),
+            "last": memory[last - 1],
+        },
+        "memory_after_rest": memory[after_rest - 1],
+        "memory_over_time": {
+            "seconds": [round(line["seconds"]) for line in memory[first:after_rest]],
+            **{
+                f"{name}_mib": [line[name] >> 20 for line in memory[first:after_rest]]
+                for name in ("resident", "heaps", "malloc_used")
+            },
+        },
     }
+
+
+def read_record(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for_record(record: Path) -> list[dict[str, Any]]:
+    """The record when it has two more lines, so that the last one began after this call."""
+    lines = len(read_record(record)) + 2
+    while len(read_record(record)) < lines:
+        time.sleep(0.5)
+    return read_record(record)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--callers", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=0.0, help="mean seconds of a caller between two requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="shipped", help="the service as it is, or otherwise")
+    parser.add_argument("--out", default="serve-soak.json")
+    parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(args, Path(folder) / "memory.jsonl")
     write(args.out, result)
-    return int(bool(bad or load.dropped or load.changed or code != 0))
+    failed = any(status[-3:].startswith("5") and not status.endswith("503") for status in result["statuses"])
+    return int(failed or result["dropped_count"] > 0 or result["answers_that_changed"] > 0 or result["exit_code"] != 0)
 
 
 def _value(metrics: str, name: str) -> float:

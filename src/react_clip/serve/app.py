@@ -24,6 +24,7 @@ from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.labels import LabelCache
+from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.middleware import RequestGuard
 from react_clip.zeroshot import ZeroShotClassifier
@@ -88,7 +89,7 @@ class Service:
         }
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # FastAPI would call a plain function on a thread of its own
     service: Service = request.app.state.service
     return service
 
@@ -281,7 +282,9 @@ def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: frozen
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        trimming = asyncio.create_task(return_freed_memory())
         yield
+        trimming.cancel()
         service.decoder.close()
         engine.stop()
 
