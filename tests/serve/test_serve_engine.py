@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error
 import react_clip as rc
 from react_clip import noise
 from react_clip.preprocess import to_pixels
+from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError
@@ -301,3 +305,61 @@ def test_a_slow_attack_has_its_own_deadline_tells_its_steps_and_ends_when_its_ca
     go_on.set()
     engine.run(lambda: None).result()
     assert steps == [1, 2, 3, 1], "the second step of the abandoned attack raised"
+
+
+def leave_free_blocks(libc: ctypes.CDLL, count: int, size: int) -> list[ctypes.c_void_p]:
+    """Allocate and fill blocks, then free all but every 64th, so that no free end of a heap is left to shrink."""
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [ctypes.c_void_p(libc.malloc(size)) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for index, block in enumerate(blocks):
+        if index % 64:
+            libc.free(block)
+    return blocks[::64]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.skipif(memory.find_malloc_trim() is None, reason="the C library is not glibc")
+def test_freed_memory_is_returned_while_the_service_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SECONDS", 0.1)
+    count, size, libc = 4096, 2**16, ctypes.CDLL(None)
+    total, before = count * size, resident_bytes()
+    with ThreadPoolExecutor(1) as thread:  # its heaps are not the main thread's
+        left = thread.submit(leave_free_blocks, libc, count, size).result()
+        assert resident_bytes() > before + 0.8 * total, "glibc keeps what was freed"
+
+        async def run_until_returned() -> None:
+            app = create_app(engine)
+            async with asyncio.timeout(60), app.router.lifespan_context(app):
+                while resident_bytes() > before + 0.3 * total:
+                    await asyncio.sleep(0.05)
+
+        in_loop(run_until_returned())
+    for block in left:
+        libc.free(block)
+
+
+def test_requests_start_no_threads_of_the_framework(
+    engine: Engine, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 40 threads with a heap each would serve plain functions of FastAPI."""
+    calls = []
+
+    async def run_sync(function: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        calls.append(function)
+        return function(*args)
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", run_sync)
+
+    async def ask() -> set[int]:
+        async with client_of(engine) as client:
+            answers = [await client.post(path, **as_form(photos[:2])) for path in ("/v1/classify", "/v1/embed")]
+            answers += [await client.get(path) for path in ("/v1/info", "/v1/models", "/healthz", "/readyz")]
+            return {answer.status_code for answer in answers}
+
+    assert in_loop(ask()) == {200}
+    assert calls == []
