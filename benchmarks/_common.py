@@ -78,6 +78,7 @@ def _cpu() -> str:
 def write(name: str, result: dict[str, Any]) -> None:
     """Print a result and write it to ``benchmarks/results``."""
     text = json.dumps(result, indent=2)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(text + "\n", encoding="utf-8")
+    path = RESULTS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
     print(text)

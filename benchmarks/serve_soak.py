@@ -1,7 +1,7 @@
 """A mixed load for many minutes, quiet, then SIGTERM: latency, memory, and whether every accepted request is answered.
 
     python benchmarks/serve_soak.py --minutes 60 --callers 4 --pause 4 -- --model clip-vit-b-16
-    python benchmarks/serve_soak.py --minutes 3 --callers 32 --allocator untrimmed --out serve-memory-untrimmed.json
+    python benchmarks/serve_soak.py --minutes 3 --callers 32 --allocator untrimmed --out serve-memory/untrimmed.json
 
 Everything after ``--`` goes to ``react-clip serve``. The result is benchmarks/results/serve-soak.json: the memory of
 the server after each stage of its start, every ten seconds of the load, and after half a minute without requests.
@@ -78,7 +78,7 @@ class Load:
     def call(self, seed: int, photos: list[bytes]) -> None:
         """One caller: valid requests, mostly on a connection that is kept open."""
         rng = random.Random(seed)
-        client = httpx.Client(base_url=self.url, timeout=120)
+        client = httpx.Client(base_url=self.url, timeout=600)
         while not self.over.wait(rng.uniform(0, 2 * self.pause)):
             if self.resting.is_set():
                 time.sleep(0.1)
@@ -89,7 +89,7 @@ class Load:
             began = time.monotonic()
             try:
                 if fresh:
-                    with httpx.Client(base_url=self.url, timeout=120) as own:
+                    with httpx.Client(base_url=self.url, timeout=600) as own:
                         answer = self._post(own, chosen, labels, rng)
                 else:
                     answer = self._post(client, chosen, labels, rng)
