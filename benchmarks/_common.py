@@ -46,10 +46,10 @@ class Server:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
-    def cpu_seconds(self) -> float:
-        """Seconds that its threads have spent on processors."""
+    def work(self) -> tuple[float, int]:
+        """Seconds that its threads have spent on processors, and page faults without reading from a disk."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[7])
 
     def stop(self) -> tuple[int, float]:
         """Send SIGTERM; returns the exit code and the seconds until the process ended."""

@@ -161,14 +161,14 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
     photos = [photo(rng) for _ in range(PHOTOS)]
     httpx.post(f"{served.url}/v1/classify", files={"images": ("photo", photos[0])}, timeout=600).raise_for_status()
     first = len(wait_for_record(record))
-    busy, began = served.cpu_seconds(), time.monotonic()
+    (busy, faults), began = served.work(), time.monotonic()
     threads = [threading.Thread(target=load.call, args=(args.seed + i, photos)) for i in range(args.callers)]
     threads.append(threading.Thread(target=load.send_malformed, args=(args.seed,)))
     for thread in threads:
         thread.start()
     time.sleep(60 * args.minutes)
     metrics = httpx.get(f"{served.url}/metrics", timeout=600).text
-    seconds, busy, requests = time.monotonic() - began, served.cpu_seconds() - busy, sum(load.statuses.values())
+    seconds, requests, (busy_then, faults_then) = time.monotonic() - began, sum(load.statuses.values()), served.work()
     last = len(read_record(record))
     load.rest()
     wait_for_record(record)
@@ -191,7 +191,8 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
         "requests": requests,
         "requests_per_second": round(requests / seconds, 2),
         "images": int(images),
-        "cpu_seconds_per_image": round(busy / max(1.0, images), 3),
+        "cpu_seconds_per_image": round((busy_then - busy) / max(1.0, images), 3),
+        "page_faults_per_image": round((faults_then - faults) / max(1.0, images)),
         "statuses": dict(sorted(load.statuses.items())),
         "latency_seconds": {f"p{int(100 * share)}": percentile(load.seconds, share) for share in (0.5, 0.9, 0.99)},
         "images_per_batch": _mean(metrics, "react_clip_batch_images"),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from memory_docs import soak_figure
 from performance_figures import performance_figures, read_reports
 
 from react_clip.calibration import Calibration
@@ -68,6 +69,7 @@ def main() -> int:
     for figure_name, make in performance_figures(read_reports(RESULTS / "bench")).items():
         place = FIGURES / "performance" / figure_name
         save(make(), place)
+    save(soak_figure(RESULTS), FIGURES / "memory" / "soak")
     return 0
 
 

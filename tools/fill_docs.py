@@ -8,8 +8,9 @@ A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: ac
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
 ``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
 ``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- fields: SECTION -->`` (of a recipe, from
-its schema), ``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their
-measurements are not there); everything up to ``<!-- end -->`` is replaced.
+its schema), ``<!-- memory: SECTION -->`` (of the service), ``<!-- performance: SECTION -->`` or
+``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
+``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from doc_tables import table
 from look_docs import look
+from memory_docs import memory
 from performance_docs import performance
 from recipe_fields import fields
 from scale_docs import overhead
@@ -40,7 +42,7 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields"
+KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields|memory"
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -195,6 +197,7 @@ def filled(text: str) -> str:
             "ranking": ranking_table,
             "standard": partial(standard, RESULTS),
             "fields": fields,
+            "memory": lambda section: memory(section, RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"
