@@ -55,7 +55,7 @@ class Server:
         """Send SIGTERM; returns the exit code and the seconds until the process ended."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120), time.monotonic() - began
+        return self.process.wait(900), time.monotonic() - began
 
 
 def where(*packages: str) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from serve_fuzz import cases, send
 PHOTOS = 64
 SIZES = ((224, 224), (320, 500), (640, 480), (1600, 1200), (3000, 2000))
 """Widths and heights of the photos."""
-EVERY, STOPPING = 10.0, 3.0
-"""Seconds between two records of the memory, and seconds of load before SIGTERM."""
+EVERY, STOPPING, LAST_CALLERS = 10.0, 3.0, 4
+"""Seconds between two records of the memory; seconds of load before SIGTERM, and its callers."""
 LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
 """Label lists of the requests; the names are in the label bank too."""
 
@@ -42,8 +42,8 @@ LISTS = (None, None, ["cat", "dog"], ["car", "boat", "airplane"])
 class Load:
     """Counts and times of all callers."""
 
-    def __init__(self, url: str, pause: float) -> None:
-        self.url, self.pause = url, pause
+    def __init__(self, url: str, callers: int, pause: float) -> None:
+        self.url, self.callers, self.pause = url, callers, pause
         self.over, self.resting = threading.Event(), threading.Event()
         self.stopping = threading.Event()
         self.statuses: Counter[str] = Counter()
@@ -69,18 +69,18 @@ class Load:
             time.sleep(0.5)
 
     def resume_for(self, seconds: float) -> None:
-        """Load without pauses for some seconds, then expect refused connections."""
-        self.pause = 0.0
+        """Load by a few callers without pauses for some seconds, then expect refused connections."""
+        self.pause, self.callers = 0.0, LAST_CALLERS
         self.resting.clear()
         time.sleep(seconds)
         self.stopping.set()
 
-    def call(self, seed: int, photos: list[bytes]) -> None:
-        """One caller: valid requests, mostly on a connection that is kept open."""
-        rng = random.Random(seed)
+    def call(self, number: int, seed: int, photos: list[bytes]) -> None:
+        """Caller ``number``: valid requests, mostly on a connection that is kept open."""
+        rng = random.Random(seed + number)
         client = httpx.Client(base_url=self.url, timeout=600)
         while not self.over.wait(rng.uniform(0, 2 * self.pause)):
-            if self.resting.is_set():
+            if self.resting.is_set() or number >= self.callers:
                 time.sleep(0.1)
                 continue
             index, labels, many = rng.randrange(len(photos)), rng.choice(LISTS), rng.choice([1, 1, 1, 4])
@@ -156,13 +156,13 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
     """Start a server that writes its memory to ``record``, run the load and return the result."""
     program = (str(Path(__file__).with_name("_observed_server.py")), str(record), str(EVERY), args.allocator)
     served = Server.start([*args.flags, "--open-metrics"], program)
-    load = Load(served.url, args.pause)
+    load = Load(served.url, args.callers, args.pause)
     rng = random.Random(args.seed)
     photos = [photo(rng) for _ in range(PHOTOS)]
     httpx.post(f"{served.url}/v1/classify", files={"images": ("photo", photos[0])}, timeout=600).raise_for_status()
     first = len(wait_for_record(record))
     (busy, faults), began = served.work(), time.monotonic()
-    threads = [threading.Thread(target=load.call, args=(args.seed + i, photos)) for i in range(args.callers)]
+    threads = [threading.Thread(target=load.call, args=(i, args.seed, photos)) for i in range(args.callers)]
     threads.append(threading.Thread(target=load.send_malformed, args=(args.seed,)))
     for thread in threads:
         thread.start()
