@@ -197,7 +197,7 @@ def filled(text: str) -> str:
             "ranking": ranking_table,
             "standard": partial(standard, RESULTS),
             "fields": fields,
-            "memory": lambda section: memory(section, RESULTS),
+            "memory": lambda _: memory(RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

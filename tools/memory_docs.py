@@ -1,4 +1,4 @@
-"""The tables and the figure of docs/serve.md about the service's memory, from results of benchmarks/serve_soak.py."""
+"""The table and the figure of docs/serve.md about the service's memory, from results of benchmarks/serve_soak.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from react_clip.report.style import COLOURS, INK, name_axes, new_figure, style_a
 
 SOAK, FOLDER = "serve-soak.json", "serve-memory"
 ALLOCATORS = {
-    "untrimmed": "glibc as it is",
-    "shipped": "`malloc_trim` every 10 s (shipped)",
-    "mapped": "`M_MMAP_THRESHOLD` 1 MiB",
-    "two_arenas": "`M_ARENA_MAX` 2",
+    "untrimmed": "without `malloc_trim`",
+    "mapped": "with `M_MMAP_THRESHOLD` 1 MiB instead",
+    "two_arenas": "with `M_ARENA_MAX` 2 instead",
+    "shipped": "with `malloc_trim`",
 }
+"""Runs in FOLDER, and how they differ."""
 COLUMNS = {
     "resident": "resident",
     "files": "files",
@@ -30,48 +31,29 @@ COLUMNS = {
 }
 
 
-def memory(section: str, results: Path) -> str:
-    """The section ``parts`` (memory after each stage) or ``allocators`` (ways to bound it, side by side)."""
-    runs = {path.stem: json.loads(path.read_text()) for path in (results / FOLDER).glob("*.json")}
-    return {"parts": _parts, "allocators": _allocators}[section](runs, json.loads((results / SOAK).read_text()))
-
-
-def _parts(runs: dict[str, Any], soak: dict[str, Any]) -> str:
-    load = runs["untrimmed"]
-    stages = {line["stage"]: line for line in load["memory_of_stages"]}
-    stages["one request"] = load["memory_after_one_request"]
-    for name, run in (("glibc as it is", load), ("shipped", runs["shipped"])):
-        stages[f"{run['minutes']:.0f} minutes of {run['callers']} callers, {name}"] = run["memory_of_load"]["last"]
-        stages[f"half a minute later, {name}"] = run["memory_after_rest"]
-    stages[f"{soak['minutes']:.0f} minutes of {soak['callers']} callers, shipped"] = soak["memory_of_load"]["last"]
-    rows = [[name, *(_mib(line[column]) for column in COLUMNS), str(line["arenas"])] for name, line in stages.items()]
-    lines = table(["after", *COLUMNS.values(), "arenas"], rows)
-    return "\n".join([*lines, "", _source("In MiB", load, FOLDER), ""])
-
-
-def _allocators(runs: dict[str, Any], _: dict[str, Any]) -> str:
-    rows = [
-        [
-            words,
-            _mib(run["memory_of_load"]["mean"]),
-            _mib(run["memory_of_load"]["most"]["resident"]),
-            _mib(run["memory_after_rest"]["resident"]),
-            str(run["images"]),
-            f"{run['cpu_seconds_per_image']:.2f}",
-        ]
-        for name, words in ALLOCATORS.items()
-        if (run := runs.get(name))
-    ]
-    head = ["", "mean under load", "most", "half a minute later", "images", "CPU seconds an image"]
-    return "\n".join([*table(head, rows), "", _source("Resident MiB", runs["shipped"], FOLDER), ""])
+def memory(results: Path) -> str:
+    """Memory after each stage of the start, under load, and without requests after it."""
+    soak = json.loads((results / SOAK).read_text())
+    stages = {line["stage"]: line for line in soak["memory_of_stages"]}
+    stages["one request"] = soak["memory_after_one_request"]
+    files = [results / FOLDER / f"{name}.json" for name in ALLOCATORS]
+    runs = [json.loads(path.read_text()) for path in files if path.is_file()] + [soak]
+    for run in runs:
+        load, how = run["memory_of_load"], ALLOCATORS[run["allocator"]]
+        words = f"{run['minutes']:.0f} minutes of {run['callers']} callers {how}"
+        stages |= {f"{words}: most": load["most"], f"{words}: half a minute later": run["memory_after_rest"]}
+    rows = [[name, *(_mib(line[key]) for key in COLUMNS), str(line["arenas"])] for name, line in stages.items()]
+    lines = [*table(["after", *COLUMNS.values(), "arenas"], rows), ""]
+    lines += [f"*In MiB; {soak['cores']} cores ({soak['device']}). Made by {_commands(runs)}.*", ""]
+    return "\n".join(lines)
 
 
 def _mib(number: float) -> str:
     return f"{number / 2**20:,.0f}"
 
 
-def _source(unit: str, run: dict[str, Any], file: str) -> str:
-    return f"*{unit}; {run['cores']} cores ({run['device']}). `benchmarks/results/{file}`, made by `{run['command']}`.*"
+def _commands(runs: list[dict[str, Any]]) -> str:
+    return ", ".join(f"`{run['command']}`" for run in runs)
 
 
 def soak_figure(results: Path) -> Figure:
