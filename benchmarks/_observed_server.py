@@ -2,7 +2,7 @@
 
     python benchmarks/_observed_server.py RECORD SECONDS ALLOCATOR serve FLAGS...
 
-One JSON line is appended to RECORD after each stage of the start and then every SECONDS. ALLOCATOR is a key of
+One JSON line is appended to RECORD after each stage of the start and then every SECONDS. ALLOCATOR is one of
 ALLOCATORS. Nothing is imported before the first line that the service would import later.
 """
 
@@ -19,12 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 _HEAP_BYTES = 64 * 2**20
 """glibc aligns every heap of an arena, except the first one, to this size."""
 
-ALLOCATORS = ("shipped", "untrimmed", "mapped", "two_arenas")
-"""The service as it is; without malloc_trim; without it but with M_MMAP_THRESHOLD 1 MiB; or with M_ARENA_MAX 2."""
+ALLOCATORS = ("shipped", "untrimmed")
+"""The service as it is, or without malloc_trim."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -94,10 +93,6 @@ def _resident() -> dict[str, int]:
 
 def main(record: str, seconds: str, allocator: str, *words: str) -> int:
     recorder = Recorder(Path(record))
-    if allocator == "mapped":
-        recorder.libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
-    if allocator == "two_arenas":
-        recorder.libc.mallopt(_M_ARENA_MAX, 2)
     recorder.write("Python")
     import torch  # noqa: F401
 

@@ -15,8 +15,6 @@ from react_clip.report.style import COLOURS, INK, name_axes, new_figure, style_a
 SOAK, FOLDER = "serve-soak.json", "serve-memory"
 ALLOCATORS = {
     "untrimmed": "without `malloc_trim`",
-    "mapped": "with `M_MMAP_THRESHOLD` 1 MiB instead",
-    "two_arenas": "with `M_ARENA_MAX` 2 instead",
     "shipped": "with `malloc_trim`",
 }
 """Runs in FOLDER, and how they differ."""
