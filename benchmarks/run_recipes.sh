@@ -60,6 +60,7 @@ for method in TeCoA PMG-AFT FARE CLIP-FT; do
   if [[ -d "$out/towers/$method" ]]; then
     evaluate "finetuned-$method" finetuned 100 "${bf16[@]}" --model "$out/towers/$method"
     evaluate "extended-$method" finetuned-extended 50 "${bf16[@]}" --model "$out/towers/$method"
+    evaluate "standard-$method" finetuned-standard 20 --batch 20 "${bf16[@]}" --model "$out/towers/$method"
   fi
 done
 # docs/threat-model.md: one run a defence (a batch is as large as the activations of all its views allow), hardening

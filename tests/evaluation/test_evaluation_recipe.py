@@ -13,6 +13,7 @@ from react_clip import data
 from react_clip.evaluation import Recipe
 from react_clip.evaluation.strict_yaml import parse_yaml
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TEXT = """
 title: Clean and PGD-10 accuracy
 paper: Table 1
@@ -39,6 +40,13 @@ def test_a_recipe_says_what_it_says() -> None:
     assert recipe.defenses[-1].defense == rc.ReACT(tau=0.4, lazy=False)
     assert (recipe.draws, recipe.seeds, recipe.images.store, recipe.batch) == (3, (7, 8, 9), "uint8", 64)
     assert (recipe.scoring, recipe.threat, recipe.self_check) == ("leakage_free", "oblivious", True)
+
+
+def test_towers_meet_the_attacks_of_the_standard_evaluation() -> None:
+    standard, tower = (Recipe.load(RECIPES / name) for name in ("standard.yaml", "finetuned-standard.yaml"))
+    changes = {"model": tower.model, "defenses": tower.defenses, "self_check": False}
+    assert standard.replace(**changes) == tower
+    assert [item.label for item in tower.defenses] == ["TeCoA"]
 
 
 @pytest.mark.parametrize("threat", ["oblivious", "transfer", "adaptive"])

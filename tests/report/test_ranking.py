@@ -93,6 +93,19 @@ def test_a_defence_has_one_row_over_all_threat_models(folder: Path, tmp_path: Pa
     assert len(both.conditions) == 2
 
 
+def test_a_finetuned_tower_stands_beside_the_defences(folder: Path, tmp_path: Path) -> None:
+    tower = run_toy(tmp_path / "tower", {"TeCoA": rc.Undefended()})
+    result = json.loads((tower / "result.json").read_text())
+    (tower / "result.json").write_text(json.dumps({**result, "model": "towers/TeCoA"}))
+    crafted = {"threat": "transfer", "attack_clf": toy_classifier(), "self_check": False}
+    transfer = run_toy(tmp_path / "transfer", {"CLIP": rc.Undefended()}, **crafted)
+    for runs in ([folder, tower, transfer], [transfer, tower, folder]):
+        both = rank(runs)
+        column = both.table.header.index("other model, 4/255") - 1
+        measured = {entry.label: not np.isnan(entry.cells[column].value) for entry in both.entries}
+        assert measured == {"CLIP": True, "ReACT": False, "always": False, "TeCoA": False}
+
+
 def test_milliseconds_come_from_a_bench_of_the_same_configurations(folder: Path, tmp_path: Path) -> None:
     timed = {"ReACT": DEFENSES["ReACT"].replace(max_batch=7).to_dict(), "react": rc.ReACT().to_dict()}
     contenders = [{"label": "ReACT", "milliseconds": 1.5}, {"label": "react", "milliseconds": 9.0}]

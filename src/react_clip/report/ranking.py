@@ -162,9 +162,13 @@ def _by_threat(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def _with_labels_of(base: Run, run: Run) -> Run:
-    """The run, its defences under the labels that the same configurations have in ``base``."""
+    """The run, its defences under the labels that the same configurations have in ``base``.
+
+    Labels of ``base`` stay: undefended towers are several defences of one configuration.
+    """
     known = {_configuration(entry): label for label, entry in base.defenses.items()}
-    labels = {label: known.get(_configuration(entry), label) for label, entry in run.defenses.items()}
+    others = {label: entry for label, entry in run.defenses.items() if label not in base.defenses}
+    labels = {label: known.get(_configuration(entry), label) for label, entry in others.items()}
     return replace(run, images=_images(run).replace({"defense": labels}))
 
 
