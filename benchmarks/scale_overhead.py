@@ -38,7 +38,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import react_clip as rc
-from react_clip.cli.common import expand_inputs
+from react_clip.cli.photos import expand_inputs
 from react_clip.preprocess import read_image
 from react_clip.scale import collection
 from react_clip.scale.embedding import decode

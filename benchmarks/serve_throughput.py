@@ -32,7 +32,8 @@ from torch import Tensor
 from react_clip import ZeroShotClassifier
 from react_clip.bench import Comparison, measure
 from react_clip.cli import parse_args
-from react_clip.cli.common import build_classifier, build_guard, bundled_photos, expand_inputs, load_encoder
+from react_clip.cli.common import build_classifier, build_guard, load_encoder
+from react_clip.cli.photos import bundled_photos, expand_inputs
 from react_clip.cli.serve import settings_of
 from react_clip.defenses import Defense
 from react_clip.preprocess import read_image, to_pixels

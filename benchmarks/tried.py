@@ -1,7 +1,7 @@
 r"""Measure ideas for speed beside what is in place, and note each in results/bench/tried.json.
 
-    python benchmarks/tried.py --threads 1 --photos 200 --attacked 16 int8-onnx int8-openvino int8-torch
-    python benchmarks/tried.py --threads 1 --photos 8 decoding compiled resize
+    python benchmarks/tried.py --threads 1 --photos 200 --attacked 16 int8-onnx int8-openvino
+    python benchmarks/tried.py --threads 1 --photos 8 decoding compiled
 
 Contenders take turns in one run. Photos are those under ``--data``, classes the head in ``--heads``. Each idea is
 written when it is measured; an entry of the same idea, device and precision is replaced. ``int8-openvino`` needs the
@@ -31,7 +31,6 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import storage
 from react_clip.attacks import PGD
-from react_clip.augment import smaller_copy
 from react_clip.encoders import exported
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.loading import resolve_device, resolve_dtype
@@ -100,7 +99,7 @@ class Setting:
 
     @cached_property
     def clf(self) -> rc.ZeroShotClassifier:
-        """What is in place: on a GPU with CUDA graphs for small batches."""
+        """ImageNet's classes on the tower as shipped, which ideas are compared with; on a GPU with CUDA graphs."""
         return self.classifier(self.load(compile=True))
 
     @cached_property
@@ -289,19 +288,6 @@ def int8_openvino(setting: Setting) -> Entry:
     )
 
 
-def int8_torch(setting: Setting) -> Entry:
-    """Dynamic int8 in PyTorch."""
-    encoder = setting.load()
-    encoder.tower = torch.ao.quantization.quantize_dynamic(encoder.tower, {torch.nn.Linear}, dtype=torch.qint8)
-    encoder._tables.clear()
-    return int8_entry(
-        setting,
-        "int8 in PyTorch",
-        "SecondLook with dynamic int8 (weights and activations by tensor) against fp32.",
-        encoder,
-    )
-
-
 # ---------------------------------------------------------------------- decoding
 
 
@@ -372,34 +358,11 @@ def compiled(setting: Setting) -> Entry:
     )
 
 
-def resize(setting: Setting) -> Entry:
-    """The smaller copy as two matrix products."""
-    images, size = setting.clean[: setting.batch], SIZES[1]
-    # The rows of the identity, resized, are the columns of the matrix that resizes.
-    identity = torch.eye(images.shape[-1], device=setting.device)[None, None].expand(1, 1, -1, -1)
-    side = torch.nn.functional.interpolate(identity, size=(size, images.shape[-1]), mode="bilinear", antialias=True)[
-        0, 0
-    ]
-
-    def products() -> Tensor:
-        return side @ images @ side.T
-
-    ways: Ways = {"before": lambda: smaller_copy(images, size), "after": products}
-    return setting.entry(
-        "resizing by matrix products",
-        "The smaller copy as two matrix products instead of PyTorch's antialiased interpolation.",
-        **setting.turns(ways, len(images)),
-        agreement={"max_difference": (products() - smaller_copy(images, size)).abs().max().item()},
-    )
-
-
 IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "int8-onnx": int8_onnx,
     "int8-openvino": int8_openvino,
-    "int8-torch": int8_torch,
     "decoding": decoding,
     "compiled": compiled,
-    "resize": resize,
 }
 
 

@@ -20,7 +20,7 @@ import react_clip as rc
 from programs import Run
 from react_clip import calibration, choices, finetune
 from react_clip.cli import COMMANDS, main
-from react_clip.cli.common import bundled_photos
+from react_clip.cli.photos import bundled_photos
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
 from react_clip.preprocess import to_pixels

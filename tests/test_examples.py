@@ -14,7 +14,7 @@ import nbclient
 import nbformat
 import pytest
 
-from react_clip.cli.common import bundled_photos
+from react_clip.cli.photos import bundled_photos
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import react_clip as rc
-from react_clip.cli.common import bundled_photos
+from react_clip.cli.photos import bundled_photos
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "react_clip"

@@ -113,7 +113,7 @@ def _success(result: EvaluationResult, part: str, defense: str) -> str:
 
 
 def convergence(folder: Path) -> str:
-    """What is left with the steps and draws of the suite, and with twice of both."""
+    """Accuracy in % at the smallest budget, under the suite and under the suite with twice the steps and draws."""
     checks = [check for run in SUITES for check in _load(folder, run).checks if check.name == "convergence"]
     head = ["defence", "attack", "left, %", "left with twice the steps and draws, %", "largest difference allowed"]
     rows = [

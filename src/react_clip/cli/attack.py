@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from react_clip.choices import ATTACKS
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.errors import ReactClipError
 from react_clip.storage import atomic_path
 
@@ -19,7 +20,7 @@ EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_photo_argument(parser)
+    add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
     parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(ATTACKS)}, or module:Class (%(default)s)")
     parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     common.check_counts(args, "steps")
     common.check_eps(args)
     common.check_label_options(args)
-    reader = common.PhotoReader(args)
+    reader = PhotoReader(args)
     _refuse_equal_names([path.stem for path in reader.files])
     attack = _attack(args)
     encoder = common.load_encoder(args)

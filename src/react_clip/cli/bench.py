@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import DEFENSES, SHAPES, SWEEPS
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
@@ -30,7 +31,7 @@ _OPTIONS = ("dtype", "compile", "images", "batch", "attacked", "eps", "rounds", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
+    add_photo_argument(parser, nargs="*", note=" (bundled ones by default)")
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     parser.add_argument(
         "--images", type=int, default=64, help="images to measure on; photos are repeated (%(default)s)"
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.quick:
         args.images, args.batch, args.rounds, args.singles = 1, 1, 1, 1
     _check(args)
-    reader = common.PhotoReader(args) if args.photos_in or not args.shapes else None
+    reader = PhotoReader(args) if args.photos_in or not args.shapes else None
     from react_clip import bench
 
     job = _bench(args, reader)
@@ -118,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _bench(args: argparse.Namespace, reader: common.PhotoReader | None) -> bench.Bench:
+def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> bench.Bench:
     """The measurement that the options describe."""
     from react_clip import ReACT, attacks, bench
     from react_clip.bench.workload import random_encoder, synthetic_photos

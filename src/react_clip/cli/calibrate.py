@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import MAPPINGS
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader
 from react_clip.cli.progress import Progress
 from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
@@ -95,7 +96,7 @@ def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, b
     path = Path(args.dataset.removeprefix("folder:"))
     if path.exists():
         args.photos_in = [path]
-        reader = common.PhotoReader(args)
+        reader = PhotoReader(args)
         return reader.sample(limit, encoder.preprocessing), bool(reader.failed)
     from react_clip import data
     from react_clip.preprocess import to_float

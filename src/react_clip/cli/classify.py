@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader, add_photo_argument
 
 if TYPE_CHECKING:
     from react_clip import Defended
@@ -16,7 +17,7 @@ EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_photo_argument(parser)
+    add_photo_argument(parser)
     parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
     common.add_model_options(parser)
     common.add_label_options(parser)
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo as soon as it is known."""
     common.check_counts(args, "top")
     common.check_label_options(args)
-    reader = common.PhotoReader(args)
+    reader = PhotoReader(args)
     encoder = common.load_encoder(args)
     clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     common.notice(args, common.defense_line(guard))

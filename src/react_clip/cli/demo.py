@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from react_clip.cli import common
+from react_clip.cli.photos import add_photo_argument, bundled_photos, expand_inputs
 from react_clip.cli.progress import Progress
 from react_clip.environment import has_fast_bf16
 from react_clip.errors import ReactClipError
@@ -31,7 +32,7 @@ the first one is shown with noise."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_photo_argument(parser, nargs="*", note=" (three bundled ones by default)")
+    add_photo_argument(parser, nargs="*", note=" (three bundled ones by default)")
     parser.add_argument("--full", action="store_true", help="all bundled photos, with four attack strengths")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print each outcome when it is known, and write the page."""
     common.check_counts(args, "steps")
     common.check_label_options(args)
-    files = common.expand_inputs(args.photos_in or common.bundled_photos())
+    files = expand_inputs(args.photos_in or bundled_photos())
     if args.photos_in:
         from react_clip.preprocess import check_file
 

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if PurePosixPath(args.out).suffix in (".npy", ".safetensors"):
         _refuse_folder_options(args, list(options))
         args.photos_in = [Path(source) for source in args.photos_in]
-        reader = common.PhotoReader(args)
+        reader = PhotoReader(args)
     else:
         _check_folder(args.out)
         for source in args.photos_in:
@@ -114,7 +115,7 @@ def _to_folder(args: argparse.Namespace, options: dict[str, Any], clf: ZeroShotC
     return 2 if summary.missing else 0
 
 
-def _to_file(args: argparse.Namespace, reader: common.PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
+def _to_file(args: argparse.Namespace, reader: PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
     """Write one row per photo; a photo that cannot be read is a line on stderr and has no row."""
     import torch
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from react_clip.choices import EXPORT_FORMATS, EXPORT_TOLERANCE
 from react_clip.cli import common
+from react_clip.cli.photos import PhotoReader
 from react_clip.errors import ReactClipError
 from react_clip.storage import check_new_folder
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.tolerance > 0:
         raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {EXPORT_TOLERANCE}")
     check_new_folder(args.out)
-    reader = common.PhotoReader(args)
+    reader = PhotoReader(args)
     from react_clip.encoders.exported import export
 
     encoder = common.load_encoder(args)
