@@ -25,7 +25,10 @@ LARGEST_SVG = 300_000
 
 WANTED: dict[str, tuple[list[str], list[str]]] = {
     "second-look": (["second-look"], ["accuracy-pgd-10"]),
-    "rivals": (["table1", "rivals", "finetuned-FARE", "finetuned-CLIP-FT"], ["accuracy", "accuracy-per-set", "cost"]),
+    "rivals": (
+        ["table1", "rivals", "finetuned-TeCoA", "finetuned-PMG-AFT", "finetuned-FARE", "finetuned-CLIP-FT"],
+        ["accuracy", "accuracy-per-set", "cost"],
+    ),
     "standard": (["standard"], ["cost-worst-of-17"]),
     "leakage": (
         ["leakage"],
@@ -37,7 +40,10 @@ WANTED: dict[str, tuple[list[str], list[str]]] = {
     "anchor-scale": (["anchor-scale"], ["anchor-scale"]),
     "table4": (["table4"], ["drift", "gate-scores", "gate-scores-per-set"]),
     "mappings": (["mappings"], ["mappings", "scales", "calibration"]),
-    "table1-extended": (["table1-extended", "extended-FARE", "extended-CLIP-FT"], ["accuracy", "beyond"]),
+    "table1-extended": (
+        ["table1-extended", "extended-TeCoA", "extended-PMG-AFT", "extended-FARE", "extended-CLIP-FT"],
+        ["accuracy", "beyond"],
+    ),
     "table3": (["table3"], ["sweep-tau"]),
     "sweep-views": (["sweep-views"], ["sweep-views"]),
     "sweep-alpha": (["sweep-alpha"], ["sweep-alpha"]),

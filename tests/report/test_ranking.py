@@ -93,6 +93,23 @@ def test_a_defence_has_one_row_over_all_threat_models(folder: Path, tmp_path: Pa
     assert len(both.conditions) == 2
 
 
+def write_timings(path: Path, defenses: dict[str, rc.Defense]) -> Path:
+    """A file of ``react-clip bench`` on the toy model: 1.5 ms for the first defence, 3 for the second."""
+    contenders = [{"label": label, "milliseconds": 1.5 * number} for number, label in enumerate(defenses, 1)]
+    report = {
+        "model": "toy",
+        "attacked": 1.0,
+        "defenses": {label: defense.to_dict() for label, defense in defenses.items()},
+        "contenders": contenders,
+        "device": "cpu",
+        "dtype": "fp32",
+        "batch": 7,
+        "command": "react-clip bench",
+    }
+    path.write_text(json.dumps(report))
+    return path
+
+
 def test_a_finetuned_tower_stands_beside_the_defences(folder: Path, tmp_path: Path) -> None:
     tower = run_toy(tmp_path / "tower", {"TeCoA": rc.Undefended()})
     result = json.loads((tower / "result.json").read_text())
@@ -104,15 +121,18 @@ def test_a_finetuned_tower_stands_beside_the_defences(folder: Path, tmp_path: Pa
         column = both.table.header.index("other model, 4/255") - 1
         measured = {entry.label: not np.isnan(entry.cells[column].value) for entry in both.entries}
         assert measured == {"CLIP": True, "ReACT": False, "always": False, "TeCoA": False}
+    times = rank([folder, tower], [write_timings(tmp_path / "bench.json", {"CLIP": rc.Undefended()})])
+    assert {entry.label: entry.cells[-1].value for entry in times.entries if entry.cells[-1].value == 1.5} == {
+        "CLIP": 1.5,
+        "TeCoA": 1.5,
+    }
 
 
 def test_milliseconds_come_from_a_bench_of_the_same_configurations(folder: Path, tmp_path: Path) -> None:
-    timed = {"ReACT": DEFENSES["ReACT"].replace(max_batch=7).to_dict(), "react": rc.ReACT().to_dict()}
-    contenders = [{"label": "ReACT", "milliseconds": 1.5}, {"label": "react", "milliseconds": 9.0}]
-    report: dict[str, Any] = {"model": "toy", "attacked": 1.0, "defenses": timed, "contenders": contenders}
-    report |= {"device": "cpu", "dtype": "fp32", "batch": 7, "command": "react-clip bench"}
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(report))
+    path = write_timings(
+        tmp_path / "bench.json", {"ReACT": DEFENSES["ReACT"].replace(max_batch=7), "react": rc.ReACT()}
+    )
+    report = json.loads(path.read_text())
     ranking = rank([folder], [path])
     assert ranking.table.header[-1] == "ms, 100 % attacked"
     times = {entry.label: entry.cells[-1].value for entry in ranking.entries}

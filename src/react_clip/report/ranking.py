@@ -92,7 +92,7 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
         timings: files of ``react-clip bench``, one per kind of traffic.
     """
     read = [_finished_run(folder) for folder in folders]
-    _check_models(read)
+    model = _defended_model(read)
     runs = _by_threat(read)
     base = runs[OBLIVIOUS]
     commands = {
@@ -104,7 +104,7 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
         _COST: _passes(base),
     }
     if timings:
-        blocks[_TIME] = pd.DataFrame(dict(_milliseconds(base, path) for path in timings))
+        blocks[_TIME] = pd.DataFrame(dict(_milliseconds(base, model, path) for path in timings))
     numbers = pd.concat(blocks, axis=1).reindex(list(base.defenses))
     order = numbers[_GROUPS[OBLIVIOUS], ALL].map(lambda cell: cell.value).sort_values(ascending=False, kind="stable")
     entries = []
@@ -177,8 +177,8 @@ def _configuration(entry: dict[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def _check_models(runs: Sequence[Run]) -> None:
-    """Raise unless all runs defend the same model; a finetuned tower may stand beside it as a defence of its own."""
+def _defended_model(runs: Sequence[Run]) -> str:
+    """The model that the runs defend; a finetuned tower may stand beside it as a defence of its own."""
     models: dict[str, Path] = {}
     for run in runs:
         if any(entry["kind"] != "undefended" for entry in run.defenses.values()):
@@ -188,6 +188,7 @@ def _check_models(runs: Sequence[Run]) -> None:
         raise ReactClipError(
             f"{first} defends {one} and {second} defends {two}; rank runs of one model together, the others apart"
         )
+    return next(iter(models), _result(runs[0]).model)
 
 
 def _conditions(run: Run) -> str:
@@ -232,13 +233,13 @@ def _passes(run: Run) -> pd.DataFrame:
     return pd.DataFrame({**means, "backward": kinds["attacked"]["backward_passes"].mean()}).map(Cell)
 
 
-def _milliseconds(run: Run, path: Path) -> tuple[str, dict[str, Cell]]:
+def _milliseconds(run: Run, model: str, path: Path) -> tuple[str, dict[str, Cell]]:
     """Title of the column, and milliseconds per image of the defences that a file of ``react-clip bench`` measured."""
     report = _timing_report(path)
     times = {row["label"]: row["milliseconds"] for row in report["contenders"]}
     measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
-    if report["model"] != _result(run).model:
-        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {_result(run).model}; time that one")
+    if report["model"] != model:
+        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {model}; time that one")
     known = {label: measured.get(_configuration(entry)) for label, entry in run.defenses.items()}
     title = f"{100 * report['attacked']:g} % attacked"
     return title, {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
