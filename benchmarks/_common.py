@@ -31,10 +31,18 @@ class Server:
     command: str
 
     @classmethod
-    def start(cls, flags: Sequence[str], program: Sequence[str] = ("-m", "react_clip")) -> Server:
-        """Start a server on a free port and wait until it answers; ``program`` are Python's arguments before serve."""
+    def start(
+        cls, flags: Sequence[str], program: Sequence[str] = ("-m", "react_clip"), source: Path | None = None
+    ) -> Server:
+        """Start a server on a free port and wait until it answers.
+
+        ``program`` are Python's arguments before serve; ``source`` is the src folder of another version of the package.
+        """
         words = ["serve", "--port", "0", "--json", "--quiet", *flags]
-        process = subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(source)} if source else None
+        process = subprocess.Popen(
+            [sys.executable, *program, *words], stdout=subprocess.PIPE, text=True, env=environment
+        )
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:

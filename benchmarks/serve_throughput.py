@@ -1,12 +1,18 @@
 """Throughput of the service relative to the library: both measured by turns in one run, on the same photos.
 
     python benchmarks/serve_throughput.py --images 96 --rounds 3 -- --model clip-vit-b-16
+    python benchmarks/serve_throughput.py --small --photos PHOTOS --before OTHER/src --out serve-overhead.json
 
 Everything after ``--`` goes to ``react-clip serve``, and the library is set up from the same flags: model, precision,
 device, threads, labels, defence. The library's number is measured as ``react-clip bench`` does it: pixels are ready,
 and ``--batch`` of them arrive together. The server gets the same photos as JPEG files, one a request, from
 ``--concurrency`` callers at once; it and its callers share the machine. Both key their noise alike, so the same gates
-open. Only one of the two works at a time. The result is benchmarks/results/serve-throughput.json.
+open. Only one of the two works at a time. The callers write prepared bytes to sockets: a client library such as httpx
+takes several milliseconds of processor time a request, as much as the service itself.
+
+``--small`` takes a random tower of one layer instead of a model, so that the time around the model shows; PHOTOS is
+then one folder with a folder of photos per class. ``--before`` measures the service of another version of this package
+too, by turns with this one. The result is benchmarks/results/serve-throughput.json.
 """
 
 from __future__ import annotations
@@ -18,18 +24,20 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-import httpx
 import torch
 from _common import Server, where, write
 from torch import Tensor
 
-from react_clip import ZeroShotClassifier
+from react_clip import SecondLook, ZeroShotClassifier
 from react_clip.bench import Comparison, measure
 from react_clip.cli import parse_args
 from react_clip.cli.common import build_classifier, build_guard, load_encoder
@@ -40,7 +48,7 @@ from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
 SECRET = "not secret, the same for both"
-SIDES = ("library", "server")
+BOUNDARY = "a-boundary-that-no-photo-contains"
 LONGEST = 640
 """Photos are scaled to this many pixels before they are saved as JPEG."""
 
@@ -80,37 +88,107 @@ class Library:
 
 @dataclass(frozen=True)
 class Count:
-    """Counters from the server's metrics."""
+    """Counters from the server's metrics, and the seconds its threads have spent on processors."""
 
     images: float
     passes: float
     batches: float
+    seconds: float
 
     @classmethod
-    def read(cls, url: str) -> Count:
-        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    def read(cls, served: Server) -> Count:
+        with urlopen(f"{served.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
         values = {name: value for name, _, value in (line.partition(" ") for line in lines)}
         names = ("react_clip_batch_images_sum", "react_clip_encoder_passes_total", "react_clip_batch_images_count")
-        return cls(*(float(values[name]) for name in names))
+        return cls(*(float(values[name]) for name in names), served.work()[0])
 
 
-async def answer_all(url: str, photos: list[bytes], *, concurrency: int) -> tuple[float, list[float]]:
-    """Seconds until all photos are answered, and seconds of each request; any status but 200 ends the run."""
-    waiting: Iterator[bytes] = iter(photos)
+def as_request(photo: bytes) -> bytes:
+    """The bytes of an HTTP request with one photo in a form."""
+    part = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="images"; filename="photo.jpg"\r\n'
+    body = part.encode() + b"Content-Type: image/jpeg\r\n\r\n" + photo + f"\r\n--{BOUNDARY}--\r\n".encode()
+    head = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return f"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\n{head}".encode() + body
+
+
+async def answer_all(url: str, requests: list[bytes], *, concurrency: int) -> tuple[float, list[float]]:
+    """Seconds until all requests are answered, and seconds of each one; any status but 200 ends the run."""
+    waiting: Iterator[bytes] = iter(requests)
     each: list[float] = []
+    address = urlsplit(url)
 
-    async def call(client: httpx.AsyncClient) -> None:
-        for photo in waiting:
+    async def call() -> None:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        for request in waiting:
             began = time.perf_counter()
-            answer = await client.post("/v1/classify", files={"images": ("photo.jpg", photo, "image/jpeg")})
-            answer.raise_for_status()
+            writer.write(request)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]))
+            if not head.startswith(b"http/1.1 200 "):
+                sys.exit(f"the server answered {head.splitlines()[0].decode()}")
             each.append(time.perf_counter() - began)
+        writer.close()
 
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=900, limits=limits, trust_env=False) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(call(client) for _ in range(concurrency)))
-        return time.perf_counter() - began, each
+    began = time.perf_counter()
+    await asyncio.gather(*(call() for _ in range(concurrency)))
+    return time.perf_counter() - began, each
+
+
+@dataclass
+class Service:
+    """A running server and what was measured of it in all rounds."""
+
+    served: Server
+    requests: list[bytes]
+    concurrency: int
+    latencies: list[float]
+
+    @classmethod
+    def start(cls, flags: list[str], requests: list[bytes], concurrency: int, source: Path | None) -> Service:
+        """Start the server from ``source`` (by default this version) and send one request of each caller."""
+        # A batch may take longer than the deadline that callers usually want.
+        flags = ["--open-metrics", "--log-level", "warning", "--deadline", "900", *flags]
+        service = cls(Server.start(flags, source=source), requests, concurrency, [])
+        asyncio.run(answer_all(service.served.url, requests[:concurrency], concurrency=concurrency))
+        return service
+
+    def measure(self, library_speed: float) -> dict[str, float]:
+        """Images a second, passes an image, images a batch and processor time of one round."""
+        before, own = Count.read(self.served), time.process_time()
+        seconds, each = asyncio.run(answer_all(self.served.url, self.requests, concurrency=self.concurrency))
+        own, after = time.process_time() - own, Count.read(self.served)
+        self.latencies += each
+        images = after.images - before.images
+        return {
+            "server_images_per_second": round(images / seconds, 3),
+            "ratio": round(images / seconds / library_speed, 3),
+            "server_passes": round((after.passes - before.passes) / images, 3),
+            "images_per_batch": round(images / (after.batches - before.batches), 2),
+            "server_processor_ms": round(1000 * (after.seconds - before.seconds) / images, 3),
+            "callers_processor_ms": round(1000 * own / images, 3),
+        }
+
+    def summary(self, rounds: list[dict[str, float]]) -> dict[str, Any]:
+        """Medians over the rounds, and latencies."""
+        latencies = {"median": statistics.median(self.latencies), "most": max(self.latencies)}
+        return {
+            **{key: round(statistics.median(one[key] for one in rounds), 3) for key in rounds[0]},
+            "latency_seconds": {name: round(value, 3) for name, value in latencies.items()},
+        }
+
+
+def small_tower(folder: Path, photos: list[Path]) -> list[str]:
+    """Flags for an image tower that costs next to nothing, with the classes of a folder of photos."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    [classes] = photos
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = CLIPVisionConfig(**shape, projection_dim=512, image_size=64, patch_size=8, hidden_act="quick_gelu")
+    CLIPVisionModelWithProjection(config).save_pretrained(folder)
+    SecondLook(threshold=2.0).save(folder / "guard.json")
+    return ["--model", str(folder), "--config", str(folder / "guard.json"), "--photos", str(classes)]
 
 
 def as_jpeg(path: Path) -> bytes:
@@ -127,48 +205,38 @@ def gpu_memory() -> int:
     return total - free
 
 
-def measure_all(args: argparse.Namespace) -> dict[str, Any]:
+def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Run all rounds and summarize them."""
     files = [as_jpeg(path) for path in expand_inputs(args.photos or bundled_photos())[: args.images]]
     photos = [files[i % len(files)] for i in range(args.images)]
-    library = Library(args.flags, photos, batch=args.batch)
+    library = Library(flags, photos, batch=args.batch)
+    requests = [as_request(photo) for photo in photos]
     os.environ[variable("secret")] = SECRET
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         library.measure()  # so that its own memory does not grow later
     occupied = gpu_memory() if on_gpu else 0
-    # A batch may take longer than the deadline that callers usually want.
-    served = Server.start(["--open-metrics", "--log-level", "warning", "--deadline", "900", *args.flags])
-    rounds, latencies = [], []
+    versions = {"server": None} | ({"before": args.before} if args.before else {})
+    services: dict[str, Service] = {}
+    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in versions}
     try:
-        asyncio.run(answer_all(served.url, photos[: args.concurrency], concurrency=args.concurrency))
+        for side, source in versions.items():
+            services[side] = Service.start(flags, requests, args.concurrency, source)
         for _ in range(args.rounds):
             speed, passes = library.measure()
-            before = Count.read(served.url)
-            seconds, each = asyncio.run(answer_all(served.url, photos, concurrency=args.concurrency))
-            after = Count.read(served.url)
-            latencies += each
-            images = after.images - before.images
-            rounds.append(
-                {
-                    "library_images_per_second": round(speed, 3),
-                    "server_images_per_second": round(len(photos) / seconds, 3),
-                    "ratio": round(len(photos) / seconds / speed, 3),
-                    "library_passes": round(passes, 3),
-                    "server_passes": round((after.passes - before.passes) / images, 3),
-                    "images_per_batch": round(images / (after.batches - before.batches), 2),
-                }
-            )
-            print(rounds[-1], file=sys.stderr)
-        memory = {"server_memory": served.memory()}
+            for side, service in services.items():
+                values = {"library_images_per_second": round(speed, 3), "library_passes": round(passes, 3)}
+                rounds[side].append(values | service.measure(speed))
+                print(side, rounds[side][-1], file=sys.stderr)
+        memory = {"server_memory": services["server"].served.memory()}
         if on_gpu:
             memory["server_gpu_memory"] = gpu_memory() - occupied
     finally:
-        code, _ = served.stop()
-    speeds = {side: statistics.median(one[f"{side}_images_per_second"] for one in rounds) for side in SIDES}
+        codes = [service.served.stop()[0] for service in services.values()]
+    sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
-        "server": served.command,
+        "server": services["server"].served.command,
         "defense": library.defense,
         "model": library.model,
         "dtype": library.dtype,
@@ -179,12 +247,10 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_photo": round(statistics.mean(map(len, files))),
         "batch": args.batch,
         "concurrency": args.concurrency,
-        "rounds": rounds,
-        **{f"{side}_images_per_second": round(speed, 3) for side, speed in speeds.items()},
-        "ratio": round(speeds["server"] / speeds["library"], 3),
-        "latency_seconds": {"median": round(statistics.median(latencies), 3), "most": round(max(latencies), 3)},
+        **sides.pop("server"),
+        **sides,
         **memory,
-        "exit_code": code,
+        "exit_code": max(codes, key=abs),
     }
 
 
@@ -195,14 +261,20 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="of the library (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=32, help="callers at once (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of either side; the median counts (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a random tower of one layer instead of a model")
+    parser.add_argument("--before", type=Path, help="src folder of another version, whose service is measured too")
     parser.add_argument("--out", default="serve-throughput.json")
     parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
     args = parser.parse_args()
     if min(args.images, args.batch, args.concurrency, args.rounds) < 1:
         parser.error("every number must be at least 1")
+    if args.small and len(args.photos or []) != 1:
+        parser.error("--small needs --photos with one folder that has a folder of photos per class")
     # SIGTERM must end the server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    result = measure_all(args)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*(small_tower(Path(folder), args.photos) if args.small else []), *args.flags]
+        result = measure_all(args, flags)
     write(args.out, result)
     return int(result["exit_code"] != 0)
 
