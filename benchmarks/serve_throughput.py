@@ -100,8 +100,12 @@ class Count:
         with urlopen(f"{served.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         values = {name: value for name, _, value in (line.partition(" ") for line in lines)}
-        names = ("react_clip_batch_images_sum", "react_clip_encoder_passes_total", "react_clip_batch_images_count")
-        return cls(*(float(values[name]) for name in names), served.work()[0])
+        return cls(
+            images=float(values["react_clip_batch_images_sum"]),
+            passes=float(values["react_clip_encoder_passes_total"]),
+            batches=float(values["react_clip_batch_images_count"]),
+            seconds=served.work()[0],
+        )
 
 
 def as_request(photo: bytes) -> bytes:

@@ -20,6 +20,7 @@ from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error
 
 import react_clip as rc
 from react_clip import noise
+from react_clip.accelerate import Backend
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
@@ -86,6 +87,60 @@ def test_images_of_different_lists_share_a_batch_and_keep_their_answers(
         assert torch.allclose(answer.feature, alone.features[0], atol=1e-5)
         assert torch.allclose(answer.probs, alone.probs[0], atol=1e-3)
         assert (answer.diagnostics["gated"], passes(answer)) == (bool(alone.gated[0]), int(alone.passes[0]))
+
+
+class ShapeRecorder(Backend):
+    """Notes what a backend with CUDA graphs would record: a function and the shapes of its arguments."""
+
+    def __init__(self) -> None:
+        self.recorded: set[tuple[Any, ...]] = set()
+
+    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        self.recorded.add((function, *(tensor.shape for tensor in tensors)))
+        return super().__call__(function, *tensors)
+
+
+def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
+    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ShapeRecorder()
+    monkeypatch.setattr(encoder, "backend", backend)
+    settings = Settings(batch=5, deadline=1e6)
+    preset = rc.ZeroShotClassifier(encoder, LABELS)
+    engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=settings)
+    ready = prepared(photos)
+    try:
+        engine.run(lambda: engine._record_graphs(ready[0])).result()
+        at_start, branches = set(backend.recorded), set()
+        assert at_start
+        for size in range(1, 6):
+            for first in range(len(ready) - size + 1):
+                answers = [future.result() for future in engine.submit(ready[first : first + size], preset)]
+                branches |= {answer.branch for answer in answers}
+    finally:
+        engine.stop()
+    assert len(branches) > 1, "batches must differ in the number of images that need more views"
+    assert backend.recorded == at_start
+
+
+def test_a_batch_waits_for_images_on_their_way_and_for_nothing_else(
+    engine: Engine, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"max_wait": 600_000.0}))
+    batches = record_batches(engine)
+    first, second, third = prepared(photos[:3])
+    engine.submit([first], engine.preset)[0].result()
+    with engine.expect(1):
+        futures = engine.submit([first], engine.preset)
+        futures += engine.submit([second], engine.preset)
+        assert not wait(futures, 0.2).done, "a third image is being decoded"
+        futures += engine.submit([third], engine.preset)
+    wait(futures)
+    assert batches == [(1, 1), (3, 1)]
+    with engine.expect(100):  # more than a batch holds
+        futures = [engine.submit([first], engine.preset)[0] for _ in range(engine.settings.batch)]
+        wait(futures)
+    assert batches[2:] == [(engine.settings.batch, 1)]
 
 
 def test_all_views_are_drawn_for_features(engine: Engine, photos: list[bytes]) -> None:

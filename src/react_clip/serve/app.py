@@ -58,7 +58,9 @@ class Service:
         if body.suspicious and not self.settings.tells_suspicious:
             line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --suspicious)"
             raise RequestError(422, line, field="suspicious")
-        return await self._classes(body), await self.decoder.photos(body.images)
+        classes = await self._classes(body)
+        with self.engine.expect(len(body.images)):
+            return classes, await self.decoder.photos(body.images)
 
     async def _classes(self, body: requests.ImageRequest) -> ZeroShotClassifier:
         if body.labels is None:

@@ -12,14 +12,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from react_clip.accelerate import MAX_ROWS
 from react_clip.defenses.base import diagnostics
 from react_clip.defenses.react import Logits, ReACT
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
@@ -99,14 +102,17 @@ class Engine:
         self.alive = True
         self._deadline, self._seconds_per_image = math.inf, 0.0
         self._queue: deque[_QueuedImage] = deque()
+        self._expected = 0
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread = ThreadPoolExecutor(1, "react-clip-engine")
 
     def start(self) -> None:
-        """Answer two grey images: the first warms up, the second measures the speed."""
+        """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
         size = self.encoder.image_size
         grey = Photo(torch.full((3, size, size), 0.5), torch.zeros((), dtype=torch.long))
+        if self.encoder.device.type == "cuda":
+            self.run(partial(self._record_graphs, grey)).result()
         for _ in range(2):
             self._seconds_per_image = 0.0
             self.submit([grey], self.preset)[0].result()
@@ -142,10 +148,22 @@ class Engine:
             if not self.alive or len(queued) > self.free_slots:
                 raise busy("the queue is full; try again soon")
             self._queue.extend(queued)
-            self._changed.notify()
+            self._notify()
         for _ in queued:  # as many batches as there can be; those that find the queue empty do nothing
             self._thread.submit(self._answer_batch)
         return [image.future for image in queued]
+
+    @contextmanager
+    def expect(self, count: int) -> Iterator[None]:
+        """Within this block ``count`` images are being decoded: a batch that is not full waits for them."""
+        with self._changed:
+            self._expected += count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._expected -= count
+                self._notify()
 
     def run(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the engine's thread, between two batches; raises 503 if too many are waiting."""
@@ -154,6 +172,15 @@ class Engine:
         future = self._thread.submit(function)
         future.add_done_callback(lambda _: self._task_slots.release())
         return future
+
+    def _notify(self) -> None:
+        """Wake the engine's thread if its wait is over: every wake-up would take the interpreter from the others."""
+        if self._is_complete():
+            self._changed.notify()
+
+    def _is_complete(self) -> bool:
+        """True if the next batch is full, or no image is on its way that could join it."""
+        return len(self._queue) >= self._batch_limit or not self._expected
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -181,11 +208,10 @@ class Engine:
             image.future.set_result(answer)
 
     def _next_images(self) -> list[_QueuedImage]:
-        """Take a batch from the queue, without cancelled images; waits up to ``max_wait`` until it is full."""
+        """Take a batch from the queue, without cancelled images; waits up to ``max_wait`` for those on their way."""
         with self._changed:
             if self._queue:
-                full = self._batch_limit
-                self._changed.wait_for(lambda: len(self._queue) >= full, self.settings.max_wait / 1000)
+                self._changed.wait_for(self._is_complete, self.settings.max_wait / 1000)
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
         return [image for image in images if image.future.set_running_or_notify_cancel()]
 
@@ -204,10 +230,27 @@ class Engine:
         return [image for image in images if image.queued_at >= oldest]
 
     @torch.no_grad()
+    def _record_graphs(self, photo: Photo) -> None:
+        """Run all passes of the defence on batches of every size, so that no request waits for a new CUDA graph.
+
+        The number of images that need more views is as random as the size of a batch, and each has its own graph.
+        """
+        all_passes = self.guard.replace(lazy=False)
+        for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
+            batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
+            pixels, keys = self._to_device(batch)
+            all_passes.correct(self.encoder, pixels, keys, _logits_of(batch, pixels.device))
+
+    def _to_device(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
+        """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
+        device = self.encoder.device
+        pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
+        return pixels, torch.stack([image.photo.key for image in batch]).to(device)
+
+    @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
         device, guard = self.encoder.device, self.guard
-        pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
-        keys = torch.stack([image.photo.key for image in batch]).to(device)
+        pixels, keys = self._to_device(batch)
         logits = _logits_of(batch, device)
         out: Any
         if isinstance(guard, SecondLook):
@@ -234,6 +277,8 @@ class Engine:
 def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
     """The logits of the images of a batch, each over its own label list."""
     lists = list(dict.fromkeys(image.classes for image in batch))
+    if len(lists) == 1:
+        return lambda _, features: lists[0].logits(features)
     list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
     longest = max(len(classes.names) for classes in lists)
 
