@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from safetensors.torch import load_file, save_file
 import react_clip as rc
 import tiny_clip
 from react_clip import accelerate, encoders, noise
+from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, offline
 from react_clip.encoders.vision import VisionEncoder, VisionTower
-from toys import ToyEncoder, on_a_gpu, toy_images
+from toys import ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
 
 def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path, open_clip_name: str) -> None:
@@ -330,6 +333,22 @@ def test_an_accelerated_defence_gives_the_same_answers(tiny_folder: Path, tau: f
 
 
 @on_a_gpu
+@pytest.mark.parametrize("compile_tower", [False, True])
+def test_an_accelerated_second_look_gives_the_same_answers(compile_tower: bool) -> None:
+    images = torch.rand(70, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
+    plain, fast = patch_encoder().cuda(), patch_encoder().cuda().accelerate(compile_tower=compile_tower)
+    classifiers = [rc.ZeroShotClassifier.from_features(each, list("ab"), torch.eye(2, 12)) for each in (plain, fast)]
+    for threshold in (0.0, 2.0):
+        guard = rc.SecondLook(threshold=threshold, max_batch=65)
+        for count in (1, 3, 64, 65, 70, 3):
+            expected, found = (guard(clf, images[:count]) for clf in classifiers)
+            assert torch.equal(expected.branch == CORRECT, found.branch == CORRECT)
+            assert torch.allclose(expected.drift, found.drift, atol=1e-3)
+            same = expected.branch == found.branch
+            assert torch.allclose(expected.features[same], found.features[same], atol=1e-3)
+
+
+@on_a_gpu
 def test_a_defence_on_a_gpu_refuses_pixels_out_of_range(tiny_folder: Path) -> None:
     encoder = rc.load(tiny_folder, device="cuda")
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, encoder.dim))
@@ -349,6 +368,68 @@ def test_the_noise_kernel_agrees_with_the_plain_function(size: int) -> None:
         assert accelerate.noise_kernel_works(pixels.device)
         views = accelerate.kernel_noisy_view(pixels, keys, sigma)
         assert torch.allclose(views, noise.noisy_view(pixels, keys, sigma), rtol=0, atol=1e-6)
+
+
+class RecordsOnACPU(accelerate.Backend):
+    """Calls functions as a backend with CUDA graphs does, without a GPU."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(tensors[0]))
+        return function(*tensors)
+
+    def records(self, rows: int, *tensors: torch.Tensor) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_views_of_two_sizes_in_one_pass_give_the_same_features(threshold: float) -> None:
+    encoder, images = patch_encoder(torch.float64), torch.rand(7, 3, 32, 32, dtype=torch.float64)
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("abc"), torch.eye(3, 12, dtype=torch.float64))
+    guard = rc.SecondLook(threshold=threshold, max_batch=4)
+    plain = guard(clf, images)
+    encoder.backend = backend = RecordsOnACPU()
+    for _ in range(2):
+        packed = guard(clf, images)
+        assert torch.equal(packed.branch, plain.branch)
+        assert torch.allclose(packed.features, plain.features, rtol=0, atol=1e-12)
+        assert torch.allclose(packed.drift, plain.drift, rtol=0, atol=1e-12)
+    moved = int(plain.gated.sum())
+    assert backend.rows[:2] == [4, 3], "image and look share a call"
+    assert sum(backend.rows) == 2 * (7 + moved)
+    with torch.no_grad():
+        encoder.tower.positions.neg_()
+    packed = guard(clf, images)
+    encoder.backend = accelerate.Backend()
+    assert torch.allclose(packed.features, guard(clf, images).features, rtol=0, atol=1e-12)
+    assert not torch.allclose(packed.features, plain.features, atol=1e-3), "new weights, new positions"
+
+
+def test_a_compiled_tower_is_compiled_once_per_image_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    # Without code generation, which takes a minute and changes nothing about when torch.compile compiles again.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counters.clear()
+    plain, encoder = patch_encoder(), patch_encoder().accelerate(compile_tower=True)
+    images = torch.rand(33, 3, 32, 32)
+    for size in (32, 24):
+        pixels = torch.nn.functional.interpolate(images, size)
+        expected = plain.encode_views(pixels)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                for count in (2, 33, 7, 16, 1):
+                    assert torch.allclose(encoder.encode_views(pixels[-count:]), expected[-count:], atol=1e-5)
+                assert torch.allclose(encoder.encode_views(pixels[:3].bfloat16()), expected[:3], atol=0.1)
+                assert torch.allclose(encoder.encode_views(pixels.mT.contiguous().mT[::2]), expected[::2], atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    leaf = images[:2].clone().requires_grad_()
+    assert torch.autograd.grad(encoder(leaf).sum(), leaf)[0].abs().sum() > 0
+    assert encoder.double()(images[:2].double()).dtype == torch.float64
+    assert counters["stats"]["unique_graphs"] == 2, "gradients and double precision are not compiled"
 
 
 def test_compiling_changes_nothing_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tables about SecondLook in README.md and docs/: accuracies, data sets, speed, rules tried, branches."""
+"""Tables about SecondLook in README.md and docs/: accuracies, data sets, rules tried, branches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from doc_tables import table
-from performance_docs import ratio
 
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.recipe import MEAN, format_eps
@@ -19,8 +18,8 @@ PLAIN, OURS = "CLIP", "SecondLook"
 
 
 def look(section: str, results: Path) -> str:
-    """One section: holes, attacks, sets, speed, rules or branches."""
-    sections = {"holes": holes, "attacks": attacks, "sets": sets, "speed": speed, "rules": rules, "branches": branches}
+    """One section: holes, attacks, sets, rules or branches."""
+    sections = {"holes": holes, "attacks": attacks, "sets": sets, "rules": rules, "branches": branches}
     return sections[section](results)
 
 
@@ -67,34 +66,6 @@ def sets(results: Path) -> str:
         pairs = [[cells[*column, d, name].accuracy for d in (PLAIN, OURS)] for column in columns.values()]
         rows.append([name, *(f"{100 * plain:.0f} → {100 * ours:.0f}" for plain, ours in pairs)])
     return "\n".join([*table(["CLIP → SecondLook", *columns], rows), "", _note(result)]) + "\n"
-
-
-def speed(results: Path) -> str:
-    """Time of SecondLook over that of plain CLIP and over its encoder passes, clean and attacked."""
-    rows, made = [], []
-    for path in sorted((results / "bench").glob("*-second-look-*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        measured = {report["batch"]: report["contenders"]}
-        measured |= {round(point["value"]): point["contenders"] for point in report["sweeps"].get("batch", [])}
-        for batch, contenders in measured.items():
-            if not contenders:
-                continue
-            times = {item["label"]: item for item in contenders}
-            ours = times["second_look"]
-            rows.append(
-                [
-                    f"{report['device']}, {report['dtype']}, batch {batch}",
-                    f"attacked with {report['eps']}" if report["attacked"] else "clean",
-                    f"{ours['passes']:.2f}",
-                    f"{ratio(times, 'second_look', 'bare encoder'):.2f}",
-                    f"{ours['overhead']:.2f} ({ours['overhead_range'][0]:.2f} to {ours['overhead_range'][1]:.2f})",
-                    f"{ratio(times, 'ReACT', 'second_look'):.1f}",
-                ]
-            )
-        made.append(f"`{path.name}` by `{report['command']}`")
-    head = ["device", "photos", "passes", "time / plain CLIP", "time / passes (of rounds)", "x as fast as ReACT"]
-    note = f"*Side by side in one run, {report['classes']:,} classes; `benchmarks/results/bench`: {'; '.join(made)}.*"
-    return "\n".join([*table(head, rows, words=2), "", note]) + "\n"
 
 
 def rules(results: Path) -> str:

@@ -1,7 +1,8 @@
-"""Acceleration on a GPU for those who ask for it: CUDA graphs of small batches, and noisy views by one Triton kernel.
+"""Acceleration for those who ask for it: CUDA graphs of small batches, noisy views by one Triton kernel, torch.compile.
 
 An encoder computes through a :class:`Backend`. The plain one runs PyTorch operation by operation and compiles nothing.
-``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place.
+``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place, and
+``compile="tower"`` compiles the whole tower too, as a :class:`CompiledFunction`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ class Backend:
     def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """``function(*tensors)``; rows of the tensors and of the result are images."""
         return function(*tensors)
+
+    def records(self, rows: int, *tensors: Tensor) -> bool:
+        """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
+        return False
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """See :func:`react_clip.noise.noisy_view`."""
@@ -67,8 +73,7 @@ class AcceleratedBackend(Backend):
         all graphs share one set of buffers in the order of the default stream.
         """
         first = tensors[0]
-        suits = _runs_without_gradients(*tensors) and 0 < len(first) <= self._max_rows
-        if not suits or torch.cuda.current_stream(first.device) != torch.cuda.default_stream(first.device):
+        if not self.records(len(first), *tensors):
             return function(*tensors)
         key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         with self._lock, torch.cuda.device(first.device), torch.no_grad():
@@ -79,6 +84,12 @@ class AcceleratedBackend(Backend):
                 buffer.copy_(tensor)
             recording.graph.replay()
             return recording.output.clone()
+
+    def records(self, rows: int, *tensors: Tensor) -> bool:
+        """True for at most ``max_rows`` rows on the default stream of a GPU, without gradients."""
+        device = tensors[0].device
+        suits = _runs_without_gradients(*tensors) and 0 < rows <= self._max_rows
+        return suits and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""
@@ -129,8 +140,55 @@ class _Recording:
 
 
 def _runs_without_gradients(*tensors: Tensor) -> bool:
-    needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return tensors[0].is_cuda and tensors[0].dtype != torch.float64 and not needs_gradients
+    return tensors[0].is_cuda and tensors[0].dtype != torch.float64 and not _needs_gradients(*tensors)
+
+
+def _needs_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class CompiledFunction:
+    """A function of pixels ``[B, 3, S, S]`` through ``torch.compile``: one compilation per image size, for every B.
+
+    Everything else that torch.compile would compile again for is the same in every call: dtype, memory layout, offset
+    in memory, grad mode and inference mode. It treats a batch of one as a constant, so a single image is computed
+    twice, which takes a GPU no longer; on a CPU it runs uncompiled. So do gradients and double precision.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+        self._compiled: dict[tuple[Any, ...], Callable[[Tensor], Tensor]] = {}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """``function(pixels)``, compiled."""
+        single = pixels.shape[0] == 1
+        if _needs_gradients(pixels) or pixels.dtype == torch.float64 or (single and not pixels.is_cuda):
+            return self._function(pixels)
+        with torch.inference_mode(False), torch.no_grad():
+            rows = pixels.expand(2, -1, -1, -1) if single else pixels
+            rows = rows.detach().float().contiguous()
+            rows = rows.clone() if rows.is_inference() or rows.storage_offset() else rows
+            torch._dynamo.mark_dynamic(rows, 0)
+            features = self._of(rows)(rows)
+            return features[:1] if single else features
+
+    def reset(self) -> None:
+        """Drop what was compiled."""
+        self._compiled.clear()
+
+    def _of(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        key = (rows.device, rows.shape[1:])
+        if key not in self._compiled:
+            function = self._function
+
+            def compute(pixels: Tensor) -> Tensor:
+                return function(pixels)
+
+            # torch.compile allows a code object a few compilations, so every size gets one of its own.
+            code = compute.__code__.replace()
+            own = FunctionType(code, compute.__globals__, closure=compute.__closure__)
+            self._compiled[key] = torch.compile(own)
+        return self._compiled[key]
 
 
 @cache

@@ -234,7 +234,7 @@ def _published(clf: ZeroShotClassifier, config: DefendCLIP) -> Answer:
 
 _CLASSES = (10, 100, 1_000, 20_000)
 _SHARES = (0.0, 0.01, 0.1, 1.0)
-_BATCHES = (1, 4, 16, 64, 256, 1024)
+_BATCHES = (1, 8, 64, 256, 1024)
 _DIVISORS = (8, 4, 2, 1)
 
 

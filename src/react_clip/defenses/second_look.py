@@ -33,7 +33,7 @@ from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.defenses.react import Logits, logits_of
-from react_clip.encoders.base import Encoder
+from react_clip.encoders.base import Encoder, Maker
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from react_clip.defenses.look_calibration import LookCalibration, Photos
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-
-KeysOf = Callable[[Tensor], Tensor]
-"""Indices of images to the keys of their random streams."""
 
 LOOK, MOVED_LOOK = range(2)
 """Branches of an image's random stream: the motion of the look (for encoders that take one size only, whose look is a
@@ -223,7 +220,7 @@ class SecondLook(Defense):
         self,
         encoder: Encoder,
         pixels: Tensor,
-        keys: Tensor | KeysOf,
+        keys: Tensor | Callable[[Tensor], Tensor],
         logits: Logits | None = None,
         *,
         wait: Callable[[], None] = lambda: None,
@@ -243,8 +240,13 @@ class SecondLook(Defense):
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
 
         # Step 1: the image and the look.
-        plain = self._encode(encoder, everyone, lambda rows: pixels[rows])
-        look = self._encode(encoder, everyone, self._look(encoder, pixels, keys_of, size))
+        if size < encoder.image_size:
+            makers: tuple[Maker, ...] = (_the_image, _SmallerCopy(size))
+            plain, look = encoder.encode_made(makers, pixels, max_batch=self.max_batch).unbind(1)
+        else:
+            streams = noise.fork(keys_of(everyone), LOOK)
+            makers = (_the_image, _MovedCopy(self.motion, size))
+            plain, look = encoder.encode_made(makers, pixels, streams, max_batch=self.max_batch).unbind(1)
         drift = functional.drift(plain, look)
         attacked = drift >= self.threshold
         disagrees, instability = _compare_answers(encoder, plain.detach(), look.detach(), logits)
@@ -255,8 +257,10 @@ class SecondLook(Defense):
         passes = torch.full_like(drift, 1.0 + encoder.token_share(size), dtype=torch.float32)
         closed = opened = plain
         if len(rows):
-            views = self._moved_look(encoder, pixels, keys_of, MOVED_LOOK, moved_size)
-            looks = torch.stack([look[rows], self._encode(encoder, rows, views)], 1)
+            streams = noise.fork(keys_of(rows), MOVED_LOOK)
+            makers = (_MovedCopy(self.motion, moved_size),)
+            moved = encoder.encode_made(makers, pixels[rows], streams, max_batch=self.max_batch)
+            looks = torch.cat([look[rows, None], moved], 1)
             passes[rows] += encoder.token_share(moved_size)
             # Steps 3 and 4.
             anchors = functional.anchor(looks)
@@ -276,27 +280,30 @@ class SecondLook(Defense):
             look_size=size,
         )
 
-    # ------------------------------------------------------------------ views
 
-    def _encode(self, encoder: Encoder, rows: Tensor, views: Callable[[Tensor], Tensor]) -> Tensor:
-        """Unit features ``[n, D]`` of one view of each of the rows; ``views`` makes them for some of these rows."""
-        return encoder.encode_in_batches(len(rows), self.max_batch, lambda start, stop: views(rows[start:stop]))
+def _the_image(pixels: Tensor, *_: Tensor) -> Tensor:
+    return pixels
 
-    def _look(self, encoder: Encoder, pixels: Tensor, keys_of: KeysOf, size: int) -> Callable[[Tensor], Tensor]:
-        """Looks at some rows: smaller copies, or moved views where they cannot be smaller."""
-        if size == encoder.image_size:
-            return self._moved_look(encoder, pixels, keys_of, LOOK, size)
-        return lambda rows: smaller_copy(pixels[rows], size)
 
-    def _moved_look(
-        self, encoder: Encoder, pixels: Tensor, keys_of: KeysOf, branch: int, size: int
-    ) -> Callable[[Tensor], Tensor]:
-        """Looks at some rows after they were moved; ``branch`` of their random streams says how."""
+@dataclass(frozen=True)
+class _SmallerCopy:
+    """Makes copies of images, resized to ``size`` pixels a side."""
 
-        def views(rows: Tensor) -> Tensor:
-            return smaller_copy(encoder.backend(self.motion, pixels[rows], noise.fork(keys_of(rows), branch)), size)
+    size: int
 
-        return views
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return smaller_copy(pixels, self.size)
+
+
+@dataclass(frozen=True)
+class _MovedCopy:
+    """Moves images ``[B, 3, S, S]`` by their streams ``[B]`` and resizes them to ``size`` pixels a side."""
+
+    motion: Motion
+    size: int
+
+    def __call__(self, pixels: Tensor, streams: Tensor) -> Tensor:
+        return smaller_copy(self.motion(pixels, streams), self.size)
 
 
 def _whole_patches(encoder: Encoder, share: float) -> int | None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -90,6 +90,10 @@ class ExportedEncoder(Encoder):
     def takes(self, size: int) -> bool:
         """True if there is a graph for images of this side."""
         return size in self._graphs
+
+    def accelerate(self, *, compile_tower: bool = False) -> Self:
+        """Nothing to do: the runtime has compiled the graphs."""
+        return self
 
     def update_positions(self, size: int) -> None:
         """Nothing to do: the position embeddings are inside the graphs."""

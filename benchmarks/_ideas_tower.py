@@ -1,0 +1,291 @@
+"""Ideas of `tried.py` about the tower: images of two sizes together, torch.compile, fewer bits, fewer layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from _setting import SIZES, Entry, Setting, Ways
+from torch import Tensor, nn
+
+from react_clip import functional
+from react_clip.attacks import Corruption
+from react_clip.augment import smaller_copy
+from react_clip.encoders.base import Encoder
+from react_clip.encoders.vision import VisionEncoder
+
+BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 256)
+"""Batch sizes after which compilations are counted."""
+
+# ---------------------------------------------------------------------- views of several sizes
+
+
+@contextmanager
+def replaced(target: object, name: str, value: object) -> Iterator[None]:
+    """Within the block an attribute of an instance is another."""
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        delattr(target, name)
+
+
+def encode_each(encoder: Encoder, makers: Sequence[Any], *tensors: Tensor, max_batch: int) -> Tensor:
+    """``encode_made`` with one call of the encoder per view, as for large batches."""
+    each = [
+        encoder.encode_in_batches(len(tensors[0]), max_batch, lambda i, k, make=make: make(*(t[i:k] for t in tensors)))
+        for make in makers
+    ]
+    return torch.stack(each, 1)
+
+
+def one_graph(setting: Setting) -> Entry:
+    """Image and look of a small batch made and encoded by one CUDA graph."""
+    before = setting.classifier(setting.load(compile=True))
+    after = setting.classifier(setting.load(compile=True))
+    separately = partial(Encoder._compute_views, after.encoder)  # sizes one after the other in both
+    with (
+        replaced(before.encoder, "encode_made", partial(encode_each, before.encoder)),
+        replaced(after.encoder, "_compute_views", separately),
+    ):
+        speed = setting.compare(before, after)
+    return setting.entry(
+        "one graph for image and look",
+        "One image: copy, both passes and unit length as one CUDA graph instead of one for each pass.",
+        **speed["second look, batch 1"],
+        milliseconds=speed,
+    )
+
+
+def packed(setting: Setting) -> Entry:
+    """Both sizes of a batch in one pass, attention size by size."""
+    before, after = (setting.load(compile=True) for _ in range(2))
+
+    def way(encoder: VisionEncoder, batch: int, together: bool) -> Callable[[], object]:
+        compute = encoder._compute_views if together else partial(Encoder._compute_views, encoder)
+        pixels = setting.clean[:batch]
+
+        def features(pixels: Tensor) -> Tensor:
+            return torch.stack(compute(views_of(pixels)), 1)
+
+        return lambda: encoder.backend(features, pixels)
+
+    speed = {}
+    for encoder in (before, after):
+        for size in SIZES:
+            encoder.update_positions(size)
+    for batch in sorted({1, 8, setting.batch}) if setting.gpu else sorted({1, setting.batch}):
+        ways = {"before": way(before, batch, False), "after": way(after, batch, True)}
+        speed[f"batch {batch}"] = setting.turns(ways, batch)
+    one, other = (
+        torch.stack(compute(views_of(setting.clean[:8])), 1)
+        for compute in (partial(Encoder._compute_views, before), before._compute_views)
+    )
+    return setting.entry(
+        "both sizes in one pass",
+        "One image and its look: tokens of both sizes in one matrix, attention size by size, instead of two passes.",
+        **speed["batch 1"],
+        milliseconds=speed,
+        agreement={"smallest_cosine": torch.cosine_similarity(one, other, dim=-1).min().item()},
+    )
+
+
+def views_of(pixels: Tensor) -> list[Tensor]:
+    """The images and their looks."""
+    return [pixels, smaller_copy(pixels, SIZES[1])]
+
+
+# ---------------------------------------------------------------------- the tower
+
+
+def compiled(setting: Setting) -> Entry:
+    """The whole tower through torch.compile, for any batch size."""
+    from torch._dynamo.utils import counters
+
+    encoder = setting.load(compile="tower")
+    seconds = {}
+    for size in SIZES if setting.gpu else SIZES[:2]:
+        begin = time.perf_counter()
+        encoder.encode_views(smaller_copy(setting.clean[:2], size))
+        setting.wait()
+        seconds[size] = time.perf_counter() - begin
+        print(f"   compiled for {size} pixels in {seconds[size]:.0f} s", flush=True)
+    graphs = counters["stats"]["unique_graphs"]
+    for batch in BATCHES if setting.gpu else (2, 3, 5):
+        for size in seconds:
+            encoder.encode_views(smaller_copy(setting.clean[:batch], size))
+    recompiled = counters["stats"]["unique_graphs"] - graphs
+    clf = setting.classifier(encoder)
+    if setting.gpu:
+        speed = setting.compare(setting.clf, clf)
+        agreement = setting.agreement(clf)
+    else:
+        images = setting.clean[: setting.batch]
+        each = {"before": setting.clf, "after": clf}
+        speed = {
+            f"plain, batch {len(images)}": setting.turns(
+                {name: setting.plain(one, images, len(images)) for name, one in each.items()}, len(images)
+            )
+        }
+        one, other = (each[name].encoder.encode_views(images) for name in each)
+        agreement = {"smallest_cosine": (one * other).sum(1).min().item()}
+    return setting.entry(
+        "compiled tower, any batch size",
+        "The whole tower through torch.compile, once per image size: the plain encoder.",
+        **speed[f"plain, batch {setting.batch}"],
+        milliseconds=speed,
+        compile_seconds=seconds,
+        compilations={"at the first batch of a size": graphs, "later": recompiled},
+        agreement=agreement,
+    )
+
+
+def qkv(setting: Setting) -> Entry:
+    """Queries, keys and values by one matrix product."""
+    clf, after = setting.clf, setting.load()
+    blocks: Any = after.tower.vision_model["encoder"]["layers"]
+    for block in blocks:
+        parts = [block.self_attn[name] for name in ("q_proj", "k_proj", "v_proj")]
+        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        block._attend = partial(attend_by_one_product, block, weight, bias)
+    images = setting.clean[: setting.batch]
+    ways: Ways = {
+        "before": setting.plain(clf, images, setting.batch),
+        "after": lambda: after.encode_views(images),
+    }
+    cosines = (clf.encoder.encode_views(images) * after.encode_views(images)).sum(1)
+    return setting.entry(
+        "one product for queries, keys and values",
+        "Their three weight matrices joined; the plain encoder.",
+        **setting.turns(ways, len(images)),
+        agreement={"smallest_cosine": cosines.min().item()},
+    )
+
+
+def attend_by_one_product(block: Any, weight: Tensor, bias: Tensor, tokens: Tensor, shapes: object) -> Tensor:
+    projected = torch.nn.functional.linear(tokens, weight, bias).chunk(3, -1)
+    return block.self_attn["out_proj"](block._mix(*projected))  # type: ignore[no-any-return]
+
+
+def fp8(setting: Setting) -> Entry:
+    """All matrix products of the blocks in fp8, with a scale for each token and each output channel; compiled."""
+    encoder = setting.load(compile="tower")
+    for block in encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
+        for parent in (block.self_attn, block.mlp):
+            for name, layer in list(parent.items()):
+                if isinstance(layer, nn.Linear):
+                    parent[name] = Float8Linear(layer)
+    clf, exact = setting.classifier(encoder), setting.classifier(setting.load(dtype="fp32"))
+    speed = setting.compare(setting.classifier(setting.load(compile="tower")), clf)
+    return setting.entry(
+        "fp8 tower",
+        "Matrix products of the compiled tower in fp8 (e4m3) instead of bf16: the plain encoder.",
+        **speed[f"plain, batch {setting.batch}"],
+        milliseconds=speed,
+        agreement=setting.agreement(clf, exact),
+    )
+
+
+class Float8Linear(nn.Module):
+    """A linear layer in fp8: the largest number of a token, and of an output channel, becomes the largest of e4m3."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.scale = in_fp8(layer.weight)
+        self.bias = layer.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, scale = in_fp8(tokens.flatten(0, -2))
+        product = torch._scaled_mm(
+            rows, self.weight.t(), scale, self.scale.t(), bias=self.bias, out_dtype=tokens.dtype, use_fast_accum=True
+        )
+        return product.unflatten(0, tokens.shape[:-1])
+
+
+def in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[N, K]`` in e4m3 and the scale ``[N, 1]`` of each."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = rows.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / largest
+    return (rows.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale
+
+
+def sixteen_bits(setting: Setting) -> Entry:
+    """fp16 and bf16 against fp32: the plain encoder's time, and SecondLook's decisions and answers."""
+    exact = setting.classifier(setting.load(dtype="fp32"))
+    towers = {"fp32": exact, **{name: setting.classifier(setting.load(dtype=name)) for name in ("bf16", "fp16")}}
+    images, batch = setting.clean, setting.batch
+    spent = setting.turns({name: setting.plain(clf, images, batch) for name, clf in towers.items()}, len(images))
+    return setting.entry(
+        "16 bits for SecondLook",
+        "The tower in fp16 instead of fp32: the plain encoder.",
+        spent["fp32"],
+        spent["fp16"],
+        milliseconds=spent,
+        agreement={name: setting.agreement(clf, exact) for name, clf in towers.items() if name != "fp32"},
+    )
+
+
+def early_layer(setting: Setting) -> Entry:
+    """The gate's distance after an early layer: which share of attacked and of damaged photos lies above clean ones."""
+    encoder = setting.load()
+    encoder.update_positions(SIZES[1])
+    model = encoder.tower.vision_model
+    caught: dict[int, Tensor] = {}
+
+    def distances(images: Tensor) -> dict[int, Tensor]:
+        found: dict[int, list[Tensor]] = {}
+        for part in images.split(setting.batch):
+            each: list[dict[int, Tensor]] = []
+            for view in views_of(part):
+                encoder.encode_views(view)
+                each.append(dict(caught))
+            for depth in caught:
+                found.setdefault(depth, []).append(functional.drift(*(features[depth] for features in each)))
+        return {depth: torch.cat(parts) for depth, parts in found.items()}
+
+    def catch(depth: int, _: nn.Module, __: object, tokens: Tensor) -> None:
+        features = encoder.tower.visual_projection(model["post_layernorm"](tokens[:, 0]))  # type: ignore[operator,index]
+        caught[depth] = functional.normalize(features.float())
+
+    blocks: Any = model["encoder"]["layers"]  # type: ignore[index]
+    hooks = [blocks[depth - 1].register_forward_hook(partial(catch, depth)) for depth in (6, 8, 10, 11, 12)]
+    clean = distances(setting.clean)
+    few = setting.clean[: setting.args.attacked]
+    damage = [Corruption(type="noise", severity=0.02), Corruption(type="jpeg", severity=50)]
+    kinds = {
+        "PGD at 1/255": setting.attacked_at(1 / 255),
+        **{kind.name: kind(setting.clf, few, setting.clf(few).argmax(-1), seed=0).images for kind in damage},
+    }
+    shares = {
+        kind: {f"layer {depth}": _share_above(drift, clean[depth]) for depth, drift in distances(images).items()}
+        for kind, images in kinds.items()
+    }
+    for hook in hooks:
+        hook.remove()
+    look = smaller_copy(setting.clean[: setting.batch], SIZES[1]).to(encoder.dtype)
+    positions = encoder._tables[SIZES[1]].positions
+    ways: Ways = {str(depth): partial(forward_to, encoder.tower, depth, look, positions) for depth in (12, 6)}
+    spent = setting.turns(ways, len(look))
+    return setting.entry(
+        "look stopped at an early layer",
+        "The look through 6 of 12 layers.",
+        spent["12"],
+        spent["6"],
+        agreement={"photos": len(setting.clean), "share above the distance of 97 % of clean photos": shares},
+    )
+
+
+def _share_above(drift: Tensor, clean: Tensor) -> float:
+    return (drift >= clean.quantile(0.97)).double().mean().item()
+
+
+def forward_to(tower: Any, depth: int, normalised: Tensor, positions: Tensor) -> Tensor:
+    """The tower without the layers after ``depth``."""
+    tokens = tower.vision_model["pre_layrnorm"](tower.vision_model["embeddings"](normalised, positions))
+    for block in tower.vision_model["encoder"]["layers"][:depth]:
+        tokens = block(tokens)
+    return tower.visual_projection(tower.vision_model["post_layernorm"](tokens[:, 0]))  # type: ignore[no-any-return]
