@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import json
 import os
 import signal
 import statistics
@@ -116,8 +117,10 @@ def as_request(photo: bytes) -> bytes:
     return f"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\n{head}".encode() + body
 
 
-async def answer_all(url: str, requests: list[bytes], *, concurrency: int) -> tuple[float, list[float]]:
-    """Seconds until all requests are answered, and seconds of each one; any status but 200 ends the run."""
+async def answer_all(
+    url: str, requests: list[bytes], *, concurrency: int, status: int = 200
+) -> tuple[float, list[float]]:
+    """Seconds until all requests are answered, and seconds of each one; any other status ends the run."""
     waiting: Iterator[bytes] = iter(requests)
     each: list[float] = []
     address = urlsplit(url)
@@ -129,7 +132,7 @@ async def answer_all(url: str, requests: list[bytes], *, concurrency: int) -> tu
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             await reader.readexactly(int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]))
-            if not head.startswith(b"http/1.1 200 "):
+            if not head.startswith(f"http/1.1 {status} ".encode()):
                 sys.exit(f"the server answered {head.splitlines()[0].decode()}")
             each.append(time.perf_counter() - began)
         writer.close()
@@ -158,11 +161,14 @@ class Service:
         return service
 
     def measure(self, library_speed: float) -> dict[str, float]:
-        """Images a second, passes an image, images a batch and processor time of one round."""
+        """Images a second, passes an image, images a batch, processor time, and HTTP alone, of one round."""
         before, own = Count.read(self.served), time.process_time()
         seconds, each = asyncio.run(answer_all(self.served.url, self.requests, concurrency=self.concurrency))
         own, after = time.process_time() - own, Count.read(self.served)
         self.latencies += each
+        # As long as the photos, but refused by their first bytes: the time of HTTP and of the form alone.
+        refused = [request.replace(b"\xff\xd8\xff", b"\0\0\0") for request in self.requests]
+        http_seconds, _ = asyncio.run(answer_all(self.served.url, refused, concurrency=self.concurrency, status=415))
         images = after.images - before.images
         return {
             "server_images_per_second": round(images / seconds, 3),
@@ -171,6 +177,7 @@ class Service:
             "images_per_batch": round(images / (after.batches - before.batches), 2),
             "server_processor_ms": round(1000 * (after.seconds - before.seconds) / images, 3),
             "callers_processor_ms": round(1000 * own / images, 3),
+            "http_requests_per_second": round(len(refused) / http_seconds, 3),
         }
 
     def summary(self, rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -226,9 +233,10 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     try:
         for side, source in versions.items():
             services[side] = Service.start(flags, requests, args.concurrency, source)
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             speed, passes = library.measure()
-            for side, service in services.items():
+            # Every second round in the other order: other work on the machine comes and goes.
+            for side, service in list(services.items())[:: -1 if number % 2 else 1]:
                 values = {"library_images_per_second": round(speed, 3), "library_passes": round(passes, 3)}
                 rounds[side].append(values | service.measure(speed))
                 print(side, rounds[side][-1], file=sys.stderr)
@@ -279,7 +287,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         flags = [*(small_tower(Path(folder), args.photos) if args.small else []), *args.flags]
         result = measure_all(args, flags)
-    write(args.out, result)
+    # The folder of the small tower is gone by now.
+    write(args.out, json.loads(json.dumps(result).replace(folder, "small-tower")))
     return int(result["exit_code"] != 0)
 
 

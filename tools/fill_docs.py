@@ -8,9 +8,9 @@ A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: ac
 ``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
 ``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
 ``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- fields: SECTION -->`` (of a recipe, from
-its schema), ``<!-- memory: SECTION -->`` (of the service), ``<!-- performance: SECTION -->`` or
-``<!-- scale: SECTION -->`` (these two are empty while their measurements are not there); everything up to
-``<!-- end -->`` is replaced.
+its schema), ``<!-- memory: SECTION -->`` and ``<!-- speed: SECTION -->`` (of the service),
+``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their measurements are not
+there); everything up to ``<!-- end -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from memory_docs import memory
 from performance_docs import performance
 from recipe_fields import fields
 from scale_docs import overhead
+from serve_docs import speed
 from standard_docs import standard
 from threat_docs import threats
 
@@ -42,7 +43,9 @@ from react_clip.report.tables import all_tables, caption
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields|memory"
+KINDS = (
+    "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields|memory|speed"
+)
 MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -198,6 +201,7 @@ def filled(text: str) -> str:
             "standard": partial(standard, RESULTS),
             "fields": fields,
             "memory": lambda _: memory(RESULTS),
+            "speed": lambda _: speed(RESULTS),
         }
         make = makers[kind]
         return f"{match[1]}{make(*arguments)}{match[4]}"

@@ -103,7 +103,8 @@ def _body(model: type[requests.Request]) -> Any:
     """A dependency that reads a body; FastAPI's own body parameters take JSON or a form, but not both."""
 
     async def read(request: Request, service: ServiceDep) -> requests.Request:
-        return await service.decoder.read(request, model)
+        with service.engine.expect(1):
+            return await service.decoder.read(request, model)
 
     return Depends(read)
 

@@ -155,7 +155,7 @@ class Engine:
 
     @contextmanager
     def expect(self, count: int) -> Iterator[None]:
-        """Within this block ``count`` images are being decoded: a batch that is not full waits for them."""
+        """Within this block ``count`` images are being read or decoded: a batch that is not full waits for them."""
         with self._changed:
             self._expected += count
         try:

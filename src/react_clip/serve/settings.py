@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     batch: Count = 32
     """largest number of images in a batch"""
     max_wait: Duration = 4.0
-    """milliseconds to wait for images that are being decoded when a batch is not full"""
+    """milliseconds to wait for images that are being read or decoded when a batch is not full"""
     queue: Count = 256
     """images that may wait; beyond it callers get 503"""
     deadline: Seconds = 20.0
