@@ -174,6 +174,11 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             axis = report["part"].removeprefix("sweep-")
             words = {"images": "8 x as many images", "classes": "20,000 classes instead of 10"}[axis]
             yield f"overhead of ReACT, {words}, {MODELS[report['tower']]}", *at_most(FLAT, growth(report, axis)[-1][1])
+    for path in (folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu")):
+        if path.is_file():
+            report = json.loads(path.read_text(encoding="utf-8"))
+            words = f"service / library, time per image, {report['concurrency']} callers, {report['device']}"
+            yield words, *at_most(FLAT, 1 / report["ratio"])
 
 
 def precision(folder: Path) -> str:
