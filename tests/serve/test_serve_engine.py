@@ -129,20 +129,20 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
 def test_a_batch_waits_for_images_on_their_way_and_for_nothing_else(
     engine: Engine, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"max_wait": 600_000.0}))
+    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"max_wait": 120_000.0}))
     batches = record_batches(engine)
     first, second, third = prepared(photos[:3])
-    engine.submit([first], engine.preset)[0].result()
+    engine.submit([first], engine.preset)[0].result(60)
     with engine.expect(1):
         futures = engine.submit([first], engine.preset)
         futures += engine.submit([second], engine.preset)
         assert not wait(futures, 0.2).done, "a third image is being decoded"
         futures += engine.submit([third], engine.preset)
-    wait(futures)
+    wait(futures, 60)
     assert batches == [(1, 1), (3, 1)]
     with engine.expect(100):  # more than a batch holds
         futures = [engine.submit([first], engine.preset)[0] for _ in range(engine.settings.batch)]
-        wait(futures)
+        wait(futures, 60)
     assert batches[2:] == [(engine.settings.batch, 1)]
 
 
