@@ -35,7 +35,7 @@ def replaced(target: object, name: str, value: object) -> Iterator[None]:
 
 
 def encode_each(encoder: Encoder, makers: Sequence[Any], *tensors: Tensor, max_batch: int) -> Tensor:
-    """``encode_made`` with one call of the encoder per view, as for large batches."""
+    """``make_and_encode`` with one call of the encoder per view, as for large batches."""
     each = [
         encoder.encode_in_batches(len(tensors[0]), max_batch, lambda i, k, make=make: make(*(t[i:k] for t in tensors)))
         for make in makers
@@ -49,7 +49,7 @@ def one_graph(setting: Setting) -> Entry:
     after = setting.classifier(setting.load(compile=True))
     separately = partial(Encoder._compute_views, after.encoder)  # sizes one after the other in both
     with (
-        replaced(before.encoder, "encode_made", partial(encode_each, before.encoder)),
+        replaced(before.encoder, "make_and_encode", partial(encode_each, before.encoder)),
         replaced(after.encoder, "_compute_views", separately),
     ):
         speed = setting.compare(before, after)

@@ -33,7 +33,7 @@ from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.defenses.react import Logits, logits_of
-from react_clip.encoders.base import Encoder, Maker
+from react_clip.encoders.base import Encoder, ViewMaker
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -241,12 +241,12 @@ class SecondLook(Defense):
 
         # Step 1: the image and the look.
         if size < encoder.image_size:
-            makers: tuple[Maker, ...] = (_the_image, _SmallerCopy(size))
-            plain, look = encoder.encode_made(makers, pixels, max_batch=self.max_batch).unbind(1)
+            makers: tuple[ViewMaker, ...] = (_the_image, _SmallerCopy(size))
+            plain, look = encoder.make_and_encode(makers, pixels, max_batch=self.max_batch).unbind(1)
         else:
             streams = noise.fork(keys_of(everyone), LOOK)
             makers = (_the_image, _MovedCopy(self.motion, size))
-            plain, look = encoder.encode_made(makers, pixels, streams, max_batch=self.max_batch).unbind(1)
+            plain, look = encoder.make_and_encode(makers, pixels, streams, max_batch=self.max_batch).unbind(1)
         drift = functional.drift(plain, look)
         attacked = drift >= self.threshold
         disagrees, instability = _compare_answers(encoder, plain.detach(), look.detach(), logits)
@@ -259,7 +259,7 @@ class SecondLook(Defense):
         if len(rows):
             streams = noise.fork(keys_of(rows), MOVED_LOOK)
             makers = (_MovedCopy(self.motion, moved_size),)
-            moved = encoder.encode_made(makers, pixels[rows], streams, max_batch=self.max_batch)
+            moved = encoder.make_and_encode(makers, pixels[rows], streams, max_batch=self.max_batch)
             looks = torch.cat([look[rows, None], moved], 1)
             passes[rows] += encoder.token_share(moved_size)
             # Steps 3 and 4.

@@ -23,8 +23,8 @@ from react_clip.preprocess import Images, Preprocessing, as_pixels
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-Maker = Callable[..., Tensor]
-"""Tensors with a row for each image to one view of each; hashable, and pure."""
+ViewMaker = Callable[..., Tensor]
+"""A function of tensors ``[B, ...]`` that returns one view of each image; pure and hashable: graphs are kept."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
         self._text = text
         self.backend = Backend()
         self._compiled: CompiledFunction | None = None
-        self._makers: dict[tuple[Maker, ...], Callable[..., Tensor]] = {}
+        self._joint_functions: dict[tuple[ViewMaker, ...], Callable[..., Tensor]] = {}
         self.gradients = Gradients()
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
@@ -155,7 +155,7 @@ class Encoder(nn.Module):
             parts = [encode(start) for start in starts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def encode_made(self, makers: tuple[Maker, ...], *tensors: Tensor, max_batch: int) -> Tensor:
+    def make_and_encode(self, makers: tuple[ViewMaker, ...], *tensors: Tensor, max_batch: int) -> Tensor:
         """Unit features ``[B, len(makers), dim]`` of the views ``make(*tensors)``, for ``max_batch`` images at a time.
 
         On an accelerated GPU the views of a small batch are made and encoded by one CUDA graph.
@@ -164,16 +164,16 @@ class Encoder(nn.Module):
         if self.backend.records(min(count, max_batch), *tensors):
             for size in self._tables:
                 self.update_positions(size)
-            compute = self._makers.setdefault(makers, partial(self._compute_made, makers))
+            compute = self._joint_functions.setdefault(makers, partial(self._make_and_compute, makers))
             parts = zip(*(torch.split(tensor, max_batch) for tensor in tensors), strict=True)
             return torch.cat([self.backend(compute, *part) for part in parts])
 
-        def encode(make: Maker) -> Tensor:
+        def encode(make: ViewMaker) -> Tensor:
             return self.encode_in_batches(count, max_batch, lambda i, k: make(*(tensor[i:k] for tensor in tensors)))
 
         return torch.stack([encode(make) for make in makers], 1)
 
-    def _compute_made(self, makers: tuple[Maker, ...], *tensors: Tensor) -> Tensor:
+    def _make_and_compute(self, makers: tuple[ViewMaker, ...], *tensors: Tensor) -> Tensor:
         views = [make(*tensors) for make in makers]
         for view in views:
             if view.shape[-1] != self.image_size:
