@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.vision import VisionEncoder
 
-BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 256)
+BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
 """Batch sizes after which compilations are counted."""
 
 # ---------------------------------------------------------------------- views of several sizes
@@ -34,22 +34,13 @@ def replaced(target: object, name: str, value: object) -> Iterator[None]:
         delattr(target, name)
 
 
-def encode_each(encoder: Encoder, makers: Sequence[Any], *tensors: Tensor, max_batch: int) -> Tensor:
-    """``make_and_encode`` with one call of the encoder per view, as for large batches."""
-    each = [
-        encoder.encode_in_batches(len(tensors[0]), max_batch, lambda i, k, make=make: make(*(t[i:k] for t in tensors)))
-        for make in makers
-    ]
-    return torch.stack(each, 1)
-
-
 def one_graph(setting: Setting) -> Entry:
     """Image and look of a small batch made and encoded by one CUDA graph."""
     before = setting.classifier(setting.load(compile=True))
     after = setting.classifier(setting.load(compile=True))
     separately = partial(Encoder._compute_views, after.encoder)  # sizes one after the other in both
     with (
-        replaced(before.encoder, "make_and_encode", partial(encode_each, before.encoder)),
+        replaced(before.encoder, "make_and_encode", before.encoder._encode_each),
         replaced(after.encoder, "_compute_views", separately),
     ):
         speed = setting.compare(before, after)
@@ -78,7 +69,7 @@ def packed(setting: Setting) -> Entry:
     for encoder in (before, after):
         for size in SIZES:
             encoder.update_positions(size)
-    for batch in sorted({1, 8, setting.batch}) if setting.gpu else sorted({1, setting.batch}):
+    for batch in setting.batches:
         ways = {"before": way(before, batch, False), "after": way(after, batch, True)}
         speed[f"batch {batch}"] = setting.turns(ways, batch)
     one, other = (

@@ -1,4 +1,4 @@
-"""What `tried.py` measures with: photos, classifiers, contenders that take turns, and the entry of an idea."""
+"""Shared by the ideas of `tried.py`: photos, towers, times of alternatives by turns, and how often answers agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Setting:
         self.name = ""  # of the idea that is being measured
         self.device, self.dtype = resolve_device(args.device), resolve_dtype(args.dtype)
         self.gpu = self.device.type == "cuda"
-        self.batch: int = args.batch or (256 if self.gpu else 4)
+        self.batch: int = args.batch or (128 if self.gpu else 4)
+        self._known_answers: dict[rc.ZeroShotClassifier, dict[str, dict[str, Tensor]]] = {}
         self.rounds: int = args.rounds or (7 if self.gpu else 3)
         if args.threads:
             torch.set_num_threads(args.threads)
@@ -64,9 +65,14 @@ class Setting:
 
     @cached_property
     def clean(self) -> Tensor:
-        """``--photos`` photos ``[N, 3, S, S]``, spread over the folder."""
+        """``--photos`` photos ``[N, 3, S, S]`` in [0, 1], spread over the folder; ends the run if it has fewer."""
         files = sorted(path for path in self.args.data.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
-        files = files[:: max(1, len(files) // self.args.photos)][: self.args.photos]
+        if not self.batch <= self.args.photos <= len(files):
+            sys.exit(
+                f"{self.args.data} has {len(files)} photos; --photos is {self.args.photos} and must not exceed them, "
+                f"nor --batch ({self.batch}) exceed --photos"
+            )
+        files = files[:: len(files) // self.args.photos][: self.args.photos]
         return self.clf.encoder.prepare(files)
 
     @cached_property
@@ -79,6 +85,11 @@ class Setting:
         attack, parts = PGD(eps=eps, steps=10), self.clean[: self.args.attacked].split(64)
         with torch.enable_grad():
             return torch.cat([attack(self.clf, part, self.clf(part).argmax(-1), seed=0).images for part in parts])
+
+    @property
+    def batches(self) -> list[int]:
+        """Batch sizes that are measured."""
+        return sorted({1, 8, self.batch} if self.gpu else {1, self.batch})
 
     def turns(self, ways: Ways, images: int) -> dict[str, float]:
         """Milliseconds per image of each way: the median over rounds in which they take turns."""
@@ -106,7 +117,7 @@ class Setting:
     def compare(self, before: rc.ZeroShotClassifier, after: rc.ZeroShotClassifier) -> dict[str, Any]:
         """Milliseconds per image of the plain encoder and of SecondLook by batch size, each before and after."""
         found: dict[str, Any] = {}
-        for batch in sorted({1, 8, self.batch} if self.gpu else {1, self.batch}):
+        for batch in self.batches:
             images = self.clean[: max(batch, 32 if self.gpu else 1)]
             images = self.clean if self.gpu and batch == self.batch else images
             for name, of in (("plain", self.plain), ("second look", self.defended)):
@@ -120,11 +131,12 @@ class Setting:
 
     def agreement(self, clf: rc.ZeroShotClassifier, exact: rc.ZeroShotClassifier | None = None) -> dict[str, Any]:
         """Share of photos for which SecondLook decides and answers as with ``exact``, or the encoder in place."""
+        exact = exact or self.clf
         kinds = {"clean": self.clean, **({"attacked": self.attacked} if self.args.attacked else {})}
-        return {
-            kind: agree(self.answers(exact or self.clf, images), self.answers(clf, images))
-            for kind, images in kinds.items()
-        }
+        if exact not in self._known_answers:
+            self._known_answers[exact] = {kind: self.answers(exact, images) for kind, images in kinds.items()}
+        known = self._known_answers[exact]
+        return {kind: agree(known[kind], self.answers(clf, images)) for kind, images in kinds.items()}
 
     def answers(self, clf: rc.ZeroShotClassifier, images: Tensor) -> dict[str, Tensor]:
         """Decisions and answers of SecondLook."""

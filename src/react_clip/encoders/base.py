@@ -161,15 +161,22 @@ class Encoder(nn.Module):
         On an accelerated GPU the views of a small batch are made and encoded by one CUDA graph.
         """
         count = tensors[0].shape[0]
-        if self.backend.records(min(count, max_batch), *tensors):
-            for size in self._tables:
-                self.update_positions(size)
-            compute = self._joint_functions.setdefault(makers, partial(self._make_and_compute, makers))
-            parts = zip(*(torch.split(tensor, max_batch) for tensor in tensors), strict=True)
-            return torch.cat([self.backend(compute, *part) for part in parts])
+        if not self.backend.records(min(count, max_batch), *tensors):
+            return self._encode_each(makers, *tensors, max_batch=max_batch)
+        # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
+        for size in self._tables:
+            self.update_positions(size)
+        compute = self._joint_functions.setdefault(makers, partial(self._make_and_compute, makers))
+        parts = zip(*(torch.split(tensor, max_batch) for tensor in tensors), strict=True)
+        return torch.cat([self.backend(compute, *part) for part in parts])
+
+    def _encode_each(self, makers: tuple[ViewMaker, ...], *tensors: Tensor, max_batch: int) -> Tensor:
+        """:meth:`make_and_encode` with one call of the tower per view."""
 
         def encode(make: ViewMaker) -> Tensor:
-            return self.encode_in_batches(count, max_batch, lambda i, k: make(*(tensor[i:k] for tensor in tensors)))
+            return self.encode_in_batches(
+                len(tensors[0]), max_batch, lambda i, k: make(*(tensor[i:k] for tensor in tensors))
+            )
 
         return torch.stack([encode(make) for make in makers], 1)
 
@@ -196,10 +203,13 @@ class Encoder(nn.Module):
         return self._compute if self._compiled is None else self._compiled
 
     def _compute(self, pixels: Tensor) -> Tensor:
-        normalised = ((pixels.to(self.mean.device) - self.mean) / self.std).to(self.dtype)
+        normalised = self._normalise(pixels)
         if pixels.shape[-1] == self.image_size:
             return at_least_fp32(self._image_features(normalised))
         return at_least_fp32(self._resized_features(normalised, self._tables[pixels.shape[-1]].positions))
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        return ((pixels.to(self.mean.device) - self.mean) / self.std).to(self.dtype)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         features: Tensor = self.tower(normalised)

@@ -32,10 +32,10 @@ class VisionEncoder(Encoder):
     def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         if len(views) == 1:
             return super()._compute_views(views)
-        normalised = [((view - self.mean) / self.std).to(self.dtype) for view in views]
-        sizes = [None if view.shape[-1] == self.image_size else view.shape[-1] for view in views]
-        positions = [None if size is None else self._tables[size].positions for size in sizes]
-        return [at_least_fp32(features) for features in self.tower.packed(normalised, positions)]
+        sizes = [view.shape[-1] for view in views]
+        positions = [None if size == self.image_size else self._tables[size].positions for size in sizes]
+        features = self.tower.packed([self._normalise(view) for view in views], positions)
+        return [at_least_fp32(each) for each in features]
 
 
 class VisionTower(nn.Module):
