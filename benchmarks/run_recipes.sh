@@ -75,3 +75,7 @@ evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then
   evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
 fi
+# The same training with `--optimiser adamw --weight-decay 1e-4`.
+if [[ -d "$out/towers/TeCoA-adamw" ]]; then
+  evaluate transfer-adamw transfer 48 --transfer-model "$out/towers/TeCoA-adamw"
+fi

@@ -40,6 +40,7 @@ WANTED: dict[str, tuple[list[str], list[str]]] = {
     "anchor-scale": (["anchor-scale"], ["anchor-scale"]),
     "table4": (["table4"], ["drift", "gate-scores", "gate-scores-per-set"]),
     "mappings": (["mappings"], ["mappings", "scales", "calibration"]),
+    "mappings-pgd100": (["mappings-pgd100"], ["drift-per-set", "scales"]),
     "table1-extended": (
         ["table1-extended", "extended-TeCoA", "extended-PMG-AFT", "extended-FARE", "extended-CLIP-FT"],
         ["accuracy", "beyond"],

@@ -14,7 +14,10 @@ from react_clip.evaluation import EvaluationResult, metrics
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.report.run import read_run
 
-SUITES = tuple(f"adaptive-{name}" for name in ("SecondLook", "ReACT", "AOM", "TTC", "CLIPure-Cos", "CSR", "ET3"))
+SUITES = tuple(
+    f"adaptive-{name}"
+    for name in ("SecondLook", "ReACT", "AOM", "TTC", "CLIPure-Cos", "CSR", "ET3", "AGC", "Defend-CLIP")
+)
 TRANSFER, MEMBERS, QUERIES = "transfer", "adaptive-members", "adaptive-queries"
 OBLIVIOUS = "adaptive-transfer"
 ATTACKERS = ("does not know it", "knows it", "has another tower")
