@@ -49,15 +49,26 @@ class Server:
             sys.exit(f"the server ended with {process.wait()}")
         return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *words]))
 
+    def pids(self) -> list[int]:
+        """The server's process and those that it has started (--processes)."""
+        first = self.process.pid
+        return [first, *map(int, Path(f"/proc/{first}/task/{first}/children").read_text().split())]
+
     def memory(self) -> int:
-        """Resident bytes."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+        """Resident bytes of all its processes; a page that several of them share counts once."""
+        pids = self.pids()
+        field = "Rss:" if len(pids) == 1 else "Pss:"
+        lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(field))
 
     def work(self) -> tuple[float, int]:
         """Seconds that its threads have spent on processors, and page faults without reading from a disk."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[7])
+        seconds, faults = 0.0, 0
+        for pid in self.pids():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            faults += int(fields[7])
+        return seconds, faults
 
     def stop(self) -> tuple[int, float]:
         """Send SIGTERM; returns the exit code and the seconds until the process ended."""

@@ -8,7 +8,7 @@ import pytest
 
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
-from react_clip.cli.serve import settings_of
+from react_clip.cli.serve import set_threads, settings_of
 from react_clip.serve.settings import Settings, digest, read_keys, read_secret
 
 
@@ -55,6 +55,8 @@ def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--engine", "far"], "--engine is 'far'; it should be 'local' or 'ray'"),
         (["--engine", "ray", "--address", "127.0.0.1"], "--address is '127.0.0.1'; write host:port"),
         (["--engine", "ray", "--replicas", "4", "--max-replicas", "2"], "--max-replicas is 2 but --replicas 4"),
+        (["--engine", "ray", "--processes", "2"], "--processes is 2, but --engine ray has replicas; use --replicas"),
+        (["--demo", "--processes", "2"], "--processes is 2, but only the process that runs a demo attack knows"),
         (["--port", "0", "--model", "no-such-model"], "no model is called 'no-such-model'"),
     ],
 )
@@ -63,6 +65,27 @@ def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: lis
     err = capsys.readouterr().err
     assert err.startswith(f"react-clip: {line}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "threads"),
+    [
+        ("--device cpu", 6),
+        ("--device cpu --processes 2", 3),
+        ("--device cpu --processes 4 --threads 8", 2),
+        ("--device cpu --processes 8", 1),
+        ("", 1),
+        ("--threads 4", 4),
+    ],
+)
+def test_processes_divide_the_threads(monkeypatch: pytest.MonkeyPatch, flags: str, threads: int) -> None:
+    """On a machine with a GPU where torch would take six threads."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    set_threads(parsed(*flags.split()))
+    assert chosen == [threads]
 
 
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

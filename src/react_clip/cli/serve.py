@@ -72,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
         serve_on_cluster(build, settings, announce)
         return 0
+    if settings.processes > 1:
+        from react_clip.serve.processes import serve_in_processes
+
+        log_to_stderr(settings)
+        serve_in_processes(build, settings, announce)
+        return 0
     listener = open_socket(settings)
     serve(build(), settings, listener, lambda: announce(address(listener)))
     return 0
@@ -92,7 +98,7 @@ def application(flags: dict[str, Any]) -> Any:
     return deployed(prepare(settings), settings, has_gpus=has_gpus)
 
 
-def prepare(settings: Settings) -> Callable[[], FastAPI]:
+def prepare(settings: Settings) -> Callable[..., FastAPI]:
     """Read the secret and the API keys, and return a function that builds the application in any process."""
     from react_clip.serve.settings import read_keys, read_secret
 
@@ -104,17 +110,14 @@ def prepare(settings: Settings) -> Callable[[], FastAPI]:
     return partial(build_app, settings, secret or secrets.token_bytes(32), keys)
 
 
-def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> FastAPI:
-    """Load the model, start the engine and return the application."""
-    import torch
-
+def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes], *, quiet: bool = False) -> FastAPI:
+    """Load the model, start the engine and return the application; with ``quiet`` no notices are printed."""
     from react_clip.serve.app import create_app
     from react_clip.serve.engine import Engine
 
-    args = argparse.Namespace(**settings.model_dump())
-    _log_to_stderr("warning" if settings.quiet else settings.log_level)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    args = argparse.Namespace(**settings.model_dump() | {"quiet": settings.quiet or quiet})
+    log_to_stderr(settings)
+    set_threads(settings)
     encoder = load_encoder(args).accelerate()
     preset = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
@@ -135,7 +138,20 @@ def demo_attack(
     return PGD(eps=eps, steps=10)(clf, pixels.to(clf.device), torch.tensor([label]), progress=progress).images
 
 
-def _log_to_stderr(level: str) -> None:
+def set_threads(settings: Settings) -> None:
+    """Divide the CPU threads among the processes; one each where the model is on a GPU and the CPU only decodes."""
+    import torch
+
+    from react_clip.encoders.loading import resolve_device
+
+    on_cpu = resolve_device(settings.device).type == "cpu"
+    threads = settings.threads or (torch.get_num_threads() if on_cpu else 1)
+    torch.set_num_threads(max(1, threads // settings.processes))
+
+
+def log_to_stderr(settings: Settings) -> None:
+    """Log the service's own lines at the level of the settings."""
+    level = "warning" if settings.quiet else settings.log_level
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     levels = {"react_clip.serve": level.upper(), "uvicorn": "ERROR", "PIL": "CRITICAL", "python_multipart": "CRITICAL"}

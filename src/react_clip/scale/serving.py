@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from react_clip.environment import versions
@@ -19,7 +17,7 @@ from react_clip.errors import ReactClipError
 from react_clip.optional import require
 from react_clip.scale.cluster import connected, require_versions
 from react_clip.serve.server import address as url_of
-from react_clip.serve.server import open_socket
+from react_clip.serve.server import open_socket, stopped_by_signal
 from react_clip.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
                 "Ray Serve runs on this cluster already; stop it with `serve shutdown`, or choose another --address"
             )
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        with _stopped_by_signal():
+        with stopped_by_signal():
             try:
                 serve.start(
                     # One proxy on this machine; on a cluster one on every node that has a replica.
@@ -158,24 +156,3 @@ def _check_room(settings: Settings, available: Mapping[str, float]) -> None:
                 f"--replicas is {settings.replicas}, which takes {needed} {kind}s, and this machine has "
                 f"{available.get(kind, 0):.0f}; use fewer, or {way_out}, or give the --address of a cluster"
             )
-
-
-@contextmanager
-def _stopped_by_signal() -> Iterator[None]:
-    """End the block at the first SIGTERM or SIGINT; a second one ends the process."""
-
-    class StopError(BaseException):
-        pass
-
-    def stop(_: int, __: FrameType | None) -> None:
-        for number in earlier:
-            signal.signal(number, signal.SIG_DFL)
-        raise StopError
-
-    earlier = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with suppress(StopError):
-            yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

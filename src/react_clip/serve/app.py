@@ -44,12 +44,12 @@ class Service:
         self.engine, self.settings, self.attack = engine, engine.settings, attack
         self.model = self.settings.name or public_name(engine.encoder.name)
         self.decoder = Decoder(self.settings, preprocessing=engine.encoder.preprocessing, secret=engine.secret)
-        self.metrics = Metrics(lambda: engine.waiting)
+        self.metrics = Metrics(shared=self.settings.processes > 1)
         self.labels = LabelCache(engine)
         self.accepts_labels = self.labels.source != "preset" and not self.settings.fixed_labels
         self.started = int(time.time())
         self.attack_progress = responses.AttackProgress()
-        engine.on_batch = self.metrics.count_batch
+        engine.on_batch, engine.on_queue = self.metrics.count_batch, self.metrics.waiting.set
 
     async def inputs(self, body: requests.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
         """The classes that a request asks for, and its photos."""

@@ -84,7 +84,8 @@ class Engine:
     """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
 
     ``preset`` has the classes of requests without labels; ``secret`` keys the noise. ``on_batch`` is called after each
-    batch with its answers, the number of its label lists, and the seconds it took.
+    batch with its answers, the number of its label lists, and the seconds it took; ``on_queue`` whenever the length of
+    the queue has changed, with that length.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Engine:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if settings.constant_work else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
+        self.on_queue: Callable[[int], None] = lambda length: None
         self.alive = True
         self._deadline, self._seconds_per_image = math.inf, 0.0
         self._queue: deque[_QueuedImage] = deque()
@@ -148,6 +150,7 @@ class Engine:
             if not self.alive or len(queued) > self.free_slots:
                 raise busy("the queue is full; try again soon")
             self._queue.extend(queued)
+            self.on_queue(self.waiting)
             self._notify()
         for _ in queued:  # as many batches as there can be; those that find the queue empty do nothing
             self._thread.submit(self._answer_batch)
@@ -213,6 +216,7 @@ class Engine:
             if self._queue:
                 self._changed.wait_for(self._is_complete, self.settings.max_wait / 1000)
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
+            self.on_queue(self.waiting)
         return [image for image in images if image.future.set_running_or_notify_cancel()]
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from react_clip.defenses.second_look import BRANCHES
 from react_clip.serve.engine import Answer
@@ -15,19 +16,24 @@ _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Metrics:
-    """The metrics of one application, in a registry of their own, so that several applications fit in one process."""
+    """The metrics of one application, in a registry of their own, so that several applications fit in one process.
+
+    With ``shared`` the text has the sums over all processes; call :func:`share_between_processes` before.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
         self._registry = CollectorRegistry()
         options: Any = {"namespace": "react_clip", "registry": self._registry}
+        gauge = options | {"multiprocess_mode": "livesum"}
         self.requests = Counter("requests", "Answered requests.", ["method", "route", "status"], **options)
         self.latency = Histogram(
             "request_seconds", "From a request's head to its answer.", ["route"], buckets=_SECONDS, **options
         )
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
-        self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **options)
+        self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **gauge)
         self._images = Counter(
             "images", "Images answered: kept, blended with their looks, or corrected.", ["branch"], **options
         )
@@ -37,7 +43,7 @@ class Metrics:
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)
         self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
-        Gauge("queue_images", "Images that wait.", **options).set_function(waiting)
+        self.waiting = Gauge("queue_images", "Images that wait.", **gauge)
 
     def count_batch(self, answers: list[Answer], label_lists: int, seconds: float) -> None:
         """Count a finished batch."""
@@ -50,4 +56,22 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        if not self._shared:
+            return generate_latest(self._registry)
+        sums = CollectorRegistry()
+        MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
+        return generate_latest(sums)
+
+
+def share_between_processes(folder: str, place: int) -> None:
+    """Keep the values of later ``Metrics`` in files of ``folder``, where all processes can read them.
+
+    A process that takes the place of another continues its counters.
+    """
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    values.ValueClass = values.MultiProcessValue(lambda: place)  # type: ignore[no-untyped-call]
+
+
+def forget_process(folder: str, place: int) -> None:
+    """Take the requests and images of a process that has ended out of the gauges."""
+    mark_process_dead(place, folder)  # type: ignore[no-untyped-call]

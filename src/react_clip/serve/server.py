@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from react_clip.errors import ReactClipError
@@ -13,14 +15,22 @@ from react_clip.serve.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end the service."""
+
 _MAX_HEAD_BYTES = 16 * 1024
 
 
-def open_socket(settings: Settings) -> socket.socket:
-    """A bound socket; binding before the model is loaded reports a port in use at once."""
+def open_socket(settings: Settings, *, shared: bool = False) -> socket.socket:
+    """A bound socket; binding before the model is loaded reports a port in use at once.
+
+    With ``shared`` other processes of this user may listen on the same port, with sockets of their own.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -64,8 +74,29 @@ def serve(app: FastAPI, settings: Settings, listener: socket.socket, announce: C
 
     # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0. It also
     # catches a signal that arrives before uvicorn has installed its own handler.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, stop)
     listener.listen()  # from now on connections wait for uvicorn instead of being refused
     announce()
     server.run(sockets=[listener])
+
+
+@contextmanager
+def stopped_by_signal() -> Iterator[None]:
+    """End the block at the first SIGTERM or SIGINT; a second one ends the process."""
+
+    class StopError(BaseException):
+        pass
+
+    def stop(_: int, __: FrameType | None) -> None:
+        for number in earlier:
+            signal.signal(number, signal.SIG_DFL)
+        raise StopError
+
+    earlier = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        with suppress(StopError):
+            yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

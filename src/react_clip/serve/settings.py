@@ -84,14 +84,16 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error; no line contains a body, a query or a header"""
 
+    processes: Count = 1
+    """processes that answer on the same port, each with a model of its own on the same device (more than 1: Linux)"""
     threads: int = Field(0, ge=0)
-    """CPU threads of the model, 0 for torch's own choice"""
+    """CPU threads of the model, divided among the processes; 0 for torch's own choice, or 1 where it is on a GPU"""
     batch: Count = 32
     """largest number of images in a batch"""
     max_wait: Duration = 4.0
     """milliseconds to wait for images that are being read or decoded when a batch is not full"""
     queue: Count = 256
-    """images that may wait; beyond it callers get 503"""
+    """images that may wait in each process; beyond it callers get 503"""
     deadline: Seconds = 20.0
     """seconds from the end of a body to its answer, else 503"""
     demo_deadline: Seconds = 180.0
@@ -102,7 +104,7 @@ class Settings(BaseSettings):
     max_body: Count = 32 * MEBI
     """largest body of a request, in bytes"""
     max_buffered: Count = 256 * MEBI
-    """bytes of all bodies held at once; beyond it callers get 503"""
+    """bytes of all bodies that a process holds at once; beyond it callers get 503"""
     max_images: Count = 16
     """images in one request"""
     max_pixels: Count = 25_000_000
@@ -112,11 +114,11 @@ class Settings(BaseSettings):
     max_label_length: Count = 100
     """characters of one label or template"""
     max_connections: Count = 256
-    """open connections; beyond it callers get 503"""
+    """open connections of each process; beyond it callers get 503"""
     label_cache: Count = 64
-    """label lists whose class features are cached"""
+    """label lists whose class features each process caches"""
     decoders: Count = 2
-    """threads that decode images"""
+    """threads of each process that decode images"""
     body_timeout: Seconds = 30.0
     """seconds for the body of a request to arrive, else 408"""
     keep_alive: Duration = 5.0
@@ -144,7 +146,7 @@ class Settings(BaseSettings):
     """add /v1/demo/attack, which attacks a caller's photo; implies --diagnostics"""
 
     engine: Literal["local", "ray"] = "local"
-    """local: this process; ray: replicas on a Ray cluster"""
+    """local: on this machine; ray: replicas on a Ray cluster"""
     address: str | None = None
     """host:port of a Ray cluster, or auto (by default one on this machine)"""
     replicas: Count = 1
@@ -171,6 +173,13 @@ class Settings(BaseSettings):
             for name in ("address", "replicas", "max_replicas"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ReactClipError(f"{flag(name)} is {value!r}, but the engine is local; add --engine ray")
+        if self.processes > 1 and self.engine == "ray":
+            raise ReactClipError(f"--processes is {self.processes}, but --engine ray has replicas; use --replicas")
+        if self.processes > 1 and self.demo:
+            raise ReactClipError(
+                f"--processes is {self.processes}, but only the process that runs a demo attack knows its steps; leave "
+                "--processes or --demo out"
+            )
         return self
 
     @property

@@ -1,0 +1,230 @@
+"""Several processes on one port: who answers, what they share, and how they end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from serve_client import SECOND_LOOK, as_json
+
+from programs import start_command
+from react_clip.cli import main
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+class Pair:
+    """A server of two processes."""
+
+    def __init__(self, server: Any) -> None:
+        self.command, self.port = server.command, urlsplit(server.url).port
+        self.parent: int = server.command.process.pid
+
+    def children(self) -> set[int]:
+        return {int(pid) for pid in Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split()}
+
+    def connect(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.connect()
+        return connection
+
+    def process_of(self, connection: http.client.HTTPConnection) -> int:
+        """The process at the other end, found by the inode of its socket."""
+        assert ask(connection, "GET", "/healthz") == {"status": "alive"}  # now it has accepted the connection
+        ends = f":{self.port:04X}", f":{connection.sock.getsockname()[1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        [inode] = [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
+        return next(pid for pid in self.children() if f"socket:[{inode}]" in open_files(pid))
+
+    def one_of_each(self) -> dict[int, http.client.HTTPConnection]:
+        """A connection to each process."""
+        connections: dict[int, http.client.HTTPConnection] = {}
+        for _ in range(64):
+            connection = self.connect()
+            connections.setdefault(self.process_of(connection), connection)
+        return connections
+
+    def metric(self, name: str) -> float:
+        return metric(self.connect(), name)
+
+
+def open_files(pid: int) -> set[str]:
+    targets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed by now
+            targets.add(str(path.readlink()))
+    return targets
+
+
+def ask(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> Any:
+    text = None if body is None else json.dumps(body)
+    connection.request(method, path, text, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    return json.loads(content) if answer.headers["content-type"] == "application/json" else content.decode()
+
+
+def metric(connection: http.client.HTTPConnection, name: str) -> float:
+    rows = [line.rpartition(" ") for line in ask(connection, "GET", "/metrics").splitlines()]
+    return sum(float(value) for row, _, value in rows if name in (row, row.partition("{")[0]))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def start(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Pair]:
+    config = tmp_path_factory.mktemp("processes") / "guard.json"
+    SECOND_LOOK.save(config)
+    flags = ("--processes", 2, "--config", config, "--diagnostics", "--open-metrics", "--keep-alive", 60)
+    # Without a given secret: the one that is drawn must be the same in both processes.
+    return lambda: Pair(launch(*flags, env={"REACT_CLIP_SERVE_SECRET": ""}))
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[[], Pair]) -> Pair:
+    return start()
+
+
+def test_each_process_gets_connections(pair: Pair) -> None:
+    connections = [pair.connect() for _ in range(64)]
+    counts = Counter(map(pair.process_of, connections))
+    assert set(counts) == pair.children()
+    assert min(counts.values()) >= 10
+
+
+def test_processes_answer_alike_and_add_up_their_metrics(pair: Pair, photos: list[bytes]) -> None:
+    before = pair.metric("react_clip_images_total")
+    connections = pair.one_of_each().values()
+    body = as_json(photos)["json"]
+    first, second = [ask(connection, "POST", "/v1/embed", body)["data"] for connection in connections]
+    gated = [answer["diagnostics"]["gated"] for answer in first]
+    assert any(gated), "some features depend on random numbers"
+    assert first == second
+    for connection in connections:
+        assert metric(connection, "react_clip_images_total") == before + 2 * len(photos)
+        assert metric(connection, "react_clip_requests_in_flight") == 1
+        assert metric(connection, "react_clip_queue_images") == 0
+
+
+def test_a_killed_process_is_replaced_while_the_other_answers(pair: Pair, photos: list[bytes]) -> None:
+    (victim, doomed), (survivor, alive) = pair.one_of_each().items()
+    images = metric(alive, "react_clip_images_total")
+    send_head(doomed)
+    wait_for(lambda: metric(alive, "react_clip_requests_in_flight") == 2)
+    os.kill(victim, signal.SIGKILL)
+    answer = ask(alive, "POST", "/v1/classify", as_json(photos[:1])["json"])
+    assert len(answer["results"]) == 1
+    with pytest.raises(ConnectionError):
+        doomed.getresponse()
+    wait_for(lambda: len(pair.children() - {victim}) == 2)
+    wait_for(lambda: len(pair.one_of_each()) == 2)
+    connections = pair.one_of_each()
+    assert survivor in connections
+    assert victim not in connections
+    for connection in connections.values():
+        ask(connection, "POST", "/v1/classify", as_json(photos[:1])["json"])
+    assert pair.metric("react_clip_images_total") == images + 3
+    assert pair.metric("react_clip_requests_in_flight") == 1, "without the request that ended with its process"
+    assert f"process {victim} ended with exit code -9" in pair.command.log.read_text()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_port_in_use_is_one_line(pair: Pair, capsys: pytest.CaptureFixture[str], processes: str) -> None:
+    assert main(["serve", "--quiet", "--port", str(pair.port), "--processes", processes]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"react-clip: cannot listen on 127.0.0.1 port {pair.port}: Address already in use")
+    assert err.count("\n") == 1
+
+
+def send_head(connection: http.client.HTTPConnection, length: int = 1000) -> None:
+    """The head of a request whose body follows later."""
+    connection.putrequest("POST", "/v1/classify")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(length))
+    connection.endheaders()
+
+
+def check_stop(pair: Pair, photo: bytes, stop: Callable[[], None]) -> None:
+    """Both processes finish a request whose body arrives after ``stop``; then the server ends with 0."""
+    body = json.dumps(as_json([photo])["json"]).encode()
+    connections = pair.one_of_each().values()
+    for connection in connections:
+        send_head(connection, len(body))
+    wait_for(lambda: pair.metric("react_clip_requests_in_flight") == 3)
+    children = pair.children()
+    stop()
+    for connection in connections:
+        connection.send(body)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+    pair.command.process.join(60)
+    assert pair.command.process.exitcode == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_ctrl_c_answers_accepted_requests(pair: Pair, photos: list[bytes]) -> None:
+    """The last test with this server. A terminal sends SIGINT to every process, in any order."""
+
+    def interrupt() -> None:
+        for pid in pair.children():
+            os.kill(pid, signal.SIGINT)
+        pair.command.signal(signal.SIGINT)
+        time.sleep(0.3)
+        for pid in pair.children():
+            os.kill(pid, signal.SIGINT)
+
+    check_stop(pair, photos[0], interrupt)
+
+
+def test_sigterm_answers_accepted_requests(start: Callable[[], Pair], photos: list[bytes]) -> None:
+    another = start()
+    check_stop(another, photos[0], lambda: another.command.signal(signal.SIGTERM))
+
+
+def test_no_process_outlives_the_first_one(start: Callable[[], Pair]) -> None:
+    another = start()
+    children = another.children()
+    assert len(children) == 2
+    another.command.signal(signal.SIGKILL)
+    wait_for(lambda: not any(is_running(pid) for pid in children))
+
+
+def is_running(pid: int) -> bool:
+    """False also for a process that has ended but whose exit code nobody has read."""
+    path = Path(f"/proc/{pid}/stat")
+    try:
+        return path.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_process_that_cannot_start_ends_the_others_with_one_line(tmp_path: Path) -> None:
+    words = ("serve", "--quiet", "--processes", 2, "--port", 0, "--model", "no-such-model")
+    command = start_command(*words, log=tmp_path / "log")
+    command.process.join(60)
+    assert command.process.exitcode == 2
+    [line] = command.log.read_text().splitlines()
+    assert line.startswith("react-clip: no model is called 'no-such-model'")
+
+
+def test_only_linux_shares_a_port(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["serve", "--quiet", "--port", "0", "--processes", "3"]) == 2
+    assert capsys.readouterr().err.startswith("react-clip: --processes is 3, but only Linux")
