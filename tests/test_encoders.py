@@ -376,9 +376,12 @@ class RecordsOnACPU(accelerate.Backend):
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        self.rows.append(len(tensors[0]))
-        return function(*tensors)
+    def __call__(
+        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, shared: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
+        if not shared:  # calls of the tower share no tensors
+            self.rows.append(len(tensors[0]))
+        return function(*tensors, *shared)
 
     def records(self, rows: int, *tensors: torch.Tensor) -> bool:
         return True

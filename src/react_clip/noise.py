@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import torch
@@ -117,24 +117,36 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
 
 
-def stream_keys(images: Tensor, seed: Seed) -> Tensor:
+def stream_keys(images: Tensor, seed: Seed, backend: Callable[..., Tensor] | None = None) -> Tensor:
     """One key per image ``[N]``, from its pixels and the seed: the same alone, in any batch and in any order.
 
-    With an integer seed the pixels are hashed on their own device. With ``bytes`` the key is the keyed BLAKE2b digest
-    of the pixels: without the secret nobody can predict the noise or find two images that share it.
+    With an integer seed the pixels are hashed on their own device, by the ``backend`` of an encoder if one is given.
+    With ``bytes`` the key is the keyed BLAKE2b digest of the pixels: without the secret nobody can predict the noise or
+    find two images that share it.
     """
-    # Adding zero turns -0.0 into 0.0: equal pixels must have equal keys.
-    pixels = images.detach().float().flatten(1).contiguous() + 0.0
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
-        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in pixels.cpu()]
+        rows = _fp32_rows(images).cpu()
+        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in rows]
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
-    # Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device.
-    count = pixels.shape[1]
-    hashes = (pixels.view(torch.int32) * _hash_weights(count, pixels.device)).sum(dim=1)
-    return _mix(_mix(hashes + count) ^ _mix_number(int(seed)))
+    images = images.detach()
+    seeds = torch.full((len(images),), _mix_number(int(seed)), device=images.device)
+    weights = _hash_weights(images[0].numel(), images.device)
+    return backend(_hash, images, seeds, shared=(weights,)) if backend else _hash(images, seeds, weights)
+
+
+def _hash(images: Tensor, seeds: Tensor, weights: Tensor) -> Tensor:
+    """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
+    rows = _fp32_rows(images)
+    hashes = (rows.view(torch.int32) * weights).sum(dim=1)
+    return _mix(_mix(hashes + rows.shape[1]) ^ seeds)
+
+
+def _fp32_rows(images: Tensor) -> Tensor:
+    """Images as rows ``[N, numbers]``. Adding zero turns -0.0 into 0.0: equal pixels must have equal keys."""
+    return images.detach().float().flatten(1).contiguous() + 0.0
 
 
 @lru_cache(maxsize=8)

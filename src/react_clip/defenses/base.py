@@ -140,16 +140,20 @@ def answer(
     if logits is None:
         with torch.set_grad_enabled(torch.is_grad_enabled() or features.requires_grad):
             logits = clf.logits(features)
-    nan = torch.full((len(features),), torch.nan, device=features.device)
-    zero = torch.zeros_like(nan, dtype=torch.long)
+
+    def column(value: Tensor | float) -> Tensor:
+        return value if isinstance(value, Tensor) else torch.full((len(features),), value, device=features.device)
+
+    if "gated" not in measured:
+        measured["gated"] = column(True)
     return Defended(
         features=features,
         logits=logits,
-        passes=zero + passes[0],
-        backward_passes=zero + passes[1],
+        passes=column(passes[0]),
+        backward_passes=column(passes[1]),
         class_names=clf.names,
         similarity=clf.encoder.similarity,
-        **(dict.fromkeys(MEASUREMENTS, nan) | {"gated": zero == 0} | measured),
+        **(dict.fromkeys(MEASUREMENTS, column(torch.nan)) | measured),
     )
 
 

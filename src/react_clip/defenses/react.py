@@ -69,9 +69,15 @@ Mask = Tensor | bool
 """One value for all images, or one per image ``[B]``."""
 
 
-def logits_of(clf: ZeroShotClassifier) -> Logits:
-    """Logits where all images are of one classifier."""
-    return lambda rows, features: clf.logits(features)
+@dataclass(frozen=True, eq=False)
+class SharedClasses:
+    """:data:`Logits` where all images have the classes of one classifier."""
+
+    clf: ZeroShotClassifier
+
+    def __call__(self, rows: Tensor, features: Tensor) -> Tensor:
+        """Logits of the features."""
+        return self.clf.logits(features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,11 +212,11 @@ class ReACT(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
-            decision = self.decide(encoder, pixels, keys, logits_of(clf))
+            decision = self.decide(encoder, pixels, keys, SharedClasses(clf))
             check.wait()
             # Computed while a GPU is still at work on J: most images keep their features.
             logits = clf.logits(decision.plain)
-            out = self.act(encoder, pixels, decision, logits_of(clf))
+            out = self.act(encoder, pixels, decision, SharedClasses(clf))
             if out.features is not decision.plain:
                 logits = clf.logits(out.features)
             measured = {name: getattr(out, name) for name in MEASUREMENTS}

@@ -32,7 +32,7 @@ from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
-from react_clip.defenses.react import Logits, logits_of
+from react_clip.defenses.react import Logits, SharedClasses
 from react_clip.encoders.base import Encoder, ViewMaker
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -205,7 +205,11 @@ class SecondLook(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             out = self.correct(
-                encoder, pixels, lambda rows: noise.stream_keys(pixels[rows], seed), logits_of(clf), wait=check.wait
+                encoder,
+                pixels,
+                lambda rows: noise.stream_keys(pixels[rows], seed, encoder.backend),
+                SharedClasses(clf),
+                wait=check.wait,
             )
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             return SecondLooked(
@@ -235,47 +239,48 @@ class SecondLook(Defense):
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
             wait: called at the first decision, when a GPU has done its work so far.
         """
-        everyone = torch.arange(len(pixels), device=pixels.device)
         keys_of = keys if callable(keys) else keys.__getitem__
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
 
         # Step 1: the image and the look.
         if size < encoder.image_size:
             makers: tuple[ViewMaker, ...] = (_the_image, _SmallerCopy(size))
-            plain, look = encoder.make_and_encode(makers, pixels, max_batch=self.max_batch).unbind(1)
+            features = encoder.make_and_encode(makers, pixels, max_batch=self.max_batch)
         else:
-            streams = noise.fork(keys_of(everyone), LOOK)
-            makers = (_the_image, _MovedCopy(self.motion, size))
-            plain, look = encoder.make_and_encode(makers, pixels, streams, max_batch=self.max_batch).unbind(1)
-        drift = functional.drift(plain, look)
-        attacked = drift >= self.threshold
-        disagrees, instability = _compare_answers(encoder, plain.detach(), look.detach(), logits)
+            makers = (_the_image, _MovedCopy(self.motion, size, LOOK))
+            streams = keys_of(torch.arange(len(pixels), device=pixels.device))
+            features = encoder.make_and_encode(makers, pixels, streams, max_batch=self.max_batch)
+        plain = features[:, 0]
+        drift, instability, disagrees, branch = _compare(encoder, self.threshold, features, logits)
 
-        # Step 2: the moved look.
-        rows = (attacked | disagrees).nonzero().flatten() if self.lazy else everyone
+        # Step 2: the moved look. The decisions are read once; choosing rows on a GPU would make the host wait twice.
+        chosen = branch.cpu().nonzero().flatten() if self.lazy else torch.arange(len(pixels))
         wait()
         passes = torch.full_like(drift, 1.0 + encoder.token_share(size), dtype=torch.float32)
-        closed = opened = plain
-        if len(rows):
-            streams = noise.fork(keys_of(rows), MOVED_LOOK)
-            makers = (_MovedCopy(self.motion, moved_size),)
-            moved = encoder.make_and_encode(makers, pixels[rows], streams, max_batch=self.max_batch)
-            looks = torch.cat([look[rows, None], moved], 1)
-            passes[rows] += encoder.token_share(moved_size)
-            # Steps 3 and 4.
-            anchors = functional.anchor(looks)
-            opened = opened.index_copy(0, rows, functional.extrapolate(plain[rows], anchors, self.alpha))
-            blended = closed.index_copy(0, rows, functional.extrapolate(plain[rows], anchors, self.blend))
-            closed = torch.where(disagrees[:, None], blended, plain)
+        corrected = closed = opened = plain
+        if len(chosen):
+            rows = chosen.to(pixels.device)
+            # Steps 3 and 4: both answers of these rows.
+            opened_rows, closed_rows = encoder.make_and_encode(
+                (_MovedCopy(self.motion, moved_size, MOVED_LOOK),),
+                *(pixels[rows], keys_of(rows)),
+                max_batch=self.max_batch,
+                then=_Extrapolation(self.alpha, self.blend),
+                given=(features[rows],),
+            ).unbind(1)
+            passes = passes.index_fill(0, rows, 1.0 + encoder.token_share(size) + encoder.token_share(moved_size))
+            opened = plain.index_copy(0, rows, opened_rows)
+            closed = torch.where(disagrees[:, None], plain.index_copy(0, rows, closed_rows), plain)
+            corrected = torch.where((branch == CORRECT)[:, None], opened, closed)
         return Correction(
             plain=plain,
-            features=torch.where(attacked[:, None], opened, closed),
+            features=corrected,
             closed=closed,
             opened=opened,
             drift=drift,
             instability=instability,
             disagrees=disagrees,
-            branch=torch.where(attacked, CORRECT, torch.where(disagrees, BLEND, KEEP)),
+            branch=branch,
             passes=passes,
             look_size=size,
         )
@@ -297,13 +302,27 @@ class _SmallerCopy:
 
 @dataclass(frozen=True)
 class _MovedCopy:
-    """Moves images ``[B, 3, S, S]`` by their streams ``[B]`` and resizes them to ``size`` pixels a side."""
+    """Moves images ``[B, 3, S, S]`` by a branch of their streams ``[B]`` and resizes them to ``size`` pixels a side."""
 
     motion: Motion
     size: int
+    branch: int
 
     def __call__(self, pixels: Tensor, streams: Tensor) -> Tensor:
-        return smaller_copy(self.motion(pixels, streams), self.size)
+        return smaller_copy(self.motion(pixels, noise.fork(streams, self.branch)), self.size)
+
+
+@dataclass(frozen=True)
+class _Extrapolation:
+    """Answers ``[B, 2, D]`` with alpha and beta, from moved looks ``[B, 1, D]`` and images and looks ``[B, 2, D]``."""
+
+    alpha: float
+    blend: float
+
+    def __call__(self, moved: Tensor, features: Tensor) -> Tensor:
+        plain, look = features.unbind(1)
+        anchors = functional.anchor(torch.stack([look, moved[:, 0]], 1))
+        return torch.stack([functional.extrapolate(plain, anchors, one) for one in (self.alpha, self.blend)], 1)
 
 
 def _whole_patches(encoder: Encoder, share: float) -> int | None:
@@ -321,10 +340,38 @@ def _whole_patches(encoder: Encoder, share: float) -> int | None:
     return size
 
 
-def _compare_answers(encoder: Encoder, plain: Tensor, look: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
-    """Mask ``[n]``: which rows have different best classes for two features; and J ``[n]``, NaN without classes."""
-    rows = torch.arange(len(plain), device=plain.device)
-    if logits is None:
-        return torch.zeros_like(rows, dtype=torch.bool), torch.full_like(plain[:, 0], torch.nan)
-    one, other = logits(rows, torch.stack([plain, look], 1)).unbind(1)
-    return one.argmax(-1) != other.argmax(-1), encoder.similarity.instability(one, other)
+def _compare(
+    encoder: Encoder, threshold: float, features: Tensor, logits: Logits | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Distance, J, mask of different best classes and branch, ``[B]`` each, of images and looks ``[B, 2, D]``."""
+    compare = _Comparison(threshold, encoder.similarity)
+    if isinstance(logits, SharedClasses):
+        table = encoder.backend(compare, features, shared=(logits.clf.class_features,))
+    else:
+        rows = torch.arange(len(features), device=features.device)
+        table = compare.of_logits(features, None if logits is None else logits(rows, features.detach()))
+    drift, instability, disagrees, branch = table.unbind(1)
+    return drift, instability.detach(), disagrees.bool(), branch.long()
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Distance, J (NaN without classes), 1 for different best classes, and the branch: a table ``[B, 4]``."""
+
+    threshold: float
+    similarity: functional.Similarity
+
+    def __call__(self, features: Tensor, class_features: Tensor) -> Tensor:
+        return self.of_logits(features, self.similarity.logits(features.detach(), class_features.to(features.dtype)))
+
+    def of_logits(self, features: Tensor, logits: Tensor | None) -> Tensor:
+        drift = functional.drift(*features.unbind(1))
+        if logits is None:
+            instability, disagrees = torch.full_like(drift, torch.nan), torch.zeros_like(drift)
+        else:
+            one, other = logits.unbind(1)
+            instability = self.similarity.instability(one, other)
+            disagrees = (one.argmax(-1) != other.argmax(-1)).to(drift)
+        # KEEP and BLEND are 0 and 1.
+        branch = torch.where(drift >= self.threshold, float(CORRECT), disagrees)
+        return torch.stack([drift, instability, disagrees, branch], 1)

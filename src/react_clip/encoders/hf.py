@@ -51,9 +51,7 @@ class HFEncoder(Encoder):
         return HFText(model, tokenizer, name)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
-        model: Any = self.tower
-        features: Tensor = model.visual_projection(model.vision_model(pixel_values=normalised).pooler_output)
-        return features
+        return self._resized_features(normalised, self._learned_positions())
 
     def _learned_positions(self) -> Tensor:
         model: Any = self.tower

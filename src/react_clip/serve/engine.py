@@ -24,7 +24,7 @@ from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
 from react_clip.defenses.base import diagnostics
-from react_clip.defenses.react import Logits, ReACT
+from react_clip.defenses.react import Logits, ReACT, SharedClasses
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.serve.errors import busy, late
@@ -243,7 +243,7 @@ class Engine:
         for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
             pixels, keys = self._to_device(batch)
-            all_passes.correct(self.encoder, pixels, keys, _logits_of(batch, pixels.device))
+            all_passes.correct(self.encoder, pixels, keys, _logits_of(batch, self.preset))
 
     def _to_device(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
@@ -255,7 +255,7 @@ class Engine:
     def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
         device, guard = self.encoder.device, self.guard
         pixels, keys = self._to_device(batch)
-        logits = _logits_of(batch, device)
+        logits = _logits_of(batch, self.preset)
         out: Any
         if isinstance(guard, SecondLook):
             out = guard.correct(self.encoder, pixels, keys, logits)
@@ -278,12 +278,14 @@ class Engine:
         ]
 
 
-def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
+def _logits_of(batch: list[_QueuedImage], preset: ZeroShotClassifier) -> Logits:
     """The logits of the images of a batch, each over its own label list."""
     lists = list(dict.fromkeys(image.classes for image in batch))
-    if len(lists) == 1:
+    if lists == [preset]:
+        return SharedClasses(preset)
+    if len(lists) == 1:  # the comparison over other lists is not worth a CUDA graph
         return lambda _, features: lists[0].logits(features)
-    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
+    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=preset.device)
     longest = max(len(classes.names) for classes in lists)
 
     def logits(rows: Tensor, features: Tensor) -> Tensor:
