@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from _setting import SIZES, Entry, Setting, Ways
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
+from react_clip.accelerate import AcceleratedBackend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.vision import VisionEncoder
+from react_clip.encoders.vision import QuickGELU, VisionEncoder
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
 """Batch sizes after which compilations are counted."""
@@ -85,6 +87,30 @@ def packed(setting: Setting) -> Entry:
     )
 
 
+def small_graphs(setting: Setting) -> Entry:
+    """Comparison of the answers and hash of the pixels, two dozen operations each, by CUDA graphs of their own."""
+    before = setting.classifier(setting.load(compile=True))
+    after = setting.classifier(setting.load(compile=True))
+    recorded = before.encoder.backend
+
+    class TowerGraphs(AcceleratedBackend):
+        """Graphs for the tower alone, whose functions share no tensors."""
+
+        def __call__(
+            self, function: Callable[..., Tensor], *tensors: Tensor, shared: tuple[Tensor, ...] = ()
+        ) -> Tensor:
+            return function(*tensors, *shared) if shared else recorded(function, *tensors)
+
+    before.encoder.backend = TowerGraphs()
+    speed = setting.compare(before, after)
+    return setting.entry(
+        "graphs of small operations",
+        "One image: comparison of answers and hash of the pixels as CUDA graphs instead of operation by operation.",
+        **speed["second look, batch 1"],
+        milliseconds=speed,
+    )
+
+
 def views_of(pixels: Tensor) -> list[Tensor]:
     """The images and their looks."""
     return [pixels, smaller_copy(pixels, SIZES[1])]
@@ -132,6 +158,68 @@ def compiled(setting: Setting) -> Entry:
         compile_seconds=seconds,
         compilations={"at the first batch of a size": graphs, "later": recompiled},
         agreement=agreement,
+    )
+
+
+def patches(setting: Setting) -> Entry:
+    """The patch embedding as a matrix product instead of a convolution."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    embeddings: Any = before.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
+
+    def convolve(normalised: Tensor, positions: Tensor | None) -> Tensor:
+        positions = embeddings.position_embedding.weight if positions is None else positions
+        tokens = embeddings.patch_embedding(normalised).flatten(2).transpose(1, 2)
+        first = embeddings.class_embedding.expand(len(tokens), 1, -1)
+        return torch.cat([first, tokens], 1) + positions
+
+    with replaced(embeddings, "forward", convolve):
+        speed = setting.compare(before, after)
+        one, other = (clf.encoder.encode_views(setting.clean[: setting.batch]) for clf in (before, after))
+    return setting.entry(
+        "patches by a matrix product",
+        "The patch embedding as a matrix product instead of a convolution: the plain encoder.",
+        **speed[f"plain, batch {setting.batch}"],
+        milliseconds=speed,
+        agreement={"smallest_cosine": (one * other).sum(1).min().item()},
+    )
+
+
+def activation(setting: Setting) -> Entry:
+    """QuickGELU by one Triton kernel with the roundings of three operations."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    for block in before.encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
+        block.activation = QuickGELU()
+    speed = setting.compare(before, after)
+    one, other = (clf.encoder.encode_views(setting.clean[: setting.batch]) for clf in (before, after))
+    return setting.entry(
+        "QuickGELU as one kernel",
+        "QuickGELU, x sigmoid(1.702 x), as one Triton kernel instead of three operations: the plain encoder.",
+        **speed[f"plain, batch {setting.batch}"],
+        milliseconds=speed,
+        agreement={"smallest_cosine": (one * other).sum(1).min().item(), "same_bits": torch.equal(one, other)},
+    )
+
+
+def attention(setting: Setting) -> Entry:
+    """The kernels that PyTorch has for attention on a GPU."""
+    clf, images = setting.clf, setting.clean[: setting.batch]
+
+    def way(backend: SDPBackend) -> Callable[[], object]:
+        def encode() -> object:
+            with sdpa_kernel(backend):
+                return clf.encoder.encode_views(images)
+
+        return encode
+
+    kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    ways: Ways = {"default": setting.plain(clf, images, len(images)), **{one.name: way(one) for one in kernels}}
+    spent = setting.turns(ways, len(images))
+    return setting.entry(
+        "attention by cuDNN",
+        "Attention by cuDNN instead of FlashAttention 2: the plain encoder.",
+        spent[SDPBackend.FLASH_ATTENTION.name],
+        spent[SDPBackend.CUDNN_ATTENTION.name],
+        milliseconds=spent,
     )
 
 

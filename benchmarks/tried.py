@@ -49,6 +49,17 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
         "in the same graph: one image does not keep a GPU busy, so the look's tokens cost little beside it; large "
         "batches gain 1 % and take two passes",
     ),
+    "graphs of small operations": (True, "in the same mode: fewer operations for the host to launch"),
+    "patches by a matrix product": (
+        True,
+        "patches do not overlap, so it is the same sum; cuDNN's convolution rearranges the pixels twice",
+    ),
+    "QuickGELU as one kernel": (
+        True,
+        "with `load(..., compile=True)` and in the service; the kernel rounds after each of the three operations as "
+        "PyTorch does, so features have the same bits",
+    ),
+    "attention by cuDNN": (True, "PyTorch chooses it by itself on this GPU"),
     "compiled tower, any batch size": (
         True,
         'as an option, `load(..., compile="tower")`, for large batches on a GPU: 20 seconds of compilation for each of '
@@ -77,6 +88,10 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "decoding": cpu.decoding,
     "one-graph": tower.one_graph,
     "packed": tower.packed,
+    "small-graphs": tower.small_graphs,
+    "patches": tower.patches,
+    "activation": tower.activation,
+    "attention": tower.attention,
     "compiled": tower.compiled,
     "qkv": tower.qkv,
     "fp8": tower.fp8,

@@ -16,7 +16,7 @@ import tiny_clip
 from react_clip import accelerate, encoders, noise
 from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, offline
-from react_clip.encoders.vision import VisionEncoder, VisionTower
+from react_clip.encoders.vision import QuickGELU, VisionEncoder, VisionTower
 from toys import ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
 
@@ -365,9 +365,28 @@ def test_the_noise_kernel_agrees_with_the_plain_function(size: int) -> None:
     for count in (0, 1, 2, 7, 64, 100):
         pixels, keys = torch.rand(count, 3, size, size, device="cuda"), torch.arange(count, device="cuda") * -977
         sigma = torch.linspace(0.0, 0.5, count, device="cuda")
-        assert accelerate.noise_kernel_works(pixels.device)
+        assert accelerate.kernels_work(pixels.device)
         views = accelerate.kernel_noisy_view(pixels, keys, sigma)
         assert torch.allclose(views, noise.noisy_view(pixels, keys, sigma), rtol=0, atol=1e-6)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_fused_activation_has_the_bits_of_the_plain_one(dtype: torch.dtype) -> None:
+    for count in (1, 7, 5_000):
+        hidden = 5.0 * torch.randn(count, 303, generator=torch.Generator().manual_seed(count)).cuda().to(dtype)
+        assert torch.equal(accelerate.FusedQuickGELU()(hidden), QuickGELU()(hidden))
+
+
+@pytest.mark.parametrize("source", ["offline", "transformers"])
+def test_fused_activations_replace_those_of_any_tower(source: str, tiny_folder: Path) -> None:
+    encoder = patch_encoder() if source == "offline" else rc.load(tiny_folder, device="cpu")
+    pixels = torch.rand(2, 3, encoder.image_size, encoder.image_size)
+    expected = encoder(pixels)
+    accelerate.fuse_activations(encoder.tower)
+    fused = [module for module in encoder.tower.modules() if isinstance(module, accelerate.FusedQuickGELU)]
+    assert len(fused) >= 1
+    assert torch.equal(encoder(pixels), expected)
 
 
 class RecordsOnACPU(accelerate.Backend):

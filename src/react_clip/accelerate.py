@@ -1,4 +1,4 @@
-"""Acceleration for those who ask for it: CUDA graphs of small batches, noisy views by one Triton kernel, torch.compile.
+"""Acceleration for those who ask for it: CUDA graphs of small batches, Triton kernels, torch.compile.
 
 An encoder computes through a :class:`Backend`. The plain one runs PyTorch operation by operation and compiles nothing.
 ``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place, and
@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from react_clip import noise
 
@@ -98,7 +98,7 @@ class AcceleratedBackend(Backend):
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""
         suits = pixels.dtype == torch.float32 and _runs_without_gradients(pixels, sigma)
-        if not suits or not noise_kernel_works(pixels.device):
+        if not suits or not kernels_work(pixels.device):
             return noise.noisy_view(pixels, keys, sigma)
         return kernel_noisy_view(pixels, keys, sigma)
 
@@ -199,8 +199,11 @@ class CompiledFunction:
         return self._compiled[key]
 
 
+# ---------------------------------------------------------------------- Triton kernels
+
+
 @cache
-def noise_kernel_works(device: torch.device) -> bool:
+def kernels_work(device: torch.device) -> bool:
     """Compile the noise kernel for a device, once per process; false without a GPU, Triton or a C compiler."""
     if device.type != "cuda":
         return False
@@ -251,5 +254,47 @@ def _noise_kernel() -> Any:
         here, inside = start + pairs + pair, pairs + pair < numbers
         view = tl.load(pixels + here, mask=inside) + sigma * (tl.sin(angle) * radius)
         tl.store(views + here, view, mask=inside)
+
+    return kernel
+
+
+def fuse_activations(tower: nn.Module) -> None:
+    """Replace the QuickGELUs of a tower (ours, transformers' or open_clip's) by :class:`FusedQuickGELU`."""
+    for parent in list(tower.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in ("QuickGELU", "QuickGELUActivation"):
+                setattr(parent, name, FusedQuickGELU())
+
+
+class FusedQuickGELU(nn.Module):
+    """x sigmoid(1.702 x), on a GPU by one kernel instead of three, with the same roundings; elsewhere in PyTorch."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The activation of a tensor of any shape."""
+        plain = torch.compiler.is_compiling() or not _runs_without_gradients(hidden) or not hidden.is_contiguous()
+        if plain or not kernels_work(hidden.device):
+            return hidden * torch.sigmoid(1.702 * hidden)
+        result, numbers = torch.empty_like(hidden), hidden.numel()
+        with torch.cuda.device(hidden.device):
+            _quick_gelu_kernel()[(-(-numbers // 1024),)](hidden, result, numbers, BLOCK=1024, enable_fp_fusion=False)
+        return result
+
+
+@cache
+def _quick_gelu_kernel() -> Any:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice  # type: ignore[import-untyped, unused-ignore]
+
+    @triton.jit(do_not_specialize=["numbers"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(source, result, numbers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = here < numbers
+        stored = tl.load(source + here, mask=inside)
+        hidden = stored.to(tl.float32)
+        # PyTorch rounds after each of its three operations.
+        scaled = (hidden * 1.702).to(stored.dtype).to(tl.float32)
+        gate = tl.div_rn(1.0, 1.0 + libdevice.exp(-scaled)).to(stored.dtype).to(tl.float32)
+        tl.store(result + here, (hidden * gate).to(stored.dtype), mask=inside)
 
     return kernel

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
-from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, noise_kernel_works
+from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, fuse_activations, kernels_work
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Images, Preprocessing, as_pixels
@@ -324,16 +324,17 @@ class Encoder(nn.Module):
     # ------------------------------------------------------------------ acceleration and identity
 
     def accelerate(self, *, compile_tower: bool = False) -> Self:
-        """From now on use CUDA graphs for small batches and one compiled kernel for noise; only a GPU has them.
+        """From now on use CUDA graphs for small batches and one kernel each for noise and QuickGELU, on a GPU.
 
-        Compiles the kernel at once, in a few seconds. With ``compile_tower`` the whole tower goes through
+        Compiles the kernels at once, in a few seconds. With ``compile_tower`` the whole tower goes through
         ``torch.compile``, on a CPU too: half a minute for the first batch of each image size, none after it. For
         encoders whose weights stay: moving or converting an encoder drops its graphs, but weights that are replaced
         (rather than changed in place) are not noticed.
         """
         self.backend = AcceleratedBackend()
         self._compiled = CompiledFunction(self._compute) if compile_tower else None
-        noise_kernel_works(self.device)
+        if kernels_work(self.device):
+            fuse_activations(self.tower)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

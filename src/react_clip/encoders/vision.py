@@ -107,6 +107,14 @@ class _Embeddings(nn.Module):
         return embed_patches(normalised, self.patch_embedding, self.class_embedding, positions)
 
 
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The activation of a tensor of any shape."""
+        return hidden * torch.sigmoid(1.702 * hidden)
+
+
 class _Block(nn.Module):
     """Attention and a two-layer perceptron, each on normalised tokens and added to its input."""
 
@@ -118,12 +126,13 @@ class _Block(nn.Module):
         self.layer_norm1 = nn.LayerNorm(width)
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden), "fc2": nn.Linear(hidden, width)})
         self.layer_norm2 = nn.LayerNorm(width)
+        self.activation = QuickGELU()
         self._heads = heads
 
     def forward(self, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None = None) -> Tensor:
         tokens = tokens + self._attend(self.layer_norm1(tokens), shapes)
         hidden = self.mlp["fc1"](self.layer_norm2(tokens))
-        updated: Tensor = tokens + self.mlp["fc2"](hidden * torch.sigmoid(1.702 * hidden))
+        updated: Tensor = tokens + self.mlp["fc2"](self.activation(hidden))
         return updated
 
     def _attend(self, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None) -> Tensor:
