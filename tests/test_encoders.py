@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import react_clip as rc
 import tiny_clip
 from react_clip import accelerate, encoders, noise
+from react_clip.defenses import second_look
 from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, offline
 from react_clip.encoders.vision import QuickGELU, VisionEncoder, VisionTower
@@ -407,7 +408,11 @@ class RecordsOnACPU(accelerate.Backend):
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_views_of_two_sizes_in_one_pass_give_the_same_features(threshold: float) -> None:
+@pytest.mark.parametrize("at_once", [0, 16])
+def test_views_of_several_sizes_in_one_pass_give_the_same_features(
+    threshold: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_look, "AT_ONCE", at_once)
     encoder, images = patch_encoder(torch.float64), torch.rand(7, 3, 32, 32, dtype=torch.float64)
     clf = rc.ZeroShotClassifier.from_features(encoder, list("abc"), torch.eye(3, 12, dtype=torch.float64))
     guard = rc.SecondLook(threshold=threshold, max_batch=4)
@@ -419,8 +424,10 @@ def test_views_of_two_sizes_in_one_pass_give_the_same_features(threshold: float)
         assert torch.allclose(packed.features, plain.features, rtol=0, atol=1e-12)
         assert torch.allclose(packed.drift, plain.drift, rtol=0, atol=1e-12)
     moved = int(plain.gated.sum())
-    assert backend.rows[:2] == [4, 3], "image and look share a call"
-    assert sum(backend.rows) == 2 * (7 + moved)
+    assert backend.rows[:2] == [4, 3], "the views of an image share a call"
+    assert sum(backend.rows) == 2 * (7 if at_once else 7 + moved)
+    share = {size: encoder.token_share(size) for size in (guard.look_size(encoder), guard.moved_look_size(encoder))}
+    assert not at_once or torch.allclose(packed.passes, torch.tensor(1.0 + sum(share.values())))
     with torch.no_grad():
         encoder.tower.positions.neg_()
     packed = guard(clf, images)

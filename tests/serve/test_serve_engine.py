@@ -21,6 +21,7 @@ from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error
 import react_clip as rc
 from react_clip import noise
 from react_clip.accelerate import Backend
+from react_clip.defenses import second_look
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
@@ -110,6 +111,7 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
 ) -> None:
     backend = ShapeRecorder()
     monkeypatch.setattr(encoder, "backend", backend)
+    monkeypatch.setattr(second_look, "AT_ONCE", 2)
     settings = Settings(batch=5, deadline=1e6)
     preset = rc.ZeroShotClassifier(encoder, LABELS)
     engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=settings)

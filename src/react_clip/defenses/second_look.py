@@ -52,6 +52,10 @@ BRANCHES = ("keep", "blend", "correct")
 """Names of the branches: steps 1, 4 and 3."""
 KEEP, BLEND, CORRECT = range(3)
 
+AT_ONCE = 16
+"""Images in the largest batch whose three views are encoded by one CUDA graph: such a batch leaves most of a GPU idle,
+so the moved look of all images takes less time than waiting for the decision and encoding that of some."""
+
 LEAST_PATCHES = 4
 """Fewest patches on a side of the look."""
 
@@ -204,13 +208,14 @@ class SecondLook(Defense):
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            out = self.correct(
-                encoder,
-                pixels,
-                lambda rows: noise.stream_keys(pixels[rows], seed, encoder.backend),
-                SharedClasses(clf),
-                wait=check.wait,
-            )
+
+            def keys_of(rows: Tensor) -> Tensor:
+                return noise.stream_keys(pixels[rows], seed, encoder.backend)
+
+            # A secret is hashed with the pixels on the host, so only for the rows that need it.
+            at_once = not isinstance(seed, bytes) and _in_one_graph(encoder, pixels)
+            keys = noise.stream_keys(pixels, seed, encoder.backend) if at_once else keys_of
+            out = self.correct(encoder, pixels, keys, SharedClasses(clf), wait=check.wait)
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             return SecondLooked(
                 **vars(answer(clf, out.features, passes=(out.passes, 0), **measured)),
@@ -239,51 +244,78 @@ class SecondLook(Defense):
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
             wait: called at the first decision, when a GPU has done its work so far.
         """
-        keys_of = keys if callable(keys) else keys.__getitem__
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
+        passes = 1.0 + encoder.token_share(size)
+        passes_moved = passes + encoder.token_share(moved_size)
+        keys_of = keys if callable(keys) else keys.__getitem__
 
-        # Step 1: the image and the look.
-        if size < encoder.image_size:
-            makers: tuple[ViewMaker, ...] = (_the_image, _SmallerCopy(size))
-            features = encoder.make_and_encode(makers, pixels, max_batch=self.max_batch)
-        else:
-            makers = (_the_image, _MovedCopy(self.motion, size, LOOK))
-            streams = keys_of(torch.arange(len(pixels), device=pixels.device))
-            features = encoder.make_and_encode(makers, pixels, streams, max_batch=self.max_batch)
+        # Step 1: the image and the look; the moved look too where it costs less than waiting for the decision.
+        at_once = not self.lazy or (isinstance(keys, Tensor) and _in_one_graph(encoder, pixels))
+        features = self._encode(encoder, pixels, keys, at_once=at_once)
         plain = features[:, 0]
-        drift, instability, disagrees, branch = _compare(encoder, self.threshold, features, logits)
+        drift, instability, disagrees, branch = _compare(encoder, self.threshold, features[:, :2], logits)
 
-        # Step 2: the moved look. The decisions are read once; choosing rows on a GPU would make the host wait twice.
-        chosen = branch.cpu().nonzero().flatten() if self.lazy else torch.arange(len(pixels))
-        wait()
-        passes = torch.full_like(drift, 1.0 + encoder.token_share(size), dtype=torch.float32)
-        corrected = closed = opened = plain
-        if len(chosen):
-            rows = chosen.to(pixels.device)
-            # Steps 3 and 4: both answers of these rows.
-            opened_rows, closed_rows = encoder.make_and_encode(
-                (_MovedCopy(self.motion, moved_size, MOVED_LOOK),),
-                *(pixels[rows], keys_of(rows)),
-                max_batch=self.max_batch,
-                then=_Extrapolation(self.alpha, self.blend),
-                given=(features[rows],),
-            ).unbind(1)
-            passes = passes.index_fill(0, rows, 1.0 + encoder.token_share(size) + encoder.token_share(moved_size))
-            opened = plain.index_copy(0, rows, opened_rows)
-            closed = torch.where(disagrees[:, None], plain.index_copy(0, rows, closed_rows), plain)
-            corrected = torch.where((branch == CORRECT)[:, None], opened, closed)
+        # Step 2: the moved look of the images that need it. Steps 3 and 4: both answers of these images.
+        if at_once:
+            wait()
+            opened, blended = features[:, 2:].unbind(1)
+            spent = torch.full_like(drift, passes_moved, dtype=torch.float32)
+        else:
+            # Read once: choosing rows on a GPU would make the host wait twice.
+            rows = branch.cpu().nonzero().flatten().to(pixels.device)
+            wait()
+            opened = blended = plain
+            spent = torch.full_like(drift, passes, dtype=torch.float32)
+            if len(rows):
+                corrected = self._correct_rows(encoder, pixels[rows], keys_of(rows), features[rows])
+                opened, blended = (plain.index_copy(0, rows, each) for each in corrected.unbind(1))
+                spent = spent.index_fill(0, rows, passes_moved)
+        closed = torch.where(disagrees[:, None], blended, plain)
         return Correction(
             plain=plain,
-            features=corrected,
+            features=torch.where((branch == CORRECT)[:, None], opened, closed),
             closed=closed,
             opened=opened,
             drift=drift,
             instability=instability,
             disagrees=disagrees,
             branch=branch,
-            passes=passes,
+            passes=spent,
             look_size=size,
         )
+
+    def record(self, encoder: Encoder, pixels: Tensor, keys: Tensor, logits: Logits) -> None:
+        """Make every encoder call that a batch of this size can need: CUDA graphs are recorded at their first use."""
+        plain = self.correct(encoder, pixels, keys, logits).plain
+        self._correct_rows(encoder, pixels, keys, torch.stack([plain, plain], 1))
+
+    def _encode(
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor | Callable[[Tensor], Tensor], *, at_once: bool
+    ) -> Tensor:
+        """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
+        size = self.look_size(encoder)
+        smaller = size < encoder.image_size
+        makers: list[ViewMaker] = [_the_image, _SmallerCopy(size) if smaller else _MovedCopy(self.motion, size, LOOK)]
+        tensors = [pixels]
+        if at_once or not smaller:
+            everyone = torch.arange(len(pixels), device=pixels.device)
+            tensors.append(keys(everyone) if callable(keys) else keys)
+        if at_once:
+            makers.append(_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK))
+        then = _Extrapolation(self.alpha, self.blend) if at_once else None
+        return encoder.make_and_encode(tuple(makers), *tensors, max_batch=self.max_batch, then=then)
+
+    def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor, features: Tensor) -> Tensor:
+        """Corrected features ``[n, 2, D]`` of steps 3 and 4, from those of image and look ``[n, 2, D]``."""
+        makers = (_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK),)
+        then = _Extrapolation(self.alpha, self.blend)
+        out = encoder.make_and_encode(makers, pixels, keys, max_batch=self.max_batch, then=then, given=(features,))
+        return out[:, 2:]
+
+
+def _in_one_graph(encoder: Encoder, pixels: Tensor) -> bool:
+    """True if all three views of these images are encoded by one CUDA graph."""
+    return len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
 
 
 def _the_image(pixels: Tensor, *_: Tensor) -> Tensor:
@@ -296,7 +328,7 @@ class _SmallerCopy:
 
     size: int
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def __call__(self, pixels: Tensor, *_: Tensor) -> Tensor:
         return smaller_copy(pixels, self.size)
 
 
@@ -314,15 +346,19 @@ class _MovedCopy:
 
 @dataclass(frozen=True)
 class _Extrapolation:
-    """Answers ``[B, 2, D]`` with alpha and beta, from moved looks ``[B, 1, D]`` and images and looks ``[B, 2, D]``."""
+    """From features of image, look and moved look ``[B, 3, D]`` to image, look, and answers with alpha and beta.
+
+    Features that are known already are ``given``: image and look ``[B, 2, D]``.
+    """
 
     alpha: float
     blend: float
 
-    def __call__(self, moved: Tensor, features: Tensor) -> Tensor:
-        plain, look = features.unbind(1)
-        anchors = functional.anchor(torch.stack([look, moved[:, 0]], 1))
-        return torch.stack([functional.extrapolate(plain, anchors, one) for one in (self.alpha, self.blend)], 1)
+    def __call__(self, features: Tensor, given: Tensor | None = None) -> Tensor:
+        plain, look, moved = (features if given is None else torch.cat([given, features], 1)).unbind(1)
+        anchors = functional.anchor(torch.stack([look, moved], 1))
+        answers = [functional.extrapolate(plain, anchors, strength) for strength in (self.alpha, self.blend)]
+        return torch.stack([plain, look, *answers], 1)
 
 
 def _whole_patches(encoder: Encoder, share: float) -> int | None:

@@ -239,11 +239,14 @@ class Engine:
 
         The number of images that need more views is as random as the size of a batch, and each has its own graph.
         """
-        all_passes = self.guard.replace(lazy=False)
         for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
             pixels, keys = self._to_device(batch)
-            all_passes.correct(self.encoder, pixels, keys, _logits_of(batch, self.preset))
+            logits = _logits_of(batch, self.preset)
+            if isinstance(self.guard, SecondLook):
+                self.guard.record(self.encoder, pixels, keys, logits)
+            else:
+                self.guard.replace(lazy=False).correct(self.encoder, pixels, keys, logits)
 
     def _to_device(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
