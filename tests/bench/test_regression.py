@@ -123,7 +123,9 @@ def test_second_look_waits_once_and_draws_numbers_only_for_moved_images(monkeypa
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, 12))
     hashed: list[int] = []
     keys_of = noise.stream_keys
-    monkeypatch.setattr(noise, "stream_keys", lambda pixels, seed: hashed.append(len(pixels)) or keys_of(pixels, seed))
+    monkeypatch.setattr(
+        noise, "stream_keys", lambda pixels, *rest: hashed.append(len(pixels)) or keys_of(pixels, *rest)
+    )
     for threshold in (2.0, 0.0):
         hashed.clear()
         guard = rc.SecondLook(threshold=threshold)

@@ -261,8 +261,7 @@ class SecondLook(Defense):
             opened, blended = features[:, 2:].unbind(1)
             spent = torch.full_like(drift, passes_moved, dtype=torch.float32)
         else:
-            # Read once: choosing rows on a GPU would make the host wait twice.
-            rows = branch.cpu().nonzero().flatten().to(pixels.device)
+            rows = branch.nonzero().flatten()
             wait()
             opened = blended = plain
             spent = torch.full_like(drift, passes, dtype=torch.float32)
