@@ -288,13 +288,14 @@ def _quick_gelu_kernel() -> Any:
 
     @triton.jit(do_not_specialize=["numbers"])  # type: ignore[untyped-decorator, unused-ignore]
     def kernel(source, result, numbers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = here < numbers
-        stored = tl.load(source + here, mask=inside)
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        here = tl.arange(0, BLOCK)
+        inside = here < numbers - start
+        stored = tl.load(source + start + here, mask=inside)
         hidden = stored.to(tl.float32)
         # PyTorch rounds after each of its three operations.
         scaled = (hidden * 1.702).to(stored.dtype).to(tl.float32)
         gate = tl.div_rn(1.0, 1.0 + libdevice.exp(-scaled)).to(stored.dtype).to(tl.float32)
-        tl.store(result + here, (hidden * gate).to(stored.dtype), mask=inside)
+        tl.store(result + start + here, (hidden * gate).to(stored.dtype), mask=inside)
 
     return kernel

@@ -51,7 +51,7 @@ def load(
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
-        compile: on a GPU, compile the noise kernel now and record CUDA graphs for small batches as they come
+        compile: on a GPU, compile two kernels now and record CUDA graphs for small batches as they come
             (:meth:`Encoder.accelerate`); elsewhere it changes nothing. ``"tower"`` compiles the whole tower too, on a
             CPU as well: half a minute for the first batch of each image size.
     """
