@@ -12,8 +12,8 @@ photo keeps its feature in them.
    between two classes.
 
 Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no
-best class: the distance decides alone. An accelerated GPU (``load(..., compile=True)``) encodes all three views of up to
-16 images at once, which takes less time than waiting for the decision.
+best class: the distance decides alone. An accelerated GPU (``load(..., compile=True)``) encodes all three views of up
+to 16 images at once, which takes less time than waiting for the decision.
 
 Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), which gates on the distance to a low-pass copy, and AGC
 (:mod:`react_clip.defenses.agc`), which moves the feature through the mean of views.
