@@ -81,6 +81,25 @@ def test_a_secret_key_is_keyed_blake2b_of_the_pixels() -> None:
         noise.stream_keys(images, b"")
 
 
+def test_pixels_of_8_bits_are_hashed_as_bytes() -> None:
+    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    digest = hashlib.blake2b(bytes(range(256)), key=b"secret", digest_size=8, person=b"8 bit").digest()
+    [key] = noise.stream_keys(levels, b"secret")
+    assert key.item() == int.from_bytes(digest, "little", signed=True)
+    pixels = levels.float() / 255.0
+    assert noise.stream_keys(pixels, b"secret") == key
+    assert noise.stream_keys(torch.where(pixels == 0, -0.0, pixels), b"secret") == key
+    for index, value in (
+        (1, pixels.flatten()[1].nextafter(torch.tensor(1.0))),
+        (0, -1 / 255),
+        (255, 511 / 255),
+        (7, torch.nan),
+    ):
+        changed = pixels.clone()
+        changed.flatten()[index] = value
+        assert noise.stream_keys(changed, b"secret") != key
+
+
 def test_branches_given_as_a_tensor_are_those_given_as_numbers() -> None:
     keys = torch.tensor([5, -9])
     branches = noise.fork(keys[:, None], torch.arange(4))

@@ -122,15 +122,13 @@ def stream_keys(images: Tensor, seed: Seed, backend: Callable[..., Tensor] | Non
 
     With an integer seed the pixels are hashed on their own device, by the ``backend`` of an encoder if one is given.
     With ``bytes`` the key is the keyed BLAKE2b digest of the pixels: without the secret nobody can predict the noise or
-    find two images that share it.
+    find two images that share it. Then images may also be uint8; they have the keys of the same pixels in [0, 1].
     """
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
-        rows = _fp32_rows(images).cpu()
-        digests = [hashlib.blake2b(row.numpy(), key=secret, digest_size=8).digest() for row in rows]
-        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=images.device)
+        return torch.tensor([_digest(image, secret) for image in images.detach().cpu()], device=images.device)
     images = images.detach()
     seeds = torch.full((len(images),), _mix_number(int(seed)), device=images.device)
     weights = _hash_weights(images[0].numel(), images.device)
@@ -147,6 +145,17 @@ def _hash(images: Tensor, seeds: Tensor, weights: Tensor) -> Tensor:
 def _fp32_rows(images: Tensor) -> Tensor:
     """Images as rows ``[N, numbers]``. Adding zero turns -0.0 into 0.0: equal pixels must have equal keys."""
     return images.detach().float().flatten(1).contiguous() + 0.0
+
+
+def _digest(image: Tensor, secret: bytes) -> int:
+    """Keyed digest of an image on the CPU; one of 8-bit values is hashed as bytes, a quarter as many as of floats."""
+    if image.dtype != torch.uint8:
+        image = _fp32_rows(image[None])[0]
+        levels = image.mul(255.0).round_().to(torch.uint8)
+        image = levels if torch.equal(levels.float().div_(255.0), image) else image
+    kind = b"8 bit" if image.dtype == torch.uint8 else b""
+    digest = hashlib.blake2b(image.contiguous().numpy().data, key=secret, digest_size=8, person=kind).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @lru_cache(maxsize=8)

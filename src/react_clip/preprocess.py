@@ -213,8 +213,19 @@ def to_pixels(image: ImageSource, how: Preprocessing | int, limits: Limits = DEF
     >>> to_pixels(Image.new("RGB", (640, 480), "white"), 224).shape
     torch.Size([3, 224, 224])
     """
-    array = np.array(as_preprocessing(how)(read_image(image, limits)), dtype=np.float32)
-    return torch.from_numpy(array).permute(2, 0, 1).div(255.0).contiguous()
+    return from_8bit(to_8bit(image, how, limits))
+
+
+def to_8bit(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
+    """The same as uint8 pixels ``[3, size, size]``: a quarter of the bytes to hash and to copy."""
+    square = as_preprocessing(how)(read_image(image, limits))
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
+
+
+def from_8bit(pixels: Tensor) -> Tensor:
+    """Float pixels in [0, 1] of uint8 pixels, bit by bit the same on every device: random numbers depend on them."""
+    # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
+    return pixels.float().div_(torch.full((), 255.0, device=pixels.device))
 
 
 def as_pixels(images: Images, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:

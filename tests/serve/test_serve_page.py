@@ -298,7 +298,7 @@ def test_the_gate_of_second_look_is_explained(second_look: Any, visit: Visit, ph
     page = visit(second_look.url)
     assert "second_look with 2 to 3 passes" in page.inner_text("#about")
     sentences = set()
-    for photo in photos[:3]:
+    for photo in (photos[4], photos[6], photos[7]):
         [result] = second_look.client.post("/v1/classify", files={"images": photo}).json()["results"]
         shown = result["diagnostics"]
         upload(page, photo)

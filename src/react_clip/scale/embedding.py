@@ -35,7 +35,7 @@ from react_clip.environment import __version__, device_name
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.preprocess import Preprocessing, as_preprocessing, read_image
+from react_clip.preprocess import Preprocessing, as_preprocessing, from_8bit, read_image
 from react_clip.scale import collection
 from react_clip.scale.cluster import connected
 from react_clip.scale.collection import Chunk
@@ -314,10 +314,8 @@ def decode(chunk: Chunk, how: Preprocessing | int, column: str) -> tuple[list[Ro
 
 
 def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """``[B, 3, S, S]`` in [0, 1], bit by bit as :func:`react_clip.preprocess.to_pixels`: the noise depends on them."""
-    channels_first = torch.tensor(pixels).to(device).permute(0, 3, 1, 2).contiguous()
-    # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
-    return channels_first.float() / torch.tensor(255.0, device=device)
+    """``[B, 3, S, S]`` in [0, 1], bit by bit as :func:`react_clip.preprocess.to_pixels`."""
+    return from_8bit(torch.tensor(pixels).to(device).permute(0, 3, 1, 2).contiguous())
 
 
 def _add_answers(rows: list[Row], defended: Defended, clf: ZeroShotClassifier, top: int) -> None:

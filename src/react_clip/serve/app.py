@@ -18,7 +18,7 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import DEFAULT_LIMITS, data_uri, to_image
+from react_clip.preprocess import DEFAULT_LIMITS, data_uri, from_8bit, to_image
 from react_clip.serve import pages, requests, responses
 from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
@@ -162,16 +162,17 @@ async def attack(
     engine, eps = service.engine, body.eps / 255
     classes, [photo] = await service.inputs(body)
     [clean] = await service.ask([photo], classes)
-    target, attacked, scale = int(clean.plain_probs.argmax()), photo.pixels, 1.0
+    pixels = from_8bit(photo.pixels)
+    target, attacked, scale = int(clean.plain_probs.argmax()), pixels, 1.0
     if eps > 0:
         scale = _DRAWN / eps
-        attacked = await _attacked(service, classes, photo.pixels, target, eps)
+        attacked = await _attacked(service, classes, pixels, target, eps)
     key = noise.stream_keys(attacked[None], engine.secret)[0]
     [after] = await service.ask([Photo(attacked, key)], classes)
 
-    def compare(pixels: Tensor, answer: Answer) -> responses.Comparison:
+    def compare(shown: Tensor, answer: Answer) -> responses.Comparison:
         return responses.Comparison(
-            image=data_uri(to_image(pixels)),
+            image=data_uri(to_image(shown)),
             plain=responses.top(classes.names, answer.plain_probs, body.top_k),
             defended=responses.top(classes.names, answer.probs, body.top_k),
             diagnostics=responses.Diagnostics.of(answer),
@@ -181,9 +182,9 @@ async def attack(
         model=service.model,
         eps=body.eps,
         attacked_label=classes.names[target],
-        clean=compare(photo.pixels, clean),
+        clean=compare(pixels, clean),
         attacked=compare(attacked, after),
-        perturbation=data_uri(to_image(0.5 + scale * (attacked - photo.pixels))),
+        perturbation=data_uri(to_image(0.5 + scale * (attacked - pixels))),
         amplification=scale,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 
 from react_clip import noise
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Limits, Preprocessing, to_pixels
+from react_clip.preprocess import Limits, Preprocessing, to_8bit
 from react_clip.serve.engine import Photo
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.requests import ImageRequest, Request, request_error
@@ -51,7 +52,10 @@ class Decoder:
             return await self._run(_parse_json, model, await http.body(), self._settings)
         if kind == "multipart/form-data":
             fields = await _read_form(http, self._settings)
-            return await self._run(_validate, model, lambda: model.model_validate(fields, context=self._settings))
+            validate = partial(_validate, model, lambda: model.model_validate(fields, context=self._settings))
+            # Images that are files need no work here; a thread for nothing would take longer than the check itself.
+            images = [image for name in ("images", "input") for image in fields.get(name, [])]
+            return validate() if all(isinstance(image, bytes) for image in images) else await self._run(validate)
         raise RequestError(
             415,
             f"content-type is {quote(http.headers.get('content-type', ''))}; send application/json or "
@@ -74,7 +78,7 @@ class Decoder:
     def _decode(self, field: str, image: bytes) -> Photo:
         check_format(field, image)
         try:
-            pixels = to_pixels(image, self._preprocessing, self._limits)
+            pixels = to_8bit(image, self._preprocessing, self._limits)
         except ReactClipError as error:
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
         return Photo(pixels, noise.stream_keys(pixels[None], self._secret)[0])

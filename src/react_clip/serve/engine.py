@@ -27,6 +27,7 @@ from react_clip.defenses.base import diagnostics
 from react_clip.defenses.react import Logits, ReACT, SharedClasses
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
+from react_clip.preprocess import from_8bit, to_float
 from react_clip.serve.errors import busy, late
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Photo:
-    """One image for the engine: pixels ``[3, S, S]`` in [0, 1] and the key of its noise stream, on the CPU."""
+    """One image for the engine: pixels ``[3, S, S]``, uint8 or floats in [0, 1], and the key of its noise stream."""
 
     pixels: Tensor
     key: Tensor
@@ -112,7 +113,7 @@ class Engine:
     def start(self) -> None:
         """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
         size = self.encoder.image_size
-        grey = Photo(torch.full((3, size, size), 0.5), torch.zeros((), dtype=torch.long))
+        grey = Photo(torch.full((3, size, size), 128, dtype=torch.uint8), torch.zeros((), dtype=torch.long))
         if self.encoder.device.type == "cuda":
             self.run(partial(self._record_graphs, grey)).result()
         for _ in range(2):
@@ -250,8 +251,11 @@ class Engine:
 
     def _to_device(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
-        device = self.encoder.device
-        pixels = torch.stack([image.photo.pixels for image in batch]).to(device)
+        device, images = self.encoder.device, [image.photo.pixels for image in batch]
+        if any(image.is_floating_point() for image in images):  # of the demo
+            images = [to_float(image) for image in images]
+        pixels = torch.stack(images).to(device)
+        pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
         return pixels, torch.stack([image.photo.key for image in batch]).to(device)
 
     @torch.no_grad()
