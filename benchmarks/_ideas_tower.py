@@ -87,8 +87,8 @@ def packed(setting: Setting) -> Entry:
     )
 
 
-def small_graphs(setting: Setting) -> Entry:
-    """Comparison of the answers and hash of the pixels, two dozen operations each, by CUDA graphs of their own."""
+def comparison(setting: Setting) -> Entry:
+    """The comparison of answers, two dozen operations, by a CUDA graph of its own."""
     before = setting.classifier(setting.load(compile=True))
     after = setting.classifier(setting.load(compile=True))
     recorded = before.encoder.backend
@@ -104,8 +104,8 @@ def small_graphs(setting: Setting) -> Entry:
     before.encoder.backend = TowerGraphs()
     speed = setting.compare(before, after)
     return setting.entry(
-        "graphs of small operations",
-        "One image: comparison of answers and hash of the pixels as CUDA graphs instead of operation by operation.",
+        "graph of the comparison",
+        "One image: the comparison of answers as a CUDA graph instead of operation by operation.",
         **speed["second look, batch 1"],
         milliseconds=speed,
     )

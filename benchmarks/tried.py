@@ -42,14 +42,14 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "one graph for image and look": (
         True,
-        "with `load(..., compile=True)` and in the service, for at most 64 images: less to launch for the host",
+        "with `load(..., compile=True)` and in the service, for at most 128 images: less to launch for the host",
     ),
     "both sizes in one pass": (
         True,
         "in the same graph: one image does not keep a GPU busy, so the look's tokens cost little beside it; large "
         "batches gain 1 % and take two passes",
     ),
-    "graphs of small operations": (True, "in the same mode: fewer operations for the host to launch"),
+    "graph of the comparison": (True, "in the same mode: fewer operations for the host to launch"),
     "patches by a matrix product": (
         True,
         "patches do not overlap, so it is the same sum; cuDNN's convolution rearranges the pixels twice",
@@ -88,7 +88,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "decoding": cpu.decoding,
     "one-graph": tower.one_graph,
     "packed": tower.packed,
-    "small-graphs": tower.small_graphs,
+    "comparison": tower.comparison,
     "patches": tower.patches,
     "activation": tower.activation,
     "attention": tower.attention,

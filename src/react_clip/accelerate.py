@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from react_clip import noise
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
 
 _MAX_RECORDINGS = 1000

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -117,28 +117,33 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
 
 
-def stream_keys(images: Tensor, seed: Seed, backend: Callable[..., Tensor] | None = None) -> Tensor:
+def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     """One key per image ``[N]``, from its pixels and the seed: the same alone, in any batch and in any order.
 
-    With an integer seed the pixels are hashed on their own device, by the ``backend`` of an encoder if one is given.
-    With ``bytes`` the key is the keyed BLAKE2b digest of the pixels: without the secret nobody can predict the noise or
-    find two images that share it. Then images may also be uint8; they have the keys of the same pixels in [0, 1].
+    With an integer seed the pixels are hashed on their own device. With ``bytes`` the key is the keyed BLAKE2b digest
+    of the pixels: without the secret nobody can predict the noise or find two images that share it. Then images may
+    also be uint8; they have the keys of the same pixels in [0, 1].
     """
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
         secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
         return torch.tensor([_digest(image, secret) for image in images.detach().cpu()], device=images.device)
-    images = images.detach()
-    seeds = torch.full((len(images),), _mix_number(int(seed)), device=images.device)
-    weights = _hash_weights(images[0].numel(), images.device)
-    return backend(_hash, images, seeds, shared=(weights,)) if backend else _hash(images, seeds, weights)
+    return keys_of_seeds(images, seeds_like(images, seed))
 
 
-def _hash(images: Tensor, seeds: Tensor, weights: Tensor) -> Tensor:
-    """Multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device."""
+def seeds_like(images: Tensor, seed: int) -> Tensor:
+    """The seed once per image, ``[N]``, for :func:`keys_of_seeds`."""
+    return torch.full((len(images),), _mix_number(int(seed)), device=images.device)
+
+
+def keys_of_seeds(images: Tensor, seeds: Tensor) -> Tensor:
+    """:func:`stream_keys` with one seed per image, as a function of tensors alone.
+
+    It is a multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device.
+    """
     rows = _fp32_rows(images)
-    hashes = (rows.view(torch.int32) * weights).sum(dim=1)
+    hashes = (rows.view(torch.int32) * _hash_weights(rows.shape[1], rows.device)).sum(dim=1)
     return _mix(_mix(hashes + rows.shape[1]) ^ seeds)
 
 
@@ -158,6 +163,7 @@ def _digest(image: Tensor, secret: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _hash_weights(count: int, device: torch.device) -> Tensor:
+    """Kept for the life of the process: CUDA graphs hold their address."""
     return _bits(torch.zeros(1, dtype=torch.long, device=device), count)

@@ -122,17 +122,14 @@ def test_second_look_waits_once_and_draws_numbers_only_for_moved_images(monkeypa
     encoder, images = patch_encoder(), torch.rand(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, 12))
     hashed: list[int] = []
-    keys_of = noise.stream_keys
-    monkeypatch.setattr(
-        noise, "stream_keys", lambda pixels, *rest: hashed.append(len(pixels)) or keys_of(pixels, *rest)
-    )
+    keys_of = noise.keys_of_seeds
+    monkeypatch.setattr(noise, "keys_of_seeds", lambda part, seeds: hashed.append(len(part)) or keys_of(part, seeds))
     for threshold in (2.0, 0.0):
         hashed.clear()
         guard = rc.SecondLook(threshold=threshold)
         out = guard(clf, images)
         moved = int(out.gated.sum())
         assert hashed == ([moved] if moved else [])
-        # The range check was copied before the passes, so that it is there when the rows are.
         assert host_syncs(lambda guard=guard: guard(clf, images)) == ["tolist", "nonzero"]
     assert moved == IMAGES
 

@@ -210,6 +210,7 @@ class ReACT(Defense):
         """
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
+        check.start()
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
             decision = self.decide(encoder, pixels, keys, SharedClasses(clf))

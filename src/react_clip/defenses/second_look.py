@@ -21,7 +21,6 @@ Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), which gates on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -209,17 +208,12 @@ class SecondLook(Defense):
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-
-            def keys_of(rows: Tensor) -> Tensor:
-                return noise.stream_keys(pixels[rows], seed, encoder.backend)
-
-            # A secret is hashed with the pixels on the host, so only for the rows that need it.
-            at_once = not isinstance(seed, bytes) and _in_one_graph(encoder, pixels)
-            keys = noise.stream_keys(pixels, seed, encoder.backend) if at_once else keys_of
-            out = self.correct(encoder, pixels, keys, SharedClasses(clf), wait=check.wait)
+            out = self.correct(encoder, pixels, seed, SharedClasses(clf))
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
+            answers = answer(clf, out.features, passes=(out.passes, 0), **measured)
+            check.wait()  # when a GPU has all of its work
             return SecondLooked(
-                **vars(answer(clf, out.features, passes=(out.passes, 0), **measured)),
+                **vars(answers),
                 disagrees=out.disagrees,
                 branch=out.branch,
                 look_size=out.look_size,
@@ -227,47 +221,40 @@ class SecondLook(Defense):
             )
 
     def correct(
-        self,
-        encoder: Encoder,
-        pixels: Tensor,
-        keys: Tensor | Callable[[Tensor], Tensor],
-        logits: Logits | None = None,
-        *,
-        wait: Callable[[], None] = lambda: None,
+        self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, logits: Logits | None = None
     ) -> Correction:
         """The defence of images that may have different class lists, or none.
 
         Args:
             encoder: the image encoder.
             pixels: ``[B, 3, S, S]`` in [0, 1], checked, on the encoder's device.
-            keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`, or a function that
-                gives those of some rows: most images need none.
+            keys: random stream of each image, ``[B]``, from :func:`react_clip.noise.stream_keys`, or the seed; then
+                only the streams of images that need them are computed.
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
-            wait: called at the first decision, when a GPU has done its work so far.
         """
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
         passes = 1.0 + encoder.token_share(size)
         passes_moved = passes + encoder.token_share(moved_size)
-        keys_of = keys if callable(keys) else keys.__getitem__
 
-        # Step 1: the image and the look; the moved look too where it costs less than waiting for the decision.
-        at_once = not self.lazy or (isinstance(keys, Tensor) and _in_one_graph(encoder, pixels))
+        # Step 1: the image and the look; the moved look too where it costs less than waiting for the decision. A secret
+        # is hashed with the pixels on the host, which costs more.
+        in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
+        at_once = not self.lazy or (in_one_graph and not isinstance(keys, bytes))
         features = self._encode(encoder, pixels, keys, at_once=at_once)
         plain = features[:, 0]
         drift, instability, disagrees, branch = _compare(encoder, self.threshold, features[:, :2], logits)
 
         # Step 2: the moved look of the images that need it. Steps 3 and 4: both answers of these images.
         if at_once:
-            wait()
             opened, blended = features[:, 2:].unbind(1)
             spent = torch.full_like(drift, passes_moved, dtype=torch.float32)
         else:
             rows = branch.nonzero().flatten()
-            wait()
             opened = blended = plain
             spent = torch.full_like(drift, passes, dtype=torch.float32)
             if len(rows):
-                corrected = self._correct_rows(encoder, pixels[rows], keys_of(rows), features[rows])
+                keys = keys[rows] if isinstance(keys, Tensor) else keys
+                corrected = self._correct_rows(encoder, pixels[rows], keys, features[rows])
                 opened, blended = (plain.index_copy(0, rows, each) for each in corrected.unbind(1))
                 spent = spent.index_fill(0, rows, passes_moved)
         closed = torch.where(disagrees[:, None], blended, plain)
@@ -289,33 +276,32 @@ class SecondLook(Defense):
         plain = self.correct(encoder, pixels, keys, logits).plain
         self._correct_rows(encoder, pixels, keys, torch.stack([plain, plain], 1))
 
-    def _encode(
-        self, encoder: Encoder, pixels: Tensor, keys: Tensor | Callable[[Tensor], Tensor], *, at_once: bool
-    ) -> Tensor:
+    def _encode(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, *, at_once: bool) -> Tensor:
         """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
-        size = self.look_size(encoder)
+        size, hashes = self.look_size(encoder), isinstance(keys, int)
         smaller = size < encoder.image_size
-        makers: list[ViewMaker] = [_the_image, _SmallerCopy(size) if smaller else _MovedCopy(self.motion, size, LOOK)]
-        tensors = [pixels]
-        if at_once or not smaller:
-            everyone = torch.arange(len(pixels), device=pixels.device)
-            tensors.append(keys(everyone) if callable(keys) else keys)
+        look = _SmallerCopy(size) if smaller else _MovedCopy(self.motion, size, LOOK, hashes)
+        makers: tuple[ViewMaker, ...] = (_the_image, look)
+        tensors = (pixels,) if smaller and not at_once else (pixels, _streams(pixels, keys))
         if at_once:
-            makers.append(_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK))
+            makers += (_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes),)
         then = _Extrapolation(self.alpha, self.blend) if at_once else None
-        return encoder.make_and_encode(tuple(makers), *tensors, max_batch=self.max_batch, then=then)
+        return encoder.make_and_encode(makers, *tensors, max_batch=self.max_batch, then=then)
 
-    def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor, features: Tensor) -> Tensor:
+    def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, features: Tensor) -> Tensor:
         """Corrected features ``[n, 2, D]`` of steps 3 and 4, from those of image and look ``[n, 2, D]``."""
-        makers = (_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK),)
+        moved = _MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, isinstance(keys, int))
         then = _Extrapolation(self.alpha, self.blend)
-        out = encoder.make_and_encode(makers, pixels, keys, max_batch=self.max_batch, then=then, given=(features,))
+        tensors = pixels, _streams(pixels, keys)
+        out = encoder.make_and_encode((moved,), *tensors, max_batch=self.max_batch, then=then, given=(features,))
         return out[:, 2:]
 
 
-def _in_one_graph(encoder: Encoder, pixels: Tensor) -> bool:
-    """True if all three views of these images are encoded by one CUDA graph."""
-    return len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
+def _streams(pixels: Tensor, keys: Tensor | Seed) -> Tensor:
+    """Random streams ``[B]``; of a seed that is a number, the seeds that :class:`_MovedCopy` hashes with the pixels."""
+    if isinstance(keys, int):
+        return noise.seeds_like(pixels, keys)
+    return noise.stream_keys(pixels, keys) if isinstance(keys, bytes) else keys
 
 
 def _the_image(pixels: Tensor, *_: Tensor) -> Tensor:
@@ -334,13 +320,18 @@ class _SmallerCopy:
 
 @dataclass(frozen=True)
 class _MovedCopy:
-    """Moves images ``[B, 3, S, S]`` by a branch of their streams ``[B]`` and resizes them to ``size`` pixels a side."""
+    """Moves images ``[B, 3, S, S]`` by a branch of their streams ``[B]`` and resizes them to ``size`` pixels a side.
+
+    With ``hashes`` it gets seeds instead of streams.
+    """
 
     motion: Motion
     size: int
     branch: int
+    hashes: bool
 
     def __call__(self, pixels: Tensor, streams: Tensor) -> Tensor:
+        streams = noise.keys_of_seeds(pixels, streams) if self.hashes else streams
         return smaller_copy(self.motion(pixels, noise.fork(streams, self.branch)), self.size)
 
 

@@ -414,16 +414,25 @@ def read_similarity(model: Any) -> functional.Similarity:
 
 
 class RangeCheck:
-    """Start a range check of pixels; on a GPU without waiting for it, on a CPU it raises at once."""
+    """Range check of pixels: on a CPU it raises at once, on a GPU it is started, and its result read, when asked."""
 
     def __init__(self, pixels: Tensor) -> None:
-        self._span = torch.stack(torch.aminmax(pixels.detach())).to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream(pixels.device).record_event() if pixels.is_cuda else None
-        if self._copied is None:
+        self._pixels = pixels.detach()
+        self._copied: torch.cuda.Event | None = None
+        if not pixels.is_cuda:
+            self._span = torch.stack(torch.aminmax(self._pixels))
             self._raise_unless_in_range()
+
+    def start(self) -> None:
+        """On a GPU start the check without waiting for it."""
+        if self._pixels.is_cuda:
+            self._span = torch.stack(torch.aminmax(self._pixels)).to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(self._pixels.device).record_event()
 
     def wait(self) -> None:
         """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
+        if self._copied is None:
+            self.start()
         if self._copied is not None:
             self._copied.synchronize()
             self._raise_unless_in_range()
