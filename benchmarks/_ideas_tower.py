@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
-from react_clip.accelerate import AcceleratedBackend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
@@ -84,30 +83,6 @@ def packed(setting: Setting) -> Entry:
         **speed["batch 1"],
         milliseconds=speed,
         agreement={"smallest_cosine": torch.cosine_similarity(one, other, dim=-1).min().item()},
-    )
-
-
-def comparison(setting: Setting) -> Entry:
-    """The comparison of answers, two dozen operations, by a CUDA graph of its own."""
-    before = setting.classifier(setting.load(compile=True))
-    after = setting.classifier(setting.load(compile=True))
-    recorded = before.encoder.backend
-
-    class TowerGraphs(AcceleratedBackend):
-        """Graphs for the tower alone, whose functions share no tensors."""
-
-        def __call__(
-            self, function: Callable[..., Tensor], *tensors: Tensor, shared: tuple[Tensor, ...] = ()
-        ) -> Tensor:
-            return function(*tensors, *shared) if shared else recorded(function, *tensors)
-
-    before.encoder.backend = TowerGraphs()
-    speed = setting.compare(before, after)
-    return setting.entry(
-        "graph of the comparison",
-        "One image: the comparison of answers as a CUDA graph instead of operation by operation.",
-        **speed["second look, batch 1"],
-        milliseconds=speed,
     )
 
 

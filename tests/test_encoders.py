@@ -396,12 +396,9 @@ class RecordsOnACPU(accelerate.Backend):
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def __call__(
-        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, shared: tuple[torch.Tensor, ...] = ()
-    ) -> torch.Tensor:
-        if not shared:  # calls of the tower share no tensors
-            self.rows.append(len(tensors[0]))
-        return function(*tensors, *shared)
+    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(tensors[0]))
+        return function(*tensors)
 
     def records(self, rows: int, *tensors: torch.Tensor) -> bool:
         return True

@@ -22,8 +22,6 @@ from react_clip import noise
 MAX_ROWS = 128
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
 
-_MAX_RECORDINGS = 1000
-"""Graphs that are kept; the one that was not used for the longest time goes first."""
 _WARM_UPS = 3
 """Calls before a graph is recorded: libraries choose their kernels in the first ones."""
 _BLOCK = 512
@@ -33,9 +31,9 @@ _BLOCK = 512
 class Backend:
     """Plain PyTorch."""
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, shared: tuple[Tensor, ...] = ()) -> Tensor:
-        """``function(*tensors, *shared)``; rows of ``tensors`` and of the result are images."""
-        return function(*tensors, *shared)
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``function(*tensors)``; rows of the tensors and of the result are images."""
+        return function(*tensors)
 
     def records(self, rows: int, *tensors: Tensor) -> bool:
         """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
@@ -62,28 +60,26 @@ class AcceleratedBackend(Backend):
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
-        self._recordings: dict[tuple[Any, ...], _Recording] = {}  # the one used last comes last
+        self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
         self._lock = Lock()
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, shared: tuple[Tensor, ...] = ()) -> Tensor:
-        """``function(*tensors, *shared)`` by a CUDA graph where the batch is small.
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``function(*tensors)`` by a CUDA graph where the batch is small.
 
         ``function`` must be pure, hashable and free of host synchronisation, and what it reads beside its arguments
-        (weights) must stay where it is: a graph holds addresses. It reads ``shared`` where they are, so other ones need
-        another graph. Callers on a stream of their own get no graph, since all graphs share one set of buffers in the
-        order of the default stream.
+        (weights) must stay where it is: a graph holds addresses. Callers on a stream of their own get no graph, since
+        all graphs share one set of buffers in the order of the default stream.
         """
         first = tensors[0]
-        if not self.records(len(first), *tensors, *shared):
-            return function(*tensors, *shared)
-        key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors), *map(id, shared))
+        if not self.records(len(first), *tensors):
+            return function(*tensors)
+        key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         with self._lock, torch.cuda.device(first.device), torch.no_grad():
-            recording = self._recordings.pop(key, None) or self._record(function, tensors, shared)
-            self._recordings[key] = recording
-            if len(self._recordings) > _MAX_RECORDINGS:
-                del self._recordings[next(iter(self._recordings))]
+            if key not in self._recordings:
+                self._recordings[key] = self._record(function, tensors)
+            recording = self._recordings[key]
             for buffer, tensor in zip(recording.inputs, tensors, strict=True):
                 buffer.copy_(tensor)
             recording.graph.replay()
@@ -109,9 +105,7 @@ class AcceleratedBackend(Backend):
             self._buffers.clear()
             self._pool = None
 
-    def _record(
-        self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...], shared: tuple[Tensor, ...]
-    ) -> _Recording:
+    def _record(self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> _Recording:
         inputs = tuple(self._buffer(("input", position), tensor) for position, tensor in enumerate(tensors))
         for buffer, tensor in zip(inputs, tensors, strict=True):
             buffer.copy_(tensor)
@@ -119,16 +113,16 @@ class AcceleratedBackend(Backend):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                result = function(*inputs, *shared)
+                result = function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         output = self._buffer(("output",), result)
         del result
         graph: Any = torch.cuda.CUDAGraph()
         # Thread-local, because other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output.copy_(function(*inputs, *shared))
+            output.copy_(function(*inputs))
         self._pool = graph.pool()
-        return _Recording(graph, inputs, output, shared)
+        return _Recording(graph, inputs, output)
 
     def _buffer(self, role: tuple[Any, ...], like: Tensor) -> Tensor:
         """A buffer shaped like a tensor; all batch sizes share its memory, because graphs run one after the other."""
@@ -143,8 +137,6 @@ class _Recording:
     graph: Any
     inputs: tuple[Tensor, ...]
     output: Tensor
-    shared: tuple[Tensor, ...]
-    """Held so that their memory, which the graph reads, is not used for anything else."""
 
 
 def _runs_without_gradients(*tensors: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import mappings, noise
 from react_clip.defenses.base import answer, gradients
-from react_clip.defenses.react import SharedClasses
+from react_clip.defenses.react import logits_of
 from react_clip.encoders.base import Gradients
 from toys import toy_classifier, toy_images
 
@@ -29,7 +29,7 @@ def test_gradients_agree_with_finite_differences(tau: float | None, detach_sigma
     weights = torch.randn(2, 5, dtype=F64, generator=torch.Generator().manual_seed(2))
     pixels = images.clone().requires_grad_()
     with gradients(clf.encoder, Gradients(checkpoint, detach_sigma)):
-        found = guard.correct(clf.encoder, pixels, keys, SharedClasses(clf))
+        found = guard.correct(clf.encoder, pixels, keys, logits_of(clf))
     (slope,) = torch.autograd.grad((weights * clf.logits(found.features)).sum(), pixels)
     # A detached scale is a constant: the difference quotient must hold it fixed too.
     scale = found.sigma.detach()
@@ -38,12 +38,12 @@ def test_gradients_agree_with_finite_differences(tau: float | None, detach_sigma
         if detach_sigma:
             constant = [guard.replace(mapping=mappings.Constant(float(s))) for s in scale]
             parts = [
-                g.correct(clf.encoder, at[i : i + 1], keys[i : i + 1], SharedClasses(clf)).features
+                g.correct(clf.encoder, at[i : i + 1], keys[i : i + 1], logits_of(clf)).features
                 for i, g in enumerate(constant)
             ]
             features = torch.cat(parts)
         else:
-            features = guard.correct(clf.encoder, at, keys, SharedClasses(clf)).features
+            features = guard.correct(clf.encoder, at, keys, logits_of(clf)).features
         return float((weights * clf.logits(features)).sum())
 
     generator = torch.Generator().manual_seed(5)

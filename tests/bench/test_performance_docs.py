@@ -12,6 +12,7 @@ from performance_docs import performance
 from performance_figures import growth, performance_figures, read_reports
 
 from react_clip import cli
+from react_clip.bench import OURS
 from react_clip.choices import SHAPES
 
 AGREEMENT = {"clean": {"photos": 40, "same_gate": 0.75, "same_label": 0.5}}
@@ -86,7 +87,7 @@ def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None
     first = point(1, [4.0, 8.0, 4.0], [1.0, 2.0, 1.0], 4.0)
     second = point(8, [6.6, 13.2, 19.8], [1.5, 3.0, 4.5], 4.0)
     report = {"sweeps": {"images": [first, second]}}
-    assert growth(report, "images") == [(1, 1.0), (8, pytest.approx(1.1))]
+    assert growth(report, "images", OURS) == [(1, 1.0), (8, pytest.approx(1.1))]
 
 
 def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import noise
-from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, SharedClasses
+from react_clip.defenses.react import ANCHOR, FIRST_VIEWS, logits_of
 from react_clip.functional import settled
 from toys import toy_classifier, toy_images
 
@@ -109,9 +109,9 @@ def test_images_that_may_not_stop_and_complete_runs_encode_all_views() -> None:
     keys = noise.stream_keys(images, 0)
     whole = GUARD.replace(sequential=None)(clf, images)
     with torch.no_grad():
-        whole_anchor = GUARD.correct(clf.encoder, images, keys, SharedClasses(clf), may_stop=False)
+        whole_anchor = GUARD.correct(clf.encoder, images, keys, logits_of(clf), may_stop=False)
         some = torch.arange(6) < 3
-        mixed = GUARD.correct(clf.encoder, images, keys, SharedClasses(clf), may_stop=some)
+        mixed = GUARD.correct(clf.encoder, images, keys, logits_of(clf), may_stop=some)
     assert torch.equal(whole_anchor.features, whole.features)
     expected = torch.where(some[:, None], GUARD(clf, images).features, whole.features)
     assert torch.allclose(mixed.features, expected, atol=1e-6)

@@ -15,7 +15,7 @@ from react_clip import attacks, functional, noise
 from react_clip.augment import smaller_copy
 from react_clip.defenses import SecondLook, default_for, look_calibration
 from react_clip.defenses.look_calibration import LookCalibration
-from react_clip.defenses.react import SharedClasses
+from react_clip.defenses.react import logits_of
 from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
 from toys import ToyEncoder, patch_encoder, toy_classifier, toy_images
 
@@ -147,7 +147,7 @@ def test_gradients_pass_through_every_branch(setting: Any) -> None:
     keys = noise.stream_keys(images[rows], 0)
 
     def logits(pixels: Tensor) -> Tensor:
-        out = guard.correct(clf.encoder, pixels, keys, SharedClasses(clf))
+        out = guard.correct(clf.encoder, pixels, keys, logits_of(clf))
         return clf.logits(out.features)
 
     pixels = images[rows].clone().requires_grad_()

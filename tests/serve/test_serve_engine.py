@@ -96,11 +96,9 @@ class ShapeRecorder(Backend):
     def __init__(self) -> None:
         self.recorded: set[tuple[Any, ...]] = set()
 
-    def __call__(
-        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, shared: tuple[torch.Tensor, ...] = ()
-    ) -> torch.Tensor:
-        self.recorded.add((function, *(tensor.shape for tensor in tensors), *map(id, shared)))
-        return super().__call__(function, *tensors, shared=shared)
+    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        self.recorded.add((function, *(tensor.shape for tensor in tensors)))
+        return super().__call__(function, *tensors)
 
     def records(self, rows: int, *tensors: torch.Tensor) -> bool:
         return True

@@ -21,7 +21,7 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.attacks.losses import margin
 from react_clip.defenses.base import DefendedModule, Defense, derived_seed, gradients, straight_through
-from react_clip.defenses.react import ReACT, SharedClasses
+from react_clip.defenses.react import ReACT, logits_of
 from react_clip.defenses.second_look import SecondLook
 
 Model = Callable[[Tensor], Tensor]
@@ -132,13 +132,13 @@ def _anchored_parts(defended: DefendedModule, defense: ReACT | SecondLook, pixel
     # Without `lazy` both branches and the whole score of every image are computed.
     parts: Any
     if isinstance(defense, SecondLook):
-        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, SharedClasses(clf))
+        parts = defense.replace(lazy=False).correct(clf.encoder, pixels, keys, logits_of(clf))
         # `closed` holds the answer of images below the threshold, blended ones included.
         gate = {"threshold": torch.full_like(parts.score, defense.threshold), "gated": parts.attacked}
     else:
         # Without a gate every image is corrected, so `lazy` skips only views that do not enter the answer.
         complete = defense if defense.tau is None else defense.replace(lazy=False)
-        parts = complete.correct(clf.encoder, pixels, keys, SharedClasses(clf), may_stop=False)
+        parts = complete.correct(clf.encoder, pixels, keys, logits_of(clf), may_stop=False)
         gate = {"threshold": parts.threshold, "gated": parts.gated}
     return {
         "closed": Answer(parts.closed, clf.logits(parts.closed)),

@@ -69,15 +69,9 @@ Mask = Tensor | bool
 """One value for all images, or one per image ``[B]``."""
 
 
-@dataclass(frozen=True, eq=False)
-class SharedClasses:
-    """:data:`Logits` where all images have the classes of one classifier."""
-
-    clf: ZeroShotClassifier
-
-    def __call__(self, rows: Tensor, features: Tensor) -> Tensor:
-        """Logits of the features."""
-        return self.clf.logits(features)
+def logits_of(clf: ZeroShotClassifier) -> Logits:
+    """Logits where all images are of one classifier."""
+    return lambda rows, features: clf.logits(features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,11 +207,11 @@ class ReACT(Defense):
         check.start()
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = noise.stream_keys(pixels, seed)
-            decision = self.decide(encoder, pixels, keys, SharedClasses(clf))
+            decision = self.decide(encoder, pixels, keys, logits_of(clf))
             check.wait()
             # Computed while a GPU is still at work on J: most images keep their features.
             logits = clf.logits(decision.plain)
-            out = self.act(encoder, pixels, decision, SharedClasses(clf))
+            out = self.act(encoder, pixels, decision, logits_of(clf))
             if out.features is not decision.plain:
                 logits = clf.logits(out.features)
             measured = {name: getattr(out, name) for name in MEASUREMENTS}

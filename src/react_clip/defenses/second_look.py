@@ -32,7 +32,7 @@ from react_clip import functional, noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
-from react_clip.defenses.react import Logits, SharedClasses
+from react_clip.defenses.react import Logits, logits_of
 from react_clip.encoders.base import Encoder, ViewMaker
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
@@ -208,7 +208,7 @@ class SecondLook(Defense):
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            out = self.correct(encoder, pixels, seed, SharedClasses(clf))
+            out = self.correct(encoder, pixels, seed, logits_of(clf))
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             answers = answer(clf, out.features, passes=(out.passes, 0), **measured)
             check.wait()  # when a GPU has all of its work
@@ -241,8 +241,10 @@ class SecondLook(Defense):
         in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
         at_once = not self.lazy or (in_one_graph and not isinstance(keys, bytes))
         features = self._encode(encoder, pixels, keys, at_once=at_once)
-        plain = features[:, 0]
-        drift, instability, disagrees, branch = _compare(encoder, self.threshold, features[:, :2], logits)
+        plain, look = features[:, 0], features[:, 1]
+        drift = functional.drift(plain, look)
+        disagrees, instability = _compare_answers(encoder, features[:, :2], logits)
+        branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
 
         # Step 2: the moved look of the images that need it. Steps 3 and 4: both answers of these images.
         if at_once:
@@ -367,38 +369,10 @@ def _whole_patches(encoder: Encoder, share: float) -> int | None:
     return size
 
 
-def _compare(
-    encoder: Encoder, threshold: float, features: Tensor, logits: Logits | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Distance, J, mask of different best classes and branch, ``[B]`` each, of images and looks ``[B, 2, D]``."""
-    compare = _Comparison(threshold, encoder.similarity)
-    if isinstance(logits, SharedClasses):
-        table = encoder.backend(compare, features, shared=(logits.clf.class_features,))
-    else:
-        rows = torch.arange(len(features), device=features.device)
-        table = compare.of_logits(features, None if logits is None else logits(rows, features.detach()))
-    drift, instability, disagrees, branch = table.unbind(1)
-    return drift, instability.detach(), disagrees.bool(), branch.long()
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Distance, J (NaN without classes), 1 for different best classes, and the branch: a table ``[B, 4]``."""
-
-    threshold: float
-    similarity: functional.Similarity
-
-    def __call__(self, features: Tensor, class_features: Tensor) -> Tensor:
-        return self.of_logits(features, self.similarity.logits(features.detach(), class_features.to(features.dtype)))
-
-    def of_logits(self, features: Tensor, logits: Tensor | None) -> Tensor:
-        drift = functional.drift(*features.unbind(1))
-        if logits is None:
-            instability, disagrees = torch.full_like(drift, torch.nan), torch.zeros_like(drift)
-        else:
-            one, other = logits.unbind(1)
-            instability = self.similarity.instability(one, other)
-            disagrees = (one.argmax(-1) != other.argmax(-1)).to(drift)
-        # KEEP and BLEND are 0 and 1.
-        branch = torch.where(drift >= self.threshold, float(CORRECT), disagrees)
-        return torch.stack([drift, instability, disagrees, branch], 1)
+def _compare_answers(encoder: Encoder, features: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
+    """Mask ``[B]``: which images have another best class in their look; and J ``[B]``, NaN without classes."""
+    rows = torch.arange(len(features), device=features.device)
+    if logits is None:
+        return torch.zeros_like(rows, dtype=torch.bool), torch.full_like(features[:, 0, 0], torch.nan)
+    one, other = logits(rows, features.detach()).unbind(1)
+    return one.argmax(-1) != other.argmax(-1), encoder.similarity.instability(one, other)

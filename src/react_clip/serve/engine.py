@@ -24,7 +24,7 @@ from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
 from react_clip.defenses.base import diagnostics
-from react_clip.defenses.react import Logits, ReACT, SharedClasses
+from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.preprocess import from_8bit, to_float
@@ -243,7 +243,7 @@ class Engine:
         for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
             pixels, keys = self._to_device(batch)
-            logits = _logits_of(batch, self.preset)
+            logits = _logits_of(batch, pixels.device)
             if isinstance(self.guard, SecondLook):
                 self.guard.record(self.encoder, pixels, keys, logits)
             else:
@@ -262,7 +262,7 @@ class Engine:
     def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
         device, guard = self.encoder.device, self.guard
         pixels, keys = self._to_device(batch)
-        logits = _logits_of(batch, self.preset)
+        logits = _logits_of(batch, device)
         out: Any
         if isinstance(guard, SecondLook):
             out = guard.correct(self.encoder, pixels, keys, logits)
@@ -285,14 +285,12 @@ class Engine:
         ]
 
 
-def _logits_of(batch: list[_QueuedImage], preset: ZeroShotClassifier) -> Logits:
+def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
     """The logits of the images of a batch, each over its own label list."""
     lists = list(dict.fromkeys(image.classes for image in batch))
-    if lists == [preset]:
-        return SharedClasses(preset)
-    if len(lists) == 1:  # the comparison over other lists is not worth a CUDA graph
-        return lambda _, features: lists[0].logits(features)
-    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=preset.device)
+    if len(lists) == 1:
+        return logits_of(lists[0])
+    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
     longest = max(len(classes.names) for classes in lists)
 
     def logits(rows: Tensor, features: Tensor) -> Tensor:
