@@ -33,10 +33,19 @@ if [[ $device == gpu ]]; then
   look=(--compile --images 512 --batch 256 --defenses second_look)
   bench vit-b-16 second-look-clean "${look[@]}" --rounds 7 --singles 50
   bench vit-b-16 second-look-attacked "${look[@]}" --rounds 5 --singles 20 --attacked 1
-  bench vit-b-16 second-look-batch --compile --sweep batch --images 256 --defenses second_look --rounds 5 --singles 1
+  swept=(--compile --defenses second_look --singles 1)
+  bench vit-b-16 second-look-batch "${swept[@]}" --sweep batch --images 256 --rounds 5
+  bench vit-b-16 second-look-batch-attacked "${swept[@]}" --sweep batch --images 256 --rounds 5 --attacked 1
+  bench vit-b-16 second-look-classes "${swept[@]}" --sweep classes --images 256 --batch 256 --rounds 3
+  bench vit-b-16 second-look-images "${swept[@]}" --sweep images --images 1024 --batch 128 --rounds 3
+  # A short list of labels: PETS is a folder of pet photos.
+  if [[ -n ${PETS:-} ]]; then
+    photos=$PETS bench vit-b-16 second-look-pets "${look[@]}" --rounds 7 --singles 20 \
+      --labels-file benchmarks/pet_breeds.txt
+  fi
   for model in vit-b-16 vit-b-32; do
     bench $model table-clean --compile --images 512 --batch 256 --rounds 7 --singles 100
-    bench $model table-clean-tower --compile-tower --images 512 --batch 256 --rounds 3 --singles 5
+    bench $model table-clean-tower --compile-tower --images 2048 --batch 256 --rounds 3 --singles 5
     bench $model table-attacked --compile --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
     bench $model sweep-batch --compile --sweep batch --images 1024 --rounds 5 --singles 1
     bench $model sweep-images --compile --sweep images --images 4096 --batch 256 --rounds 5 --singles 1

@@ -6,6 +6,7 @@ A section whose files are not there is empty, heading and all.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -42,10 +43,14 @@ PRECISIONS = {
     "int8 in OpenVINO": "SecondLook",
 }
 """Ideas of tried.json that are about the precision of the tower, and the defence whose answers were compared."""
+CLASSES = 1223
+"""Classes of the label bank, with which most was measured."""
 OVERHEADS = {1: 1.3, 8: 1.2, 256: 1.1}
 """Largest overhead of SecondLook on a GPU that we aim at, by batch size."""
 RULES = ("all 10 views", "2 views", "5 views", "sequential 0.95", "sequential 0.99, two by two", "sequential 0.99")
 """Rules for stopping early that are shown; the file has more."""
+SWEPT = {"images": "8 x as many images", "classes": "20,000 classes instead of 10"}
+"""Sweeps along which the time per image should not change."""
 FLAT = 1.05
 """Largest ratio of two times that counts as equal: timings are noisy."""
 
@@ -70,7 +75,7 @@ def performance(name: str, folder: Path) -> str:
 
 
 def look_reports(folder: Path) -> list[Report]:
-    """Measurements of SecondLook beside plain CLIP: one report per device, traffic and batch size."""
+    """Measurements of SecondLook beside plain CLIP: one report per device, batch size, traffic and class list."""
     files = [
         json.loads(path.read_text(encoding="utf-8")) | {"file": path.name}
         for path in folder.glob("*-second-look-*.json")
@@ -82,7 +87,7 @@ def look_reports(folder: Path) -> list[Report]:
     ]
     # A table has more contenders than a point of a sweep, and takes its place.
     reports = {
-        (report["device"] == "cpu", report["batch"], report["attacked"]): report
+        (report["device"] == "cpu", report["batch"], report["attacked"], -report["classes"]): report
         for report in [*points, *files]
         if report["contenders"]
     }
@@ -94,8 +99,7 @@ def cost(folder: Path) -> str:
     rows, alone, files = [], [], {}
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        photos = "attacked" if report["attacked"] else "clean"
-        place = f"{where(report)}, {report['dtype']}"
+        photos, place = _photos(report), f"{where(report)}, {report['dtype']}"
         times = [_milliseconds(found, label, "milliseconds") for label in WORDS]
         numbers = [f"{ratio(found, LOOK, BARE):.2f}", f"{found[LOOK]['passes']:.2f}", _overhead(found[LOOK])]
         rows.append([f"{place}, batch {report['batch']}", photos, *times, *numbers])
@@ -114,7 +118,14 @@ def cost(folder: Path) -> str:
     ]
     made = "; ".join(f"`{file}` by `{command}`" for file, command in files.items())
     rows += [[*row, "", "", ""] for row in alone]
-    return "\n".join([*table(head, rows), "", f"*ViT-B/16, 1,223 classes. `benchmarks/results/bench`: {made}.*"]) + "\n"
+    note = f"*ViT-B/16, {CLASSES:,} classes unless the row has others. `benchmarks/results/bench`: {made}.*"
+    return "\n".join([*table(head, rows), "", note]) + "\n"
+
+
+def _photos(report: Report) -> str:
+    """Clean or attacked photos, and their classes if these are not the usual ones."""
+    classes = f", {report['classes']:,} classes" if report["classes"] != CLASSES else ""
+    return ("attacked" if report["attacked"] else "clean") + classes
 
 
 def _milliseconds(found: dict[str, Row], label: str, key: str) -> str:
@@ -150,8 +161,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
 
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        photos = "attacked photos" if report["attacked"] else "clean photos"
-        place = f"{photos}, {where(report)}, batch {report['batch']}"
+        place = f"{_photos(report)}, {where(report)}, batch {report['batch']}"
         if report["device"] == "cpu":
             yield f"SecondLook / plain CLIP, {place}", *at_most(1.85, ratio(found, LOOK, BARE))
             continue
@@ -164,20 +174,27 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
         least = {OURS: 1.7, PLAIN: 4.0} if report["attacked"] else {OURS: 2.3, PLAIN: 7.0}
         for other, limit in least.items():
             yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(found, other, LOOK))
+    for axis, words in SWEPT.items():
+        path = folder / f"gpu-vit-b-16-second-look-{axis}.json"
+        if path.is_file():
+            report = json.loads(path.read_text(encoding="utf-8"))
+            yield f"overhead of SecondLook, {words}", *at_most(FLAT, growth(report, axis, LOOK)[-1][1])
     for report in read_reports(folder):
-        if report["machine"] == "gpu" and report["part"] in ("table-clean", "table-clean-tower"):
+        if report["machine"] == "gpu" and report["part"] == "table-clean-tower":
             limit = {"vit-b-16": 14_000, "vit-b-32": 45_000}[report["tower"]]
             speed = contender(report, BARE)["images_per_second"]
-            words = f"{MODELS[report['tower']]}{', compiled tower' if report['part'].endswith('tower') else ''}"
-            yield f"images/s of plain {words}, {where(report)}", *at_least(limit, speed)
+            words = f"images/s of plain {MODELS[report['tower']]}, compiled tower, {where(report)}"
+            yield words, *at_least(limit, speed)
         if report["machine"] == "gpu" and report["part"] in ("sweep-images", "sweep-classes"):
             axis = report["part"].removeprefix("sweep-")
-            words = {"images": "8 x as many images", "classes": "20,000 classes instead of 10"}[axis]
-            yield f"overhead of ReACT, {words}, {MODELS[report['tower']]}", *at_most(FLAT, growth(report, axis)[-1][1])
+            place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
+            yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
     for path in (folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu")):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
-            words = f"service / library, time per image, {report['concurrency']} callers, {report['device']}"
+            processes = re.search(r"--processes (\d+)", report["server"])
+            several = f", {processes[1]} processes" if processes else ""
+            words = f"service / library, time per image, {report['concurrency']} callers{several}, {report['device']}"
             yield words, *at_most(FLAT, 1 / report["ratio"])
 
 

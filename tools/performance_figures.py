@@ -79,19 +79,19 @@ def series(report: Report, axis: str, label: str) -> list[tuple[float, dict[str,
     return [(point["value"], contender(point, label)) for point in report["sweeps"][axis]]
 
 
-def growth(report: Report, axis: str) -> list[tuple[float, float]]:
-    """ReACT's overhead at each value, relative to the first: the median over rounds, in which values take turns.
+def growth(report: Report, axis: str, label: str) -> list[tuple[float, float]]:
+    """A contender's overhead at each value, relative to the first: the median over rounds, in which values take turns.
 
-    The bare encoder is measured beside ReACT on every batch, and the same batch of another point some time later.
+    The bare encoder is measured beside it on every batch, and the same batch of another point some time later.
     """
-    overheads = [_round_overheads(point) for point in report["sweeps"][axis]]
+    overheads = [_round_overheads(point, label) for point in report["sweeps"][axis]]
     ratios = [[here / there for here, there in zip(mine, overheads[0], strict=True)] for mine in overheads]
     values = [point["value"] for point in report["sweeps"][axis]]
     return [(value, statistics.median(mine)) for value, mine in zip(values, ratios, strict=True)]
 
 
-def _round_overheads(point: Report) -> list[float]:
-    ours, bare = contender(point, OURS), contender(point, BARE)
+def _round_overheads(point: Report, label: str) -> list[float]:
+    ours, bare = contender(point, label), contender(point, BARE)
     pairs = zip(ours["round_milliseconds"], bare["round_milliseconds"], strict=True)
     return [mine / (floor * ours["passes"]) for mine, floor in pairs]
 
@@ -176,7 +176,7 @@ def _batch(axes: Axes, lines: Sequence[Report]) -> None:
 
 def _against_first(axis: str, axes: Axes, lines: Sequence[Report]) -> None:
     for report in lines:
-        _line(axes, report, growth(report, axis))
+        _line(axes, report, growth(report, axis, OURS))
     _log_ticks(axes, lines, axis)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.8), max(high, 1.2))
