@@ -8,32 +8,43 @@ from typing import Any
 
 from doc_tables import table
 
-GPU, SMALL = "serve-throughput-gpu.json", ("serve-overhead.json", "serve-overhead-one.json")
+GPU = {1: "serve-throughput-gpu-one.json", 4: "serve-throughput-gpu.json", 8: "serve-throughput-gpu-8.json"}
+"""Results on a GPU by number of processes."""
+SMALL = ("serve-overhead.json", "serve-overhead-one.json")
 COLUMNS = ["", "library, images/s", "service, images/s", "ratio", "images a batch", "HTTP alone, requests/s"]
 
 
 def speed(results: Path) -> str:
     """Service and library, side by side: ViT-B/16 on a GPU, and a tower that costs next to nothing on a CPU."""
-    gpu = json.loads((results / GPU).read_text())
+    gpu = {count: json.loads((results / name).read_text()) for count, name in GPU.items()}
     small = [json.loads((results / name).read_text()) for name in SMALL]
     rows = [
-        _row(f"ViT-B/16, {gpu['device']}, {gpu['concurrency']} callers, round {number}, before", one)
-        for number, one in enumerate(gpu["rounds"], 1)
+        _row(f"ViT-B/16, {run['device']}, {run['concurrency']} callers, {_processes(count)}", run)
+        for count, run in gpu.items()
     ]
     for run in small:
         callers = f"{run['concurrency']} caller{'s' if run['concurrency'] > 1 else ''}"
         rows += [_row(f"tower of one layer, {callers}, before", run["before"])]
-        rows += [_row(f"tower of one layer, {callers}, now", run)]
-    commands = ", ".join(f"`{run['command']}`" for run in (gpu, *small))
+        rows += [_row(f"tower of one layer, {callers}, after", run)]
+    commands = ", ".join(f"`{run['command']}`" for run in (*gpu.values(), *small))
     one = small[0]
+    sizes = "; ".join(f"{_processes(count)}: {_latency_and_memory(run)}" for count, run in gpu.items())
     notes = [
-        f"GPU: median latency {1000 * gpu['latency_seconds']['median']:.0f} ms, {gpu['cores']} cores;",
-        f"{gpu['server_memory'] / 1e6:,.0f} MB of memory and {gpu['server_gpu_memory'] / 1e6:,.0f} MB of the GPU's.",
+        f"GPU, {gpu[1]['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
         f"Tower of one layer: {one['cores']} cores ({one['device']}), medians of {len(one['rounds'])} rounds; the",
         f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
         f"length that are refused by their first bytes. Made by {commands}.",
     ]
     return "\n".join([*table(COLUMNS, rows), "", f"*{' '.join(notes)}*", ""])
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def _latency_and_memory(run: dict[str, Any]) -> str:
+    memory = " and ".join(f"{run[key] / 1e6:,.0f} MB" for key in ("server_memory", "server_gpu_memory"))
+    return f"{1000 * run['latency_seconds']['median']:.0f} ms, {memory}"
 
 
 def _row(name: str, values: dict[str, Any]) -> list[str]:
