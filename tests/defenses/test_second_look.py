@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +89,17 @@ def test_skipped_views_change_no_answer(setting: Any) -> None:
     assert torch.equal(one.branch, other.branch)
     assert torch.allclose(one.features, other.features, atol=1e-9)
     assert torch.allclose(other.passes, torch.full((24,), 1 + SHARE + MOVED_SHARE))
+
+
+def test_seeds_and_keys_of_any_kind_give_the_same_streams(setting: Any) -> None:
+    clf, guard, images = setting
+    expected = guard(clf, images, seed=7)
+    assert expected.gated.any()
+    assert torch.equal(guard(clf, images, seed=np.int64(7)).features, expected.features)
+    for seed in (7, b"secret"):
+        by_keys = guard.correct(clf.encoder, images, noise.stream_keys(images, seed), logits_of(clf))
+        assert torch.equal(by_keys.features, guard(clf, images, seed=seed).features)
+    assert not torch.equal(guard(clf, images, seed=8).features, expected.features)
 
 
 def test_without_classes_the_distances_decide(setting: Any) -> None:

@@ -208,7 +208,8 @@ class SecondLook(Defense):
         encoder = clf.encoder
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            out = self.correct(encoder, pixels, seed, logits_of(clf))
+            keys = seed if isinstance(seed, bytes) else int(seed)  # NumPy's integers are no int
+            out = self.correct(encoder, pixels, keys, logits_of(clf))
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             answers = answer(clf, out.features, passes=(out.passes, 0), **measured)
             check.wait()  # when a GPU has all of its work
