@@ -18,6 +18,7 @@ from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.vision import QuickGELU, VisionEncoder
+from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
 """Batch sizes after which compilations are counted."""
@@ -148,14 +149,24 @@ def patches(setting: Setting) -> Entry:
         return torch.cat([first, tokens], 1) + positions
 
     with replaced(embeddings, "forward", convolve):
-        speed = setting.compare(before, after)
-        one, other = (clf.encoder.encode_views(setting.clean[: setting.batch]) for clf in (before, after))
+        return compared(
+            setting,
+            "patches by a matrix product",
+            "The patch embedding as a matrix product instead of a convolution: the plain encoder.",
+            *(before, after),
+        )
+
+
+def compared(setting: Setting, idea: str, what: str, before: ZeroShotClassifier, after: ZeroShotClassifier) -> Entry:
+    """The entry of a change of the tower: times of both versions, and how far their features lie apart."""
+    speed = setting.compare(before, after)
+    one, other = (clf.encoder.encode_views(setting.clean[: setting.batch]) for clf in (before, after))
     return setting.entry(
-        "patches by a matrix product",
-        "The patch embedding as a matrix product instead of a convolution: the plain encoder.",
+        idea,
+        what,
         **speed[f"plain, batch {setting.batch}"],
         milliseconds=speed,
-        agreement={"smallest_cosine": (one * other).sum(1).min().item()},
+        agreement={"smallest_cosine": (one * other).sum(1).min().item(), "same_bits": torch.equal(one, other)},
     )
 
 
@@ -164,14 +175,11 @@ def activation(setting: Setting) -> Entry:
     before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
     for block in before.encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
         block.activation = QuickGELU()
-    speed = setting.compare(before, after)
-    one, other = (clf.encoder.encode_views(setting.clean[: setting.batch]) for clf in (before, after))
-    return setting.entry(
+    return compared(
+        setting,
         "QuickGELU as one kernel",
         "QuickGELU, x sigmoid(1.702 x), as one Triton kernel instead of three operations: the plain encoder.",
-        **speed[f"plain, batch {setting.batch}"],
-        milliseconds=speed,
-        agreement={"smallest_cosine": (one * other).sum(1).min().item(), "same_bits": torch.equal(one, other)},
+        *(before, after),
     )
 
 
