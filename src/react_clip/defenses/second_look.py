@@ -33,7 +33,7 @@ from react_clip.augment import Motion, smaller_copy
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
 from react_clip.defenses.react import Logits, logits_of
-from react_clip.encoders.base import Encoder, ViewMaker
+from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
@@ -277,19 +277,20 @@ class SecondLook(Defense):
     def record(self, encoder: Encoder, pixels: Tensor, keys: Tensor, logits: Logits) -> None:
         """Make every encoder call that a batch of this size can need: CUDA graphs are recorded at their first use."""
         plain = self.correct(encoder, pixels, keys, logits).plain
-        self._correct_rows(encoder, pixels, keys, torch.stack([plain, plain], 1))
+        if self.lazy:
+            self._correct_rows(encoder, pixels, keys, torch.stack([plain, plain], 1))
 
     def _encode(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, *, at_once: bool) -> Tensor:
         """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
         size, hashes = self.look_size(encoder), isinstance(keys, int)
         smaller = size < encoder.image_size
         look = _SmallerCopy(size) if smaller else _MovedCopy(self.motion, size, LOOK, hashes)
-        makers: tuple[ViewMaker, ...] = (_the_image, look)
         tensors = (pixels,) if smaller and not at_once else (pixels, _streams(pixels, keys))
-        if at_once:
-            makers += (_MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes),)
-        then = _Extrapolation(self.alpha, self.blend) if at_once else None
-        return encoder.make_and_encode(makers, *tensors, max_batch=self.max_batch, then=then)
+        if not at_once:
+            return encoder.make_and_encode((_the_image, look), *tensors, max_batch=self.max_batch)
+        moved = _MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes)
+        then = _Extrapolation(self.alpha, self.blend)
+        return encoder.make_and_encode((_the_image, look, moved), *tensors, max_batch=self.max_batch, then=then)
 
     def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, features: Tensor) -> Tensor:
         """Corrected features ``[n, 2, D]`` of steps 3 and 4, from those of image and look ``[n, 2, D]``."""

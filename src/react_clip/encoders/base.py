@@ -27,6 +27,10 @@ ViewMaker = Callable[..., Tensor]
 """A function of tensors ``[B, ...]`` that returns one view of each image; pure and hashable: graphs are kept."""
 
 
+def _unchanged(features: Tensor) -> Tensor:
+    return features
+
+
 @dataclass(frozen=True)
 class Gradients:
     """Gradients through a defence, for an attacker who differentiates it; answers do not depend on these options."""
@@ -160,7 +164,7 @@ class Encoder(nn.Module):
         makers: tuple[ViewMaker, ...],
         *tensors: Tensor,
         max_batch: int,
-        then: Callable[..., Tensor] | None = None,
+        then: Callable[..., Tensor] = _unchanged,
         given: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Unit features ``[B, len(makers), dim]`` of the views ``make(*tensors)``, for ``max_batch`` images at a time.
@@ -168,10 +172,8 @@ class Encoder(nn.Module):
         With ``then``, a pure and hashable function, the result is ``then(features, *given)``; rows of ``given`` are
         images too. On an accelerated GPU all of it is one CUDA graph for a small batch.
         """
-        count = tensors[0].shape[0]
-        if not self.backend.records(min(count, max_batch), *tensors, *given):
-            features = self._encode_each(makers, *tensors, max_batch=max_batch)
-            return features if then is None else then(features, *given)
+        if not self.backend.records(min(tensors[0].shape[0], max_batch), *tensors, *given):
+            return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
         # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
         for size in self._tables:
             self.update_positions(size)
@@ -181,7 +183,14 @@ class Encoder(nn.Module):
         results = [self.backend(compute, *part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _encode_each(self, makers: tuple[ViewMaker, ...], *tensors: Tensor, max_batch: int) -> Tensor:
+    def _encode_each(
+        self,
+        makers: tuple[ViewMaker, ...],
+        *tensors: Tensor,
+        max_batch: int,
+        then: Callable[..., Tensor] = _unchanged,
+        given: tuple[Tensor, ...] = (),
+    ) -> Tensor:
         """:meth:`make_and_encode` with one call of the tower per view."""
 
         def encode(make: ViewMaker) -> Tensor:
@@ -189,18 +198,17 @@ class Encoder(nn.Module):
                 len(tensors[0]), max_batch, lambda i, k: make(*(tensor[i:k] for tensor in tensors))
             )
 
-        return torch.stack([encode(make) for make in makers], 1)
+        return then(torch.stack([encode(make) for make in makers], 1), *given)
 
     def _make_and_compute(
-        self, makers: tuple[ViewMaker, ...], then: Callable[..., Tensor] | None, count: int, *tensors: Tensor
+        self, makers: tuple[ViewMaker, ...], then: Callable[..., Tensor], count: int, *tensors: Tensor
     ) -> Tensor:
         """:meth:`make_and_encode` of one batch; the first ``count`` tensors are those of the makers."""
         views = [make(*tensors[:count]) for make in makers]
         for view in views:
             if view.shape[-1] != self.image_size:
                 self.update_positions(view.shape[-1])
-        features = functional.normalize(torch.stack(self._compute_views(views), 1))
-        return features if then is None else then(features, *tensors[count:])
+        return then(functional.normalize(torch.stack(self._compute_views(views), 1)), *tensors[count:])
 
     def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Projected features of views whose sizes differ, in at least fp32; overridden where one pass can do it."""
@@ -389,7 +397,7 @@ def interpolate_positions(positions: Tensor, side: int) -> Tensor:
 def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tensor, positions: Tensor) -> Tensor:
     """Tokens ``[B, 1 + patches, width]`` of normalised pixels: the class token and the patches, positions added.
 
-    Patches do not overlap, so the convolution is one matrix product; a GPU takes a tenth of the time for it.
+    Patches do not overlap, so the convolution is one matrix product, which a GPU computes faster.
     """
     images, channels, height, _ = normalised.shape
     side, rows = patches.kernel_size[0], height // patches.kernel_size[0]
