@@ -216,6 +216,11 @@ def gpu_memory() -> int:
     return total - free
 
 
+def mps_runs() -> bool:
+    """True if NVIDIA's Multi-Process Service runs here: processes then share the GPU instead of taking turns."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
+
+
 def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Run all rounds and summarize them."""
     files = [as_jpeg(path) for path in expand_inputs(args.photos or bundled_photos())[: args.images]]
@@ -248,6 +253,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
+        "mps": mps_runs(),
         "server": services["server"].served.command,
         "defense": library.defense,
         "model": library.model,
