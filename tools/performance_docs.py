@@ -189,11 +189,12 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
-    for path in (folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu")):
+    for path in (folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu", "-gpu-8-mps")):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
             processes = re.search(r"--processes (\d+)", report["server"])
             several = f", {processes[1]} processes" if processes else ""
+            several += " with MPS" if report.get("mps") else ""
             words = f"service / library, time per image, {report['concurrency']} callers{several}, {report['device']}"
             yield words, *at_most(FLAT, 1 / report["ratio"])
 

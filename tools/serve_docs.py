@@ -8,19 +8,24 @@ from typing import Any
 
 from doc_tables import table
 
-GPU = {1: "serve-throughput-gpu-one.json", 4: "serve-throughput-gpu.json", 8: "serve-throughput-gpu-8.json"}
-"""Results on a GPU by number of processes."""
+GPU = {
+    "1 process": "serve-throughput-gpu-one.json",
+    "4 processes": "serve-throughput-gpu.json",
+    "8 processes": "serve-throughput-gpu-8.json",
+    "4 processes, MPS": "serve-throughput-gpu-4-mps.json",
+    "8 processes, MPS": "serve-throughput-gpu-8-mps.json",
+}
+"""Results on a GPU. MPS is NVIDIA's Multi-Process Service."""
 SMALL = ("serve-overhead.json", "serve-overhead-one.json")
 COLUMNS = ["", "library, images/s", "service, images/s", "ratio", "images a batch", "HTTP alone, requests/s"]
 
 
 def speed(results: Path) -> str:
     """Service and library, side by side: ViT-B/16 on a GPU, and a tower that costs next to nothing on a CPU."""
-    gpu = {count: json.loads((results / name).read_text()) for count, name in GPU.items()}
+    gpu = {setting: json.loads((results / name).read_text()) for setting, name in GPU.items()}
     small = [json.loads((results / name).read_text()) for name in SMALL]
     rows = [
-        _row(f"ViT-B/16, {run['device']}, {run['concurrency']} callers, {_processes(count)}", run)
-        for count, run in gpu.items()
+        _row(f"ViT-B/16, {run['device']}, {run['concurrency']} callers, {setting}", run) for setting, run in gpu.items()
     ]
     for run in small:
         callers = f"{run['concurrency']} caller{'s' if run['concurrency'] > 1 else ''}"
@@ -28,18 +33,14 @@ def speed(results: Path) -> str:
         rows += [_row(f"tower of one layer, {callers}, after", run)]
     commands = ", ".join(f"`{run['command']}`" for run in (*gpu.values(), *small))
     one = small[0]
-    sizes = "; ".join(f"{_processes(count)}: {_latency_and_memory(run)}" for count, run in gpu.items())
+    sizes = "; ".join(f"{setting}: {_latency_and_memory(run)}" for setting, run in gpu.items())
     notes = [
-        f"GPU, {gpu[1]['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
+        f"GPU, {gpu['1 process']['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
         f"Tower of one layer: {one['cores']} cores ({one['device']}), medians of {len(one['rounds'])} rounds; the",
         f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
         f"length that are refused by their first bytes. Made by {commands}.",
     ]
     return "\n".join([*table(COLUMNS, rows), "", f"*{' '.join(notes)}*", ""])
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
 
 
 def _latency_and_memory(run: dict[str, Any]) -> str:

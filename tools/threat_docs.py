@@ -14,10 +14,10 @@ from react_clip.evaluation import EvaluationResult, metrics
 from react_clip.evaluation.recipe import MEAN, format_eps
 from react_clip.report.run import read_run
 
-SUITES = tuple(
-    f"adaptive-{name}"
-    for name in ("SecondLook", "ReACT", "AOM", "TTC", "CLIPure-Cos", "CSR", "ET3", "AGC", "Defend-CLIP")
-)
+_WHOLE = "SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 AGC Defend-CLIP TTE DOC Anti-Adv"
+_COSTLY = "HD MAC DBD"
+"""Defences that were attacked by the whole suite, and by two members of it."""
+SUITES = tuple(f"adaptive-{name}" for name in f"{_WHOLE} {_COSTLY}".split())
 TRANSFER, MEMBERS, QUERIES = "transfer", "adaptive-members", "adaptive-queries"
 OBLIVIOUS = "adaptive-transfer"
 ATTACKERS = ("does not know it", "knows it", "has another tower")
@@ -49,8 +49,8 @@ def who(folder: Path) -> str:
     caption = (
         f"*Accuracy in %, mean over {_photos(first)}, of the last three columns over {_photos(transfer)}; "
         f"{first.model}, {first.dtype}, {first.device}; leakage-free scoring; mean over ten draws of a defence's "
-        f"noise; ± is half of a 95 % interval. {runs}; the first made by `{first.command}`, the last by "
-        f"`{transfer.command}`.*"
+        f"noise; ± is half of a 95 % interval. {', '.join(_COSTLY.split())}: two members of the suite. {runs}; the "
+        f"first made by `{first.command}`, the last two by `{suites[-1].command}` and by `{transfer.command}`.*"
     )
     lines = [*table(head, rows), "", caption]
     return "\n".join(lines) + "\n"
