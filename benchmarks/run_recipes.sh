@@ -65,9 +65,12 @@ for method in TeCoA PMG-AFT FARE CLIP-FT; do
 done
 # docs/threat-model.md: one run a defence (a batch is as large as the activations of all its views allow), hardening
 # options, and images crafted on a tower of benchmarks/finetune.sh.
-declare -A batches=([Defend-CLIP]=12 [AGC]=8)
-for defense in SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 Defend-CLIP AGC; do
+declare -A batches=([Defend-CLIP]=12 [AGC]=8 [DBD]=8)
+for defense in SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 Defend-CLIP AGC TTE DOC Anti-Adv; do
   evaluate "adaptive-$defense" adaptive 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
+done
+for defense in HD MAC DBD; do
+  evaluate "adaptive-$defense" adaptive-costly 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
 done
 evaluate adaptive-members adaptive-members 16 --batch 16 --datasets oxford_pets,caltech101
 evaluate adaptive-queries adaptive-queries 16 --batch 16
