@@ -45,6 +45,7 @@ from react_clip.cli.common import build_classifier, build_guard, load_encoder
 from react_clip.cli.photos import bundled_photos, expand_inputs
 from react_clip.cli.serve import settings_of
 from react_clip.defenses import Defense
+from react_clip.environment import has_mps
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
@@ -216,11 +217,6 @@ def gpu_memory() -> int:
     return total - free
 
 
-def mps_runs() -> bool:
-    """True if NVIDIA's Multi-Process Service runs here: processes then share the GPU instead of taking turns."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
-
-
 def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Run all rounds and summarize them."""
     files = [as_jpeg(path) for path in expand_inputs(args.photos or bundled_photos())[: args.images]]
@@ -253,7 +249,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
-        "mps": mps_runs(),
+        "mps": has_mps(),
         "server": services["server"].served.command,
         "defense": library.defense,
         "model": library.model,

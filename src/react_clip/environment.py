@@ -1,7 +1,8 @@
-"""Versions, device names and what the CPU can do."""
+"""Versions, device names and what the CPU and the GPU can do."""
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +31,11 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def has_mps() -> bool:
+    """True if NVIDIA's Multi-Process Service runs: processes then share a GPU, on which they take turns without it."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

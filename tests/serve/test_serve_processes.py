@@ -17,10 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from serve_client import SECOND_LOOK, as_json
 
 from programs import start_command
 from react_clip.cli import main
+from react_clip.cli.serve import sharing_line
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -229,3 +231,12 @@ def test_only_linux_shares_a_port(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["serve", "--quiet", "--port", "0", "--processes", "3"]) == 2
     assert capsys.readouterr().err.startswith("react-clip: --processes is 3, but only Linux")
+
+
+def test_several_processes_on_a_gpu_are_told_how_to_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert "nvidia-cuda-mps-control -d" in (sharing_line(4, gpu) or "")
+    assert sharing_line(1, gpu) is sharing_line(4, cpu) is None
+    (tmp_path / "control").touch()
+    assert sharing_line(4, gpu) is None

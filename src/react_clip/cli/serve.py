@@ -20,9 +20,11 @@ from react_clip.cli.common import (
     load_encoder,
     notice,
 )
+from react_clip.environment import has_mps
 from react_clip.optional import require
 
 if TYPE_CHECKING:
+    import torch
     from fastapi import FastAPI
     from torch import Tensor
 
@@ -122,6 +124,8 @@ def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes], *, quie
     preset = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
     notice(args, defense_line(guard))
+    if line := sharing_line(settings.processes, encoder.device):
+        notice(args, line)
     engine = Engine(encoder, guard, preset, secret=secret, settings=settings)
     engine.start()
     return create_app(engine, demo_attack if settings.demo else None, keys=keys)
@@ -147,6 +151,15 @@ def set_threads(settings: Settings) -> None:
     on_cpu = resolve_device(settings.device).type == "cpu"
     threads = settings.threads or (torch.get_num_threads() if on_cpu else 1)
     torch.set_num_threads(max(1, threads // settings.processes))
+
+
+def sharing_line(processes: int, device: torch.device) -> str | None:
+    """How several processes get more out of one GPU, where they do not share it yet."""
+    if processes == 1 or device.type != "cuda" or has_mps():
+        return None
+    return (
+        f"{processes} processes take turns on the GPU; they share it after `nvidia-cuda-mps-control -d` (NVIDIA's MPS)"
+    )
 
 
 def log_to_stderr(settings: Settings) -> None:
