@@ -87,7 +87,7 @@ def look_reports(folder: Path) -> list[Report]:
     ]
     # A table has more contenders than a point of a sweep, and takes its place.
     reports = {
-        (report["device"] == "cpu", report["batch"], report["attacked"], -report["classes"]): report
+        (report["device"] == "cpu", where(report), report["batch"], report["attacked"], -report["classes"]): report
         for report in [*points, *files]
         if report["contenders"]
     }

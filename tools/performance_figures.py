@@ -137,8 +137,10 @@ def _title(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """The machine in a few words."""
-    return f"CPU, {report['threads']} threads" if report["device"] == "cpu" else str(report["device"])
+    """The machine in a few words; older reports, of x86_64, do not have the architecture."""
+    if report["device"] != "cpu":
+        return str(report["device"])
+    return f"{report.get('architecture', 'x86_64')} CPU, {report['threads']} threads"
 
 
 # ---------------------------------------------------------------------- sweeps

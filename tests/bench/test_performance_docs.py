@@ -74,7 +74,7 @@ def test_ideas_are_shown_with_their_ratios_and_precisions_with_their_agreement(m
     row = "| int8 in OpenVINO, CPU | 0.25 | SecondLook | 75.00 %, 50.00 % of 40 |"
     assert row in performance("precision", measured).splitlines()
     assert "sweeps-cpu.svg" in performance("sweeps", measured)
-    assert "| ViT-B/32, CPU, 2 threads, bf16 |" in performance("roofline", measured)
+    assert "| ViT-B/32, x86_64 CPU, 2 threads, bf16 |" in performance("roofline", measured)
 
 
 def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,7 @@ def _report(args: argparse.Namespace, job: bench.Bench) -> dict[str, Any]:
         "model": clf.encoder.name,
         "classes": len(clf.names),
         "device": device_name(clf.device),
+        "architecture": platform.machine(),
         "threads": torch.get_num_threads(),
         **{name: getattr(args, name) for name in _OPTIONS},
         "notes": notes,
