@@ -22,9 +22,16 @@ def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path) -> 
         with pytest.raises(FileNotFoundError, match="nowhere") as raised:
             call()
         assert isinstance(raised.value, rc.ReactClipError)
-    with pytest.raises(ImportError, match="pip install") as missing:
-        require("no_such_package", "this", extra="eval")
+    with pytest.raises(ImportError, match=r"this needs no_such_package, which is missing; pip install") as missing:
+        require("no_such_package.part", "this", extra="eval")
     assert isinstance(missing.value, rc.ReactClipError)
+
+
+def test_a_package_that_is_there_and_broken_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('libpart.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"cannot be imported \(libpart.so: cannot open shared object file\); pip"):
+        require("broken_package", "this", extra="eval")
 
 
 def test_loading_does_not_switch_off_the_log_of_the_process(

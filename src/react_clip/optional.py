@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from react_clip.errors import MissingPackageError
+from react_clip.errors import MissingPackageError, first_line
 
 
 def require(module: str, purpose: str, *, extra: str) -> Any:
@@ -18,5 +18,7 @@ def require(module: str, purpose: str, *, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        reason = "is missing" if missing else f"cannot be imported ({first_line(error)})"
         command = f"pip install 'react-clip[{extra}]'"
-        raise MissingPackageError(f"{purpose} needs {package}, which is missing; {command}") from error
+        raise MissingPackageError(f"{purpose} needs {package}, which {reason}; {command}") from error

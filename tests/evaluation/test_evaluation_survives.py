@@ -151,3 +151,10 @@ def test_a_folder_with_another_or_a_damaged_recipe_is_refused(tmp_path: Path) ->
         prepare()
         with pytest.raises(rc.ReactClipError, match=message):
             toy_run(tmp_path, attacks=[], draws=2, title="second")
+
+
+def test_a_missing_package_stops_a_run_before_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(rc.ReactClipError, match=r"evaluating needs pyarrow, .*; pip install 'react-clip\[eval\]'"):
+        toy_run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

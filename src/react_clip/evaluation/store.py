@@ -26,6 +26,7 @@ from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
 from react_clip.evaluation.strict_yaml import read_yaml
+from react_clip.optional import require
 from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")
@@ -42,7 +43,12 @@ _HEADER = "react-clip"
 
 @contextmanager
 def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
-    """Lock the folder for this process, check or write its recipe, write its log, and give the store of its shards."""
+    """Lock the folder for this process, check or write its recipe, write its log, and give the store of its shards.
+
+    Packages that the end of a run needs are imported first: a missing one must not show after hours of work.
+    """
+    for package in ("pandas", "pyarrow.parquet"):
+        require(package, "evaluating", extra="eval")
     with storage.held_folder(folder):
         store = ShardStore(folder / SHARDS)
         _check_or_write_recipe(folder, recipe)

@@ -16,7 +16,6 @@ from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, MEAN, LabelledAttack, Recipe
 from react_clip.evaluation.result import AttackRow, Row, grouped
 from react_clip.evaluation.runner import PART
-from react_clip.optional import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,8 +137,9 @@ def _mean_row(group: list[Row]) -> Row:
 
 def write_per_image(path: Path, tables: Sequence[pd.DataFrame]) -> None:
     """Write the per-image results of all sets as one compressed Parquet file, whole or not at all."""
-    pa = require("pyarrow", "writing per-image results", extra="eval")
-    parquet = require("pyarrow.parquet", "writing per-image results", extra="eval")
+    import pyarrow as pa
+    from pyarrow import parquet
+
     columns = [name for name in tables[0].columns if name != "crafted_success" and not name.startswith(PART)]
     merged = pa.concat_tables([pa.Table.from_pandas(table[columns], preserve_index=False) for table in tables])
     sink = pa.BufferOutputStream()
