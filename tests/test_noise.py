@@ -100,6 +100,17 @@ def test_pixels_of_8_bits_are_hashed_as_bytes() -> None:
         assert noise.stream_keys(changed, b"secret") != key
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_secret_keys_are_those_of_images_alone_on_the_cpu(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    exact = torch.arange(3 * 256).reshape(3, 1, 16, 16) % 256 / 255.0
+    mixed = torch.cat([exact[:1], toy_images(2)[:, :1], exact[1:] / 2, exact[:1]])
+    alone = [noise.stream_keys(image[None], b"secret").item() for image in mixed]
+    assert noise.stream_keys(mixed.to(device), b"secret").tolist() == alone
+    assert alone[0] == alone[-1] != alone[1]
+
+
 def test_branches_given_as_a_tensor_are_those_given_as_numbers() -> None:
     keys = torch.tensor([5, -9])
     branches = noise.fork(keys[:, None], torch.arange(4))
