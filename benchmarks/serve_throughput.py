@@ -45,7 +45,7 @@ from react_clip.cli.common import build_classifier, build_guard, load_encoder
 from react_clip.cli.photos import bundled_photos, expand_inputs
 from react_clip.cli.serve import settings_of
 from react_clip.defenses import Defense
-from react_clip.environment import has_mps
+from react_clip.environment import has_nvidia_mps
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
@@ -249,7 +249,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
         **where("fastapi", "uvicorn", "starlette", "pillow"),
-        "mps": has_mps(),
+        "mps": has_nvidia_mps(),
         "server": services["server"].served.command,
         "defense": library.defense,
         "model": library.model,

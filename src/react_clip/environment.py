@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def has_mps() -> bool:
+def has_nvidia_mps() -> bool:
     """True if NVIDIA's Multi-Process Service runs: processes then share a GPU, on which they take turns without it."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 

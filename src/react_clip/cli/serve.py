@@ -20,7 +20,7 @@ from react_clip.cli.common import (
     load_encoder,
     notice,
 )
-from react_clip.environment import has_mps
+from react_clip.environment import has_nvidia_mps
 from react_clip.optional import require
 
 if TYPE_CHECKING:
@@ -155,11 +155,9 @@ def set_threads(settings: Settings) -> None:
 
 def sharing_line(processes: int, device: torch.device) -> str | None:
     """How several processes get more out of one GPU, where they do not share it yet."""
-    if processes == 1 or device.type != "cuda" or has_mps():
+    if processes == 1 or device.type != "cuda" or has_nvidia_mps():
         return None
-    return (
-        f"{processes} processes take turns on the GPU; they share it after `nvidia-cuda-mps-control -d` (NVIDIA's MPS)"
-    )
+    return f"{processes} processes take turns on the GPU; NVIDIA's MPS lets them share it: nvidia-cuda-mps-control -d"
 
 
 def log_to_stderr(settings: Settings) -> None:
