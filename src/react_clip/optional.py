@@ -18,7 +18,7 @@ def require(module: str, purpose: str, *, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (package, module)
         reason = "is missing" if missing else f"cannot be imported ({first_line(error)})"
         command = f"pip install 'react-clip[{extra}]'"
         raise MissingPackageError(f"{purpose} needs {package}, which {reason}; {command}") from error
