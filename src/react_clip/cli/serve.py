@@ -154,7 +154,7 @@ def set_threads(settings: Settings) -> None:
 
 
 def sharing_line(processes: int, device: torch.device) -> str | None:
-    """How several processes get more out of one GPU, where they do not share it yet."""
+    """A hint to start NVIDIA's MPS, for several processes on one GPU without it; None for all others."""
     if processes == 1 or device.type != "cuda" or has_nvidia_mps():
         return None
     return f"{processes} processes take turns on the GPU; NVIDIA's MPS lets them share it: nvidia-cuda-mps-control -d"
