@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from react_clip import ReactClipError, noise
-from toys import toy_images
+from toys import on_a_gpu, toy_images
 
 
 def test_numbers_are_standard_normal_and_streams_are_unrelated() -> None:
@@ -100,10 +100,8 @@ def test_pixels_of_8_bits_are_hashed_as_bytes() -> None:
         assert noise.stream_keys(changed, b"secret") != key
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_secret_keys_are_those_of_images_alone_on_the_cpu(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     exact = torch.arange(3 * 256).reshape(3, 1, 16, 16) % 256 / 255.0
     mixed = torch.cat([exact[:1], toy_images(2)[:, :1], exact[1:] / 2, exact[:1]])
     alone = [noise.stream_keys(image[None], b"secret").item() for image in mixed]

@@ -261,6 +261,40 @@ def to_float(pixels: Tensor) -> Tensor:
     return pixels.float().div(255.0) if pixels.dtype == torch.uint8 else pixels.float()
 
 
+class RangeCheck:
+    """Range check of pixels: on a CPU it raises at once, on a GPU it is started, and its result read, when asked."""
+
+    def __init__(self, pixels: Tensor) -> None:
+        self._pixels = pixels.detach()
+        self._copied: torch.cuda.Event | None = None
+        if not pixels.is_cuda:
+            self._span = torch.stack(torch.aminmax(self._pixels))
+            self._raise_unless_in_range()
+
+    def start(self) -> None:
+        """On a GPU start the check without waiting for it."""
+        if self._pixels.is_cuda:
+            self._span = torch.stack(torch.aminmax(self._pixels)).to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(self._pixels.device).record_event()
+
+    def wait(self) -> None:
+        """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
+        if self._copied is None:
+            self.start()
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._raise_unless_in_range()
+
+    def _raise_unless_in_range(self) -> None:
+        low, high = self._span.tolist()
+        # Written so that NaN fails too.
+        if not (low >= 0 and high <= 1):
+            raise ReactClipError(
+                f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
+                "255, and leave CLIP's mean/std normalisation to the encoder)"
+            )
+
+
 def to_image(pixels: Tensor) -> Image.Image:
     """An 8-bit RGB image of float pixels ``[3, H, W]`` in [0, 1]; the opposite of :func:`to_pixels`."""
     array = pixels.detach().mul(255).round().clamp(0, 255).to("cpu", torch.uint8).permute(1, 2, 0).contiguous()

@@ -18,7 +18,7 @@ from react_clip import functional
 from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, fuse_activations, kernels_work
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Images, Preprocessing, as_pixels
+from react_clip.preprocess import Images, Preprocessing, RangeCheck, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -419,37 +419,3 @@ def read_similarity(model: Any) -> functional.Similarity:
     return functional.Similarity(
         float(scale.detach().exp()), 0.0 if bias is None else float(bias.detach()), bias is not None
     )
-
-
-class RangeCheck:
-    """Range check of pixels: on a CPU it raises at once, on a GPU it is started, and its result read, when asked."""
-
-    def __init__(self, pixels: Tensor) -> None:
-        self._pixels = pixels.detach()
-        self._copied: torch.cuda.Event | None = None
-        if not pixels.is_cuda:
-            self._span = torch.stack(torch.aminmax(self._pixels))
-            self._raise_unless_in_range()
-
-    def start(self) -> None:
-        """On a GPU start the check without waiting for it."""
-        if self._pixels.is_cuda:
-            self._span = torch.stack(torch.aminmax(self._pixels)).to("cpu", non_blocking=True)
-            self._copied = torch.cuda.current_stream(self._pixels.device).record_event()
-
-    def wait(self) -> None:
-        """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
-        if self._copied is None:
-            self.start()
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._raise_unless_in_range()
-
-    def _raise_unless_in_range(self) -> None:
-        low, high = self._span.tolist()
-        # Written so that NaN fails too.
-        if not (low >= 0 and high <= 1):
-            raise ReactClipError(
-                f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
-                "255, and leave CLIP's mean/std normalisation to the encoder)"
-            )
