@@ -6,7 +6,6 @@ A section whose files are not there is empty, heading and all.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from performance_figures import (
     series,
     where,
 )
+from serve_docs import service_setting
 
 from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
 from react_clip.choices import SWEEPS
@@ -189,13 +189,12 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
-    for path in (folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu", "-gpu-8-mps")):
+    for path in (
+        folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu", "-gpu-8-mps", "-gpu-8-mps-128")
+    ):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
-            processes = re.search(r"--processes (\d+)", report["server"])
-            several = f", {processes[1]} processes" if processes else ""
-            several += " with MPS" if report.get("mps") else ""
-            words = f"service / library, time per image, {report['concurrency']} callers{several}, {report['device']}"
+            words = f"service / library, time per image, {service_setting(report)}, {report['device']}"
             yield words, *at_most(FLAT, 1 / report["ratio"])
 
 

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from doc_tables import table
 
-GPU = {
-    "1 process": "serve-throughput-gpu-one.json",
-    "4 processes": "serve-throughput-gpu.json",
-    "8 processes": "serve-throughput-gpu-8.json",
-    "4 processes, MPS": "serve-throughput-gpu-4-mps.json",
-    "8 processes, MPS": "serve-throughput-gpu-8-mps.json",
-}
-"""Results on a GPU. MPS is NVIDIA's Multi-Process Service."""
+GPU = ("-one", "", "-8", "-4-mps", "-8-mps", "-8-mps-128")
+"""Results on a GPU, ``serve-throughput-gpu*.json``."""
 SMALL = ("serve-overhead.json", "serve-overhead-one.json")
 COLUMNS = ["", "library, images/s", "service, images/s", "ratio", "images a batch", "HTTP alone, requests/s"]
 
 
 def speed(results: Path) -> str:
     """Service and library, side by side: ViT-B/16 on a GPU, and a tower that costs next to nothing on a CPU."""
-    gpu = {setting: json.loads((results / name).read_text()) for setting, name in GPU.items()}
+    gpu = [json.loads((results / f"serve-throughput-gpu{part}.json").read_text()) for part in GPU]
     small = [json.loads((results / name).read_text()) for name in SMALL]
-    rows = [
-        _row(f"ViT-B/16, {run['device']}, {run['concurrency']} callers, {setting}", run) for setting, run in gpu.items()
-    ]
+    rows = [_row(f"ViT-B/16, {run['device']}, {service_setting(run)}", run) for run in gpu]
     for run in small:
         callers = f"{run['concurrency']} caller{'s' if run['concurrency'] > 1 else ''}"
         rows += [_row(f"tower of one layer, {callers}, before", run["before"])]
         rows += [_row(f"tower of one layer, {callers}, after", run)]
-    commands = ", ".join(f"`{run['command']}`" for run in (*gpu.values(), *small))
+    commands = ", ".join(f"`{run['command']}`" for run in (*gpu, *small))
     one = small[0]
-    sizes = "; ".join(f"{setting}: {_latency_and_memory(run)}" for setting, run in gpu.items())
+    sizes = "; ".join(f"{service_setting(run)}: {_latency_and_memory(run)}" for run in gpu)
     notes = [
-        f"GPU, {gpu['1 process']['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
+        f"GPU, {gpu[0]['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
         f"Tower of one layer: {one['cores']} cores ({one['device']}), medians of {len(one['rounds'])} rounds; the",
         f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
         f"length that are refused by their first bytes. Made by {commands}.",
     ]
     return "\n".join([*table(COLUMNS, rows), "", f"*{' '.join(notes)}*", ""])
+
+
+def service_setting(run: dict[str, Any]) -> str:
+    """Callers and processes of a measured service; MPS is NVIDIA's Multi-Process Service."""
+    processes = re.search(r"--processes (\d+)", run["server"])
+    several = f"{processes[1]} processes" if processes else "1 process"
+    return f"{run['concurrency']} callers, {several}" + (" with MPS" if run.get("mps") else "")
 
 
 def _latency_and_memory(run: dict[str, Any]) -> str:
