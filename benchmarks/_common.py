@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -88,10 +89,10 @@ def where(*packages: str) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """The CPU's name as Linux gives it."""
+    """The CPU's name as Linux gives it, or its architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write(name: str, result: dict[str, Any]) -> None:

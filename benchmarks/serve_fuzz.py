@@ -221,7 +221,7 @@ def main() -> int:
     seconds, after, last = time.monotonic() - began, served.memory(), send(served.url, good)
     code, stop_seconds = served.stop()
     result = {
-        **where("fastapi", "uvicorn", "starlette", "pillow"),
+        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
         "server": served.command,
         "requests": args.count,
         "seed": args.seed,

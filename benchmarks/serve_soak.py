@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
     memory = read_record(record)
     images = _value(metrics, "react_clip_batch_images_sum")
     return {
-        **where("fastapi", "uvicorn", "starlette", "pillow"),
+        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
         "allocator": args.allocator,
         "server": served.command,
         "minutes": round(seconds / 60, 2),

@@ -248,7 +248,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         codes = [service.served.stop()[0] for service in services.values()]
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
-        **where("fastapi", "uvicorn", "starlette", "pillow"),
+        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
         "mps": has_nvidia_mps(),
         "server": services["server"].served.command,
         "defense": library.defense,

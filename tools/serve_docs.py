@@ -9,27 +9,32 @@ from typing import Any
 
 from doc_tables import table
 
-GPU = ("-one", "", "-8", "-4-mps", "-8-mps", "-8-mps-128")
+GPU = ("-one", "", "-8", "-4-mps", "-8-mps", "-12-mps", "-8-mps-128")
 """Results on a GPU, ``serve-throughput-gpu*.json``."""
-SMALL = ("serve-overhead.json", "serve-overhead-one.json")
+SMALL = {
+    "serve-overhead.json": ("before", "after"),
+    "serve-overhead-one.json": ("before", "after"),
+    "serve-uvloop.json": ("without uvloop", "with uvloop"),
+}
+"""Results with a tower of one layer: names of the versions that a run compares."""
 COLUMNS = ["", "library, images/s", "service, images/s", "ratio", "images a batch", "HTTP alone, requests/s"]
 
 
 def speed(results: Path) -> str:
     """Service and library, side by side: ViT-B/16 on a GPU, and a tower that costs next to nothing on a CPU."""
     gpu = [json.loads((results / f"serve-throughput-gpu{part}.json").read_text()) for part in GPU]
-    small = [json.loads((results / name).read_text()) for name in SMALL]
+    small = {name: json.loads((results / name).read_text()) for name in SMALL}
     rows = [_row(f"ViT-B/16, {run['device']}, {service_setting(run)}", run) for run in gpu]
-    for run in small:
+    for name, run in small.items():
         callers = f"{run['concurrency']} caller{'s' if run['concurrency'] > 1 else ''}"
-        rows += [_row(f"tower of one layer, {callers}, before", run["before"])]
-        rows += [_row(f"tower of one layer, {callers}, after", run)]
-    commands = ", ".join(f"`{run['command']}`" for run in (*gpu, *small))
-    one = small[0]
+        for version, values in zip(SMALL[name], (run["before"], run), strict=True):
+            rows += [_row(f"tower of one layer, {run['device']}, {callers}, {version}", values)]
+    commands = ", ".join(f"`{run['command']}`" for run in (*gpu, *small.values()))
+    one = small["serve-overhead.json"]
     sizes = "; ".join(f"{service_setting(run)}: {_latency_and_memory(run)}" for run in gpu)
     notes = [
         f"GPU, {gpu[0]['cores']} cores: median latency, memory of the host and of the GPU with {sizes}.",
-        f"Tower of one layer: {one['cores']} cores ({one['device']}), medians of {len(one['rounds'])} rounds; the",
+        f"Tower of one layer: {one['cores']} cores, medians of {len(one['rounds'])} rounds; the",
         f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
         f"length that are refused by their first bytes. Made by {commands}.",
     ]

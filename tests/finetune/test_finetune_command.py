@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -83,11 +84,26 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert record["command"].startswith("react-clip finetune tecoa stripes")
     assert (record["settings"]["steps"], record["settings"]["batch"]) == (6, 8)
     assert record["final_loss"] < record["first_loss"]
+    assert record["notes"] == []
     with (tuned / "log.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert float(rows[0]["loss"]) == record["first_loss"]
     assert Image.open(tuned / "loss.png").size[0] > 300
+
+
+def test_a_training_that_has_not_converged_says_so(root: Path, tiny_folder: Path, tmp_path: Path, run: Run) -> None:
+    arguments = ["stripes", "--data", root, "--model", tiny_folder, "--steps", 1, "--batch", 8, "--device", "cpu"]
+    code, out, err = run("finetune", "tecoa", *arguments, "--out", tmp_path / "tecoa")
+    assert code == 0, err
+    loss = out.rpartition(" ")[2].strip()
+    assert float(loss) > math.log(len(NAMES))
+    assert f"note: the loss ended at {float(loss):.3g}, above 1.39, that of equal answers for all 4 classes" in err
+    record = json.loads((tmp_path / "tecoa" / "finetune.json").read_text())
+    assert ["has not converged" in note for note in record["notes"]] == [True]
+    code, _, err = run("finetune", "fare", *arguments, "--out", tmp_path / "fare")  # whose loss has no such limit
+    assert code == 0, err
+    assert "converged" not in err
 
 
 def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, tiny_folder: Path, run: Run) -> None:

@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     common.try_to_plot(args, lambda: _plot(result, method))
     usage = f"use it with --model {result.folder} or rc.load({str(result.folder)!r})"
     document = {"folder": str(result.folder), "was_finished": result.was_finished, **result.record}
-    common.print_result(args, document, [_summary(result, method)], [usage])
+    notes = [f"note: {note}" for note in result.record.get("notes", [])]
+    common.print_result(args, document, [_summary(result, method)], [*notes, usage])
     return 0
 
 

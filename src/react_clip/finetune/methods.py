@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ class Method(Registered, ABC):
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """The loss ``[B]`` that training minimises, from the attacked pixels ``[B, 3, S, S]``."""
 
+    def loss_of_equal_answers(self, classes: int) -> float:
+        """The loss of a tower that gives all classes the same probability; infinite where it is not known."""
+        return math.inf
+
 
 class TeCoA(Method):
     r"""Text-guided contrastive adversarial training (Mao et al., 2023): :math:`\mathrm{CE}(z(x_{adv}), y)`."""
@@ -82,6 +87,10 @@ class TeCoA(Method):
     def loss(self, batch: Batch, adversarial: Tensor) -> Tensor:
         """Cross-entropy of the attacked images."""
         return cross_entropy(batch.logits(batch.student(adversarial)), batch.labels)
+
+    def loss_of_equal_answers(self, classes: int) -> float:
+        """The logarithm of the number of classes."""
+        return math.log(classes)
 
 
 class PMGAFT(Method):

@@ -127,17 +127,20 @@ def _identity(
 def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]) -> dict[str, Any]:
     losses = [row.loss for row in read_log(run.log)]
     tail = math.ceil(len(losses) / 10)
+    classes = len(task.class_features) if task.method.needs_labels else 0
+    final_loss = fmean(losses[-tail:]) if losses else None
     return {
         "method": task.method.to_dict(),
         "model": lasting_name(task.original.name),
         "weights": task.original.fingerprint(),
         "photos": len(task.photos),
-        "classes": len(task.class_features) if task.method.needs_labels else 0,
+        "classes": classes,
         "data": run.identity["data"],
         "settings": task.settings.to_dict(),
         "first_loss": losses[0] if losses else None,
-        "final_loss": fmean(losses[-tail:]) if losses else None,
+        "final_loss": final_loss,
         "final_loss_is": f"the mean of the last {tail} steps",
+        "notes": _notes(task.method, classes, final_loss),
         "seconds": round(seconds, 2),
         "device": device_name(task.student.device),
         "versions": versions(),
@@ -145,6 +148,16 @@ def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]
         **about,
         "tower": {"file": TOWER, "layout": "openai", "dtype": "fp16" if task.settings.half else "fp32"},
     }
+
+
+def _notes(method: Method, classes: int, final_loss: float | None) -> list[str]:
+    """A line if the tower answers worse than one that does not look at the image."""
+    if final_loss is None or not method.needs_labels or final_loss <= (limit := method.loss_of_equal_answers(classes)):
+        return []
+    return [
+        f"the loss ended at {final_loss:.3g}, above {limit:.3g}, that of equal answers for all {classes:,} classes: "
+        "the training has not converged; take more steps, another seed or a smaller learning rate, in another folder"
+    ]
 
 
 # ---------------------------------------------------------------------- the training loop
