@@ -190,7 +190,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
     for path in (
-        folder.parent / f"serve-throughput{part}.json" for part in ("", "-gpu", "-gpu-8-mps", "-gpu-8-mps-128")
+        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu", "-gpu-8-mps", "-gpu-8-mps-128")
     ):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
