@@ -152,7 +152,8 @@ def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]
 
 def _notes(method: Method, classes: int, final_loss: float | None) -> list[str]:
     """A line if the tower answers worse than one that does not look at the image."""
-    if final_loss is None or not method.needs_labels or final_loss <= (limit := method.loss_of_equal_answers(classes)):
+    limit = method.loss_of_equal_answers(classes)
+    if final_loss is None or final_loss <= limit:
         return []
     return [
         f"the loss ended at {final_loss:.3g}, above {limit:.3g}, that of equal answers for all {classes:,} classes: "
