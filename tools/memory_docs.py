@@ -42,7 +42,8 @@ def memory(results: Path) -> str:
         stages |= {f"{words}: most": load["most"], f"{words}: half a minute later": run["memory_after_rest"]}
     rows = [[name, *(_mib(line[key]) for key in COLUMNS), str(line["arenas"])] for name, line in stages.items()]
     lines = [*table(["after", *COLUMNS.values(), "arenas"], rows), ""]
-    lines += [f"*In MiB; {soak['cores']} cores ({soak['device']}). Made by {_commands(runs)}.*", ""]
+    machines = ", ".join(f"{run['device']} for {run['minutes']:.0f} minutes" for run in (runs[0], soak))
+    lines += [f"*In MiB; {soak['cores']} cores ({machines}). Made by {_commands(runs)}.*", ""]
     return "\n".join(lines)
 
 
