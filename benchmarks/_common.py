@@ -21,6 +21,8 @@ import torch
 from react_clip.environment import versions
 
 RESULTS = Path(__file__).parent / "results"
+SERVICE = ("fastapi", "uvicorn", "uvloop", "starlette", "pillow")
+"""Packages of the service, whose versions belong to its measurements."""
 
 
 @dataclass

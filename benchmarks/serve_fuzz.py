@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from _common import Server, where, write
+from _common import SERVICE, Server, where, write
 from PIL import Image
 
 ROUTES = ("/v1/classify", "/v1/embed")
@@ -221,7 +221,7 @@ def main() -> int:
     seconds, after, last = time.monotonic() - began, served.memory(), send(served.url, good)
     code, stop_seconds = served.stop()
     result = {
-        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
+        **where(*SERVICE),
         "server": served.command,
         "requests": args.count,
         "seed": args.seed,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from _common import Server, where, write
+from _common import SERVICE, Server, where, write
 from _observed_server import ALLOCATORS
 from PIL import Image
 from serve_fuzz import cases, send
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
     memory = read_record(record)
     images = _value(metrics, "react_clip_batch_images_sum")
     return {
-        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
+        **where(*SERVICE),
         "allocator": args.allocator,
         "server": served.command,
         "minutes": round(seconds / 60, 2),

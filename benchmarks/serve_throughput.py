@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import torch
-from _common import Server, where, write
+from _common import SERVICE, Server, where, write
 from torch import Tensor
 
 from react_clip import SecondLook, ZeroShotClassifier
@@ -248,7 +248,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         codes = [service.served.stop()[0] for service in services.values()]
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
-        **where("fastapi", "uvicorn", "uvloop", "starlette", "pillow"),
+        **where(*SERVICE),
         "mps": has_nvidia_mps(),
         "server": services["server"].served.command,
         "defense": library.defense,

@@ -19,7 +19,9 @@ from hypothesis import HealthCheck, settings
 import tiny_clip
 from programs import Run
 from react_clip import Encoder, ReactClipError, encoders
+from react_clip.attacks import Attack
 from react_clip.cli import main
+from react_clip.defenses import Defense
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -86,6 +88,15 @@ def open_clip_weights(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
 def open_clip_name(open_clip_weights: Path) -> str:
     """The small CLIP through open_clip."""
     return f"open_clip:{tiny_clip.OPEN_CLIP_NAME}/{open_clip_weights}"
+
+
+@pytest.fixture
+def no_new_classes() -> Iterator[None]:
+    """Forget the defences and attacks that a test has defined or imported from outside the package."""
+    yield
+    for known in (Defense.registry._classes, Attack.registry._classes):
+        for kind in [kind for kind, cls in known.items() if not cls.__module__.startswith("react_clip.")]:
+            del known[kind]
 
 
 @pytest.fixture

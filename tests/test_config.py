@@ -14,9 +14,7 @@ import pytest
 
 import react_clip as rc
 from react_clip import attacks, defenses
-from react_clip.attacks import Attack
 from react_clip.config import Configuration, Count, PixelLength, PositiveLength, Range, Registered, Registry, Share
-from react_clip.defenses import Defense
 from toys import toy_classifier, toy_images
 
 
@@ -162,7 +160,7 @@ class Hidden(Fade):
 
 
 @pytest.fixture
-def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_package(no_new_classes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package with entry points; it is forgotten afterwards."""
     (tmp_path / "fading.py").write_text(PACKAGE)
     info = tmp_path / "fading-1.0.dist-info"
@@ -172,8 +170,6 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         "[react_clip.defenses]\nfade = fading:Fade\nwrong = fading:Fade\n[react_clip.attacks]\ngentle = fading:Gentle\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for family in (Defense, Attack):
-        monkeypatch.setattr(family.registry, "_classes", dict(family.registry._classes))
     yield
     sys.modules.pop("fading", None)
 

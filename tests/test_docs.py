@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from PIL import Image
 from programs import Run
 from react_clip.cli import COMMANDS, parse_args
 from react_clip.defenses import SSTPT
-from react_clip.defenses.base import Defense
 from react_clip.evaluation import Recipe
 
+pytestmark = pytest.mark.usefixtures("no_new_classes")
 ROOT = Path(__file__).resolve().parents[1]
 FINETUNED = ("TeCoA", "PMG-AFT", "FARE")
 DOCS = ROOT / "docs"
@@ -43,15 +42,6 @@ def run_example(example: str, model: Path, name: str) -> dict[str, Any]:
     space: dict[str, Any] = {}
     exec(example, space)
     return space
-
-
-@pytest.fixture(autouse=True)
-def no_traces() -> Iterator[None]:
-    """Forget defences that an example has defined."""
-    yield
-    known = Defense.registry._classes
-    for kind in [kind for kind, cls in known.items() if not cls.__module__.startswith("react_clip.")]:
-        del known[kind]
 
 
 @pytest.fixture

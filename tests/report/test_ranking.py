@@ -19,7 +19,6 @@ import react_clip as rc
 from react_clip.attacks import PGD, Corruption
 from react_clip.cli import main
 from react_clip.cli.rank import check_defense, load_defense
-from react_clip.defenses.base import Defense
 from react_clip.evaluation import evaluate
 from react_clip.report.ranking import ALL, Ranking, rank
 
@@ -35,9 +34,8 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "add-your-defence.md"
 
 
 @pytest.fixture(autouse=True)
-def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_traces(no_new_classes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget defences and import paths that a test has added."""
-    monkeypatch.setattr(Defense.registry, "_classes", dict(Defense.registry._classes))
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
