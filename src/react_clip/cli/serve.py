@@ -20,14 +20,13 @@ from react_clip.cli.common import (
     load_encoder,
     notice,
 )
-from react_clip.environment import has_nvidia_mps
 from react_clip.optional import require
 
 if TYPE_CHECKING:
-    import torch
     from fastapi import FastAPI
     from torch import Tensor
 
+    from react_clip.serve.engine import Engine
     from react_clip.serve.settings import Settings
     from react_clip.zeroshot import ZeroShotClassifier
 
@@ -61,8 +60,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def run(args: argparse.Namespace) -> int:
     """Load the model, listen and answer; returns 0 after SIGTERM or SIGINT."""
     settings = settings_of(args)
-    build = prepare(settings)
-    from react_clip.serve.app import public_name
+    secret, keys = read_credentials(settings)
+    from react_clip.serve.responses import public_name
     from react_clip.serve.server import address, open_socket, serve
 
     def announce(url: str) -> None:
@@ -72,16 +71,17 @@ def run(args: argparse.Namespace) -> int:
     if settings.engine == "ray":
         from react_clip.scale.serving import serve_on_cluster
 
-        serve_on_cluster(build, settings, announce)
+        serve_on_cluster(partial(build_app, settings, secret, keys), settings, announce)
         return 0
     if settings.processes > 1:
         from react_clip.serve.processes import serve_in_processes
 
         log_to_stderr(settings)
-        serve_in_processes(build, settings, announce)
+        build = partial(build_engine, settings, secret)
+        serve_in_processes(build, settings, announce, secret=secret, keys=keys)
         return 0
     listener = open_socket(settings)
-    serve(build(), settings, listener, lambda: announce(address(listener)))
+    serve(build_app(settings, secret, keys), settings, listener, lambda: announce(address(listener)))
     return 0
 
 
@@ -97,11 +97,12 @@ def application(flags: dict[str, Any]) -> Any:
 
     settings = read_settings({"engine": "ray", **flags})
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return deployed(prepare(settings), settings, has_gpus=has_gpus)
+    build = partial(build_app, settings, *read_credentials(settings))
+    return deployed(build, settings, has_gpus=has_gpus)
 
 
-def prepare(settings: Settings) -> Callable[..., FastAPI]:
-    """Read the secret and the API keys, and return a function that builds the application in any process."""
+def read_credentials(settings: Settings) -> tuple[bytes, frozenset[bytes]]:
+    """The secret, random where none is given, and the digests of the API keys; also checks the label options."""
     from react_clip.serve.settings import read_keys, read_secret
 
     check_label_options(argparse.Namespace(**settings.model_dump()))
@@ -109,26 +110,30 @@ def prepare(settings: Settings) -> Callable[..., FastAPI]:
     if secret is None:
         line = "the noise is keyed by a new random secret: answers may differ after a restart, not with --secret-file"
         notice(argparse.Namespace(quiet=settings.quiet), line)
-    return partial(build_app, settings, secret or secrets.token_bytes(32), keys)
+    return secret or secrets.token_bytes(32), keys
 
 
-def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes], *, quiet: bool = False) -> FastAPI:
-    """Load the model, start the engine and return the application; with ``quiet`` no notices are printed."""
+def build_app(settings: Settings, secret: bytes, keys: frozenset[bytes]) -> FastAPI:
+    """The application, with a model in this process."""
     from react_clip.serve.app import create_app
+
+    return create_app(build_engine(settings, secret), demo_attack if settings.demo else None, keys=keys)
+
+
+def build_engine(settings: Settings, secret: bytes) -> Engine:
+    """Load the model and start its engine."""
     from react_clip.serve.engine import Engine
 
-    args = argparse.Namespace(**settings.model_dump() | {"quiet": settings.quiet or quiet})
+    args = argparse.Namespace(**settings.model_dump())
     log_to_stderr(settings)
     set_threads(settings)
     encoder = load_encoder(args).accelerate()
     preset = build_classifier(args, encoder)
     guard = build_guard(args, encoder)
     notice(args, defense_line(guard))
-    if line := sharing_line(settings.processes, encoder.device):
-        notice(args, line)
     engine = Engine(encoder, guard, preset, secret=secret, settings=settings)
     engine.start()
-    return create_app(engine, demo_attack if settings.demo else None, keys=keys)
+    return engine
 
 
 def demo_attack(
@@ -143,21 +148,13 @@ def demo_attack(
 
 
 def set_threads(settings: Settings) -> None:
-    """Divide the CPU threads among the processes; one each where the model is on a GPU and the CPU only decodes."""
+    """Set the CPU threads of this process; one where the model is on a GPU and the CPU only decodes."""
     import torch
 
     from react_clip.encoders.loading import resolve_device
 
     on_cpu = resolve_device(settings.device).type == "cpu"
-    threads = settings.threads or (torch.get_num_threads() if on_cpu else 1)
-    torch.set_num_threads(max(1, threads // settings.processes))
-
-
-def sharing_line(processes: int, device: torch.device) -> str | None:
-    """A hint to start NVIDIA's MPS, for several processes on one GPU without it; None for all others."""
-    if processes == 1 or device.type != "cuda" or has_nvidia_mps():
-        return None
-    return f"{processes} processes take turns on the GPU; NVIDIA's MPS lets them share it: nvidia-cuda-mps-control -d"
+    torch.set_num_threads(settings.threads or (torch.get_num_threads() if on_cpu else 1))
 
 
 def log_to_stderr(settings: Settings) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -17,16 +16,16 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.environment import __version__
-from react_clip.errors import ReactClipError
-from react_clip.preprocess import DEFAULT_LIMITS, data_uri, from_8bit, to_image
+from react_clip.preprocess import data_uri, from_8bit, to_image
 from react_clip.serve import pages, requests, responses
 from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
-from react_clip.serve.labels import LabelCache
+from react_clip.serve.labels import LabelList
 from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.middleware import RequestGuard
+from react_clip.serve.remote import RemoteEngine
 from react_clip.zeroshot import ZeroShotClassifier
 
 DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int, int], None]], Tensor]
@@ -40,48 +39,41 @@ _DRAWN = 127.0 / 255.0
 class Service:
     """Shared by the handlers: engine, settings, decoder threads, metrics and, with ``--demo``, an attack."""
 
-    def __init__(self, engine: Engine, attack: DemoAttack | None) -> None:
+    def __init__(self, engine: Engine | RemoteEngine, attack: DemoAttack | None) -> None:
         self.engine, self.settings, self.attack = engine, engine.settings, attack
-        self.model = self.settings.name or public_name(engine.encoder.name)
-        self.decoder = Decoder(self.settings, preprocessing=engine.encoder.preprocessing, secret=engine.secret)
+        self.decoder = Decoder(self.settings, preprocessing=engine.preprocessing, secret=engine.secret)
         self.metrics = Metrics(shared=self.settings.processes > 1)
-        self.labels = LabelCache(engine)
-        self.accepts_labels = self.labels.source != "preset" and not self.settings.fixed_labels
         self.started = int(time.time())
         self.attack_progress = responses.AttackProgress()
-        engine.on_batch, engine.on_queue = self.metrics.count_batch, self.metrics.waiting.set
+        if isinstance(engine, Engine):
+            engine.on_batch, engine.on_queue = self.metrics.count_batch, self.metrics.waiting.set
+            self.info = responses.Info.of(engine, demo=attack is not None)
+        else:
+            self.info = engine.info
+        self.model = self.info.model
+        self._preset = LabelList(tuple(self.info.labels.preset), preset=True)
 
-    async def inputs(self, body: requests.ImageRequest) -> tuple[ZeroShotClassifier, list[Photo]]:
-        """The classes that a request asks for, and its photos."""
+    async def inputs(self, body: requests.ImageRequest) -> tuple[LabelList, list[Photo]]:
+        """The labels that a request asks for, and its photos."""
         if body.model not in (None, "", self.model):
             raise RequestError(422, f"model is {quote(body.model)}; this service has {self.model!r}", field="model")
         if body.suspicious and not self.settings.tells_suspicious:
             line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --suspicious)"
             raise RequestError(422, line, field="suspicious")
-        classes = await self._classes(body)
+        labels = self._labels(body)
         with self.engine.expect(len(body.images)):
-            return classes, await self.decoder.photos(body.images)
+            return labels, await self.decoder.photos(body.images)
 
-    async def _classes(self, body: requests.ImageRequest) -> ZeroShotClassifier:
+    def _labels(self, body: requests.ImageRequest) -> LabelList:
         if body.labels is None:
-            return self.engine.preset
-        if not self.accepts_labels:
+            return self._preset
+        if not self.info.labels.free:
             line = "labels are given, but this service answers for its own only; leave them out"
             raise RequestError(422, line, field="labels")
-        if body.templates is not None and self.labels.source == "bank":
+        if body.templates is not None and not self.info.labels.templates:
             line = "templates are given, but this model has no text tower; leave them out"
             raise RequestError(422, line, field="templates")
-        try:
-            return await self.labels.get(tuple(body.labels), tuple(body.templates or ()))
-        except ReactClipError as error:
-            # The rest of the library's message is for programmers; a caller can only choose other names.
-            line = str(error).partition("; use one of its names")[0] + "; choose other labels"
-            raise RequestError(422, line, field="labels") from None
-
-    async def ask(self, photos: list[Photo], classes: ZeroShotClassifier, *, all_views: bool = False) -> list[Answer]:
-        """The engine's answers, in the order of the photos; cancelling this cancels the images that still wait."""
-        futures = self.engine.submit(photos, classes, all_views=all_views)
-        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        return LabelList(tuple(body.labels), tuple(body.templates or ()))
 
     def findings(self, body: requests.ImageRequest, answer: Answer) -> dict[str, Any]:
         """Fields of an answer about the defence's decision, null where callers may not see it or did not ask."""
@@ -124,10 +116,10 @@ async def classify(
     service: ServiceDep, body: Annotated[requests.ClassifyRequest, _body(requests.ClassifyRequest)]
 ) -> responses.ClassifyResponse:
     """Classify photos, defended."""
-    classes, photos = await service.inputs(body)
+    labels, photos = await service.inputs(body)
     results = []
-    for index, answer in enumerate(await service.ask(photos, classes)):
-        best = responses.top(classes.names, answer.probs, body.top_k)
+    for index, answer in enumerate(await service.engine.ask(photos, labels)):
+        best = responses.top(labels.names, answer.probs, body.top_k)
         findings = service.findings(body, answer)
         results.append(responses.Result(index=index, **dict(best[0]), answers=best, **findings))
     return responses.ClassifyResponse(model=service.model, results=results)
@@ -142,14 +134,14 @@ async def embed(
     service: ServiceDep, body: Annotated[requests.EmbedRequest, _body(requests.EmbedRequest)]
 ) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
-    classes, photos = await service.inputs(body)
+    labels, photos = await service.inputs(body)
     data = [
         responses.Embedding(
             index=index,
             embedding=responses.encode_feature(answer.feature, body.encoding_format),
             **service.findings(body, answer),
         )
-        for index, answer in enumerate(await service.ask(photos, classes, all_views=True))
+        for index, answer in enumerate(await service.engine.ask(photos, labels, all_views=True))
     ]
     return responses.EmbedResponse(data=data, model=service.model, usage=responses.Usage(images=len(data)))
 
@@ -160,28 +152,28 @@ async def attack(
 ) -> responses.AttackResponse:
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
     engine, eps = service.engine, body.eps / 255
-    classes, [photo] = await service.inputs(body)
-    [clean] = await service.ask([photo], classes)
+    labels, [photo] = await service.inputs(body)
+    [clean] = await engine.ask([photo], labels)
     pixels = from_8bit(photo.pixels)
     target, attacked, scale = int(clean.plain_probs.argmax()), pixels, 1.0
     if eps > 0:
         scale = _DRAWN / eps
-        attacked = await _attacked(service, classes, pixels, target, eps)
+        attacked = await _attacked(service, labels, pixels, target, eps)
     key = noise.stream_keys(attacked[None], engine.secret)[0]
-    [after] = await service.ask([Photo(attacked, key)], classes)
+    [after] = await engine.ask([Photo(attacked, key)], labels)
 
     def compare(shown: Tensor, answer: Answer) -> responses.Comparison:
         return responses.Comparison(
             image=data_uri(to_image(shown)),
-            plain=responses.top(classes.names, answer.plain_probs, body.top_k),
-            defended=responses.top(classes.names, answer.probs, body.top_k),
+            plain=responses.top(labels.names, answer.plain_probs, body.top_k),
+            defended=responses.top(labels.names, answer.probs, body.top_k),
             diagnostics=responses.Diagnostics.of(answer),
         )
 
     return responses.AttackResponse(
         model=service.model,
         eps=body.eps,
-        attacked_label=classes.names[target],
+        attacked_label=labels.names[target],
         clean=compare(pixels, clean),
         attacked=compare(attacked, after),
         perturbation=data_uri(to_image(0.5 + scale * (attacked - pixels))),
@@ -189,10 +181,11 @@ async def attack(
     )
 
 
-async def _attacked(service: Service, classes: ZeroShotClassifier, pixels: Tensor, target: int, eps: float) -> Tensor:
+async def _attacked(service: Service, labels: LabelList, pixels: Tensor, target: int, eps: float) -> Tensor:
     """Attacked pixels ``[3, S, S]``. An attack whose caller is gone ends: the page's slider leaves many behind."""
-    assert service.attack is not None, "the route exists only with an attack"
-    ended = False
+    engine, run_attack, ended = service.engine, service.attack, False
+    assert run_attack is not None, "the route exists only with an attack"
+    assert isinstance(engine, Engine), "settings allow an attack in one process only"
 
     def advance(done: int, steps: int) -> None:
         if ended:
@@ -200,7 +193,8 @@ async def _attacked(service: Service, classes: ZeroShotClassifier, pixels: Tenso
         service.attack_progress = responses.AttackProgress(done=done, steps=steps)
 
     try:
-        job = service.engine.run(partial(service.attack, classes, pixels[None], target, eps, advance))
+        classes = await engine.classes(labels)
+        job = engine.run(partial(run_attack, classes, pixels[None], target, eps, advance))
         return (await asyncio.wrap_future(job))[0].cpu()
     finally:
         ended = True
@@ -216,24 +210,7 @@ async def progress(service: ServiceDep) -> responses.AttackProgress:
 @state.get("/v1/info")
 async def info(service: ServiceDep) -> responses.Info:
     """Model, labels, limits and defence of this service."""
-    engine, settings, free = service.engine, service.settings, service.accepts_labels
-    return responses.Info(
-        version=__version__,
-        model=service.model,
-        image_size=engine.encoder.image_size,
-        dim=engine.encoder.dim,
-        labels=responses.Labels(
-            preset=list(engine.preset.names),
-            free=free,
-            source=service.labels.source if free else "preset",
-            templates=free and service.labels.source == "text",
-        ),
-        formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
-        limits=responses.Limits.model_validate(settings),
-        diagnostics=settings.sends_diagnostics,
-        demo=None if service.attack is None else responses.DemoRange(),
-        defence=responses.Defence.of(engine.guard, engine.encoder),
-    )
+    return service.info
 
 
 @state.get("/v1/models")
@@ -277,7 +254,9 @@ async def page() -> FileResponse:
     return FileResponse(pages.STATIC / "page.html", headers={"content-security-policy": pages.POLICY})
 
 
-def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: frozenset[bytes] = frozenset()) -> FastAPI:
+def create_app(
+    engine: Engine | RemoteEngine, attack: DemoAttack | None = None, *, keys: frozenset[bytes] = frozenset()
+) -> FastAPI:
     """The application around a started engine.
 
     ``attack`` adds ``/v1/demo/attack``; ``keys`` are the digests of API keys, without which everybody may call.
@@ -287,6 +266,8 @@ def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: frozen
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         trimming = asyncio.create_task(return_freed_memory())
+        if isinstance(engine, RemoteEngine):
+            await engine.connect()
         yield
         trimming.cancel()
         service.decoder.close()
@@ -309,14 +290,3 @@ def create_app(engine: Engine, attack: DemoAttack | None = None, *, keys: frozen
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=pages.STATIC))
     return app
-
-
-def public_name(name: str) -> str:
-    """A model's name without the folders of this machine.
-
-    >>> public_name("openai/clip-vit-base-patch32"), public_name("clip-vit-b-16+/data/runs/tecoa.safetensors")
-    ('openai/clip-vit-base-patch32', 'clip-vit-b-16+tecoa.safetensors')
-    """
-    base, plus, file = name.partition("+")
-    base = Path(base).resolve().name if Path(base).is_dir() else base
-    return base + plus + Path(file).name

@@ -7,6 +7,7 @@ new label list, the demo's attack) runs on the same thread, between two batches.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -27,8 +28,9 @@ from react_clip.defenses.base import diagnostics
 from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
-from react_clip.preprocess import from_8bit, to_float
+from react_clip.preprocess import Preprocessing, from_8bit, to_float
 from react_clip.serve.errors import busy, late
+from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -86,7 +88,8 @@ class Engine:
 
     ``preset`` has the classes of requests without labels; ``secret`` keys the noise. ``on_batch`` is called after each
     batch with its answers, the number of its label lists, and the seconds it took; ``on_queue`` whenever the length of
-    the queue has changed, with that length.
+    the queue has changed, with that length. ``expected_elsewhere`` returns the number of images that other
+    processes read or decode, for which batches wait too.
     """
 
     def __init__(
@@ -102,7 +105,9 @@ class Engine:
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if settings.constant_work else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
         self.on_queue: Callable[[int], None] = lambda length: None
+        self.expected_elsewhere: Callable[[], int] = lambda: 0
         self.alive = True
+        self._labels = LabelCache(self)
         self._deadline, self._seconds_per_image = math.inf, 0.0
         self._queue: deque[_QueuedImage] = deque()
         self._expected = 0
@@ -125,6 +130,11 @@ class Engine:
         """Take no more work, finish what is waiting, and end the thread."""
         self.alive = False
         self._thread.shutdown()
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """From an image to the pixels of a :class:`Photo`."""
+        return self.encoder.preprocessing
 
     @property
     def waiting(self) -> int:
@@ -157,6 +167,16 @@ class Engine:
             self._thread.submit(self._answer_batch)
         return [image.future for image in queued]
 
+    async def classes(self, labels: LabelList) -> ZeroShotClassifier:
+        """Classes with these names; raises 422 where the model has no features for them."""
+        return self.preset if labels.preset else await self._labels.get(labels)
+
+    async def ask(self, photos: Sequence[Photo], labels: LabelList, *, all_views: bool = False) -> list[Answer]:
+        """Answers in the order of the photos, see :meth:`submit`; cancelling this cancels the images that wait."""
+        classes = await self.classes(labels)
+        futures = self.submit(photos, classes, all_views=all_views)
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+
     @contextmanager
     def expect(self, count: int) -> Iterator[None]:
         """Within this block ``count`` images are being read or decoded: a batch that is not full waits for them."""
@@ -184,7 +204,7 @@ class Engine:
 
     def _is_complete(self) -> bool:
         """True if the next batch is full, or no image is on its way that could join it."""
-        return len(self._queue) >= self._batch_limit or not self._expected
+        return len(self._queue) >= self._batch_limit or not (self._expected or self.expected_elsewhere())
 
     # ------------------------------------------------------------------ the engine's thread
 

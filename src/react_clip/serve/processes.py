@@ -1,14 +1,16 @@
 """Several processes that answer on one port: one interpreter lets only one thread run Python code at a time.
 
-The first process answers nothing. It holds the port, starts the others, replaces those that end, and stops all of them.
-It imports the libraries before it forks, so that processes start fast and share that memory; it never touches a GPU,
-which no fork would survive. Every process listens on a socket of its own (SO_REUSEPORT), and Linux gives each new
+One process has the model; HTTP processes read and decode images and ask it (:mod:`react_clip.serve.remote`). The first
+process answers nothing. It holds the port, starts the others, replaces those that end, and stops all of them. It
+imports the libraries before it forks, so that processes start fast and share that memory; it never touches a GPU, which
+no fork would survive. Every HTTP process listens on a socket of its own (SO_REUSEPORT), and Linux gives each new
 connection to one of them by a hash of its addresses. On one shared socket the first process to wake up would accept
 every connection that waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import multiprocessing
@@ -21,17 +23,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import Preprocessing
 from react_clip.serve.server import STOP_SIGNALS, address, open_socket, serve, stopped_by_signal
 from react_clip.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from react_clip.serve.engine import Engine
+    from react_clip.serve.remote import SharedMemory
+    from react_clip.serve.responses import Info
 
 logger = logging.getLogger("react_clip.serve")
 
+_MODEL = 0
+"""Place of the process with the model; HTTP processes follow it."""
 _PAUSE = 1.0
 """Seconds before a process that has ended is replaced, so that one that always fails does not keep a core busy."""
 _PR_SET_PDEATHSIG = 1
@@ -42,30 +49,41 @@ _PR_SET_PDEATHSIG = 1
 class _Child:
     process: BaseProcess
     status: Connection
-    """None when it listens, or one line that says why it cannot."""
+    """What the process returns when it is ready, or a line that says why it cannot be."""
 
-    def wait_until_ready(self) -> None:
-        """Return when the process listens; raises its error where it cannot."""
+    def wait_until_ready(self) -> Any:
+        """What the process returns when it is ready; raises its error where it cannot be."""
         try:
-            problem = self.status.recv()
+            status = self.status.recv()
         except EOFError:
             self.process.join()
-            problem = (
-                f"a process ended with exit code {self.process.exitcode} before it was ready; is there memory for "
-                "that many --processes?"
+            status = (
+                f"a process ended with exit code {self.process.exitcode} before it was ready; is there memory for it?"
             )
-        if problem is not None:
-            raise ReactClipError(problem)
+        if isinstance(status, str):
+            raise ReactClipError(status)
+        return status
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Group:
-    """The processes that answer; ``folder`` is where they keep their metrics."""
+    """All processes; ``folder`` is where they keep their metrics and the model's socket."""
 
-    build: Callable[..., FastAPI]
+    build: Callable[[], Engine]
+    secret: bytes
+    keys: frozenset[bytes]
     settings: Settings
+    memory: SharedMemory
     folder: str
+    model: tuple[Info, Preprocessing] | None = None
+    """What HTTP processes need to know about the model; None until it is loaded."""
     children: list[_Child] = field(default_factory=list)
+
+    def start_all(self) -> None:
+        """Start the process with the model, and when it is ready the HTTP processes."""
+        self.model = self.start(_MODEL).wait_until_ready()
+        for child in [self.start(place) for place in range(1, 1 + self.settings.processes)]:
+            child.wait_until_ready()
 
     def start(self, place: int) -> _Child:
         """Start a process at a place of the list."""
@@ -99,14 +117,15 @@ class _Group:
                 logger.error("a process could not start: %s", error)
 
     def stop(self) -> None:
-        """Let all processes finish their requests, and wait for that."""
-        for child in self.children:
-            child.process.terminate()
-        for child in self.children:
-            child.process.join()
+        """Let the HTTP processes finish their requests, then end the model's."""
+        for children in (self.children[_MODEL + 1 :], self.children[:1]):
+            for child in children:
+                child.process.terminate()
+            for child in children:
+                child.process.join()
 
     def _run(self, place: int, status: Connection, parent: int) -> None:
-        """Answer requests, in a process of its own."""
+        """The work of a process."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             sys.exit(1)
@@ -117,19 +136,58 @@ class _Group:
 
         share_between_processes(self.folder, place)
         try:
-            app = self.build(quiet=place > 0)
-            listener = open_socket(self.settings, shared=True)
+            if place == _MODEL:
+                self._compute(status)
+            else:
+                self._answer(place - 1, status)
         except ReactClipError as error:
             status.send(str(error))
             sys.exit(2)
-        serve(app, self.settings, listener, lambda: status.send(None))
+
+    def _compute(self, status: Connection) -> None:
+        from uvicorn.loops.auto import auto_loop_factory
+
+        from react_clip.serve.remote import ModelServer
+        from react_clip.serve.responses import Info
+
+        engine = self.build()
+        server = ModelServer(engine, self.memory, self.folder)
+        facts = Info.of(engine, demo=False), engine.preprocessing
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(server.serve(lambda: status.send(facts)))
+
+    def _answer(self, place: int, status: Connection) -> None:
+        import torch
+
+        from react_clip.serve.app import create_app
+        from react_clip.serve.remote import RemoteEngine
+
+        torch.set_num_threads(1)
+        assert self.model is not None, "the model is ready before HTTP processes start"
+        engine = RemoteEngine(
+            *self.model,
+            memory=self.memory,
+            place=place,
+            folder=self.folder,
+            secret=self.secret,
+            settings=self.settings,
+        )
+        listener = open_socket(self.settings, shared=True)
+        serve(create_app(engine, keys=self.keys), self.settings, listener, lambda: status.send(None))
 
 
-def serve_in_processes(build: Callable[..., FastAPI], settings: Settings, announce: Callable[[str], None]) -> None:
-    """Answer in ``settings.processes`` processes until SIGTERM or SIGINT, then finish the accepted requests and return.
+def serve_in_processes(
+    build: Callable[[], Engine],
+    settings: Settings,
+    announce: Callable[[str], None],
+    *,
+    secret: bytes,
+    keys: frozenset[bytes],
+) -> None:
+    """Answer with ``settings.processes`` HTTP processes and one for the model until SIGTERM or SIGINT.
 
-    ``build(quiet=...)`` makes the app, with a running engine; ``quiet`` prints no notices. ``announce`` is called with
-    the URL when all processes listen. Raises the error of a process that cannot start.
+    Accepted requests are then finished. ``build`` loads the model and starts its engine. ``announce`` is called with
+    the URL when all processes are ready. Raises the error of a process that cannot start.
     """
     if sys.platform != "linux":
         raise ReactClipError(
@@ -141,12 +199,13 @@ def serve_in_processes(build: Callable[..., FastAPI], settings: Settings, announ
         import uvicorn  # noqa: F401
 
         from react_clip.serve import app  # noqa: F401
+        from react_clip.serve.remote import SharedMemory
 
-        group = _Group(build, settings.model_copy(update={"port": holder.getsockname()[1]}), folder)
+        settings = settings.model_copy(update={"port": holder.getsockname()[1]})
+        group = _Group(build, secret, keys, settings, SharedMemory(settings.processes), folder)
         with stopped_by_signal():
             try:
-                for child in [group.start(place) for place in range(settings.processes)]:
-                    child.wait_until_ready()
+                group.start_all()
                 announce(address(holder))
                 while True:
                     group.replace_ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from react_clip.defenses.react import ReACT
 from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Encoder
-from react_clip.serve.engine import Answer
+from react_clip.environment import __version__
+from react_clip.preprocess import DEFAULT_LIMITS
+from react_clip.serve.engine import Answer, Engine
+from react_clip.serve.labels import label_source
 from react_clip.serve.requests import MAX_EPS, Schema
 
 _TYPICAL_DRIFTS = (0.0, 2.0)
@@ -265,6 +269,41 @@ class Info(Schema):
     demo: DemoRange | None
     """Null where /v1/demo/attack is not offered."""
     defence: Defence
+
+    @classmethod
+    def of(cls, engine: Engine, *, demo: bool) -> Info:
+        """The description of an engine's model and settings."""
+        encoder, settings = engine.encoder, engine.settings
+        source = label_source(encoder)
+        free = source != "preset" and not settings.fixed_labels
+        return cls(
+            version=__version__,
+            model=settings.name or public_name(encoder.name),
+            image_size=encoder.image_size,
+            dim=encoder.dim,
+            labels=Labels(
+                preset=list(engine.preset.names),
+                free=free,
+                source=source if free else "preset",
+                templates=free and source == "text",
+            ),
+            formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
+            limits=Limits.model_validate(settings),
+            diagnostics=settings.sends_diagnostics,
+            demo=DemoRange() if demo else None,
+            defence=Defence.of(engine.guard, encoder),
+        )
+
+
+def public_name(name: str) -> str:
+    """A model's name without the folders of this machine.
+
+    >>> public_name("openai/clip-vit-base-patch32"), public_name("clip-vit-b-16+/data/runs/tecoa.safetensors")
+    ('openai/clip-vit-base-patch32', 'clip-vit-b-16+tecoa.safetensors')
+    """
+    base, plus, file = name.partition("+")
+    base = Path(base).resolve().name if Path(base).is_dir() else base
+    return base + plus + Path(file).name
 
 
 class ServedModel(Schema):
