@@ -45,7 +45,6 @@ from react_clip.cli.common import build_classifier, build_guard, load_encoder
 from react_clip.cli.photos import bundled_photos, expand_inputs
 from react_clip.cli.serve import settings_of
 from react_clip.defenses import Defense
-from react_clip.environment import has_nvidia_mps
 from react_clip.preprocess import read_image, to_pixels
 from react_clip.serve.settings import variable
 
@@ -95,6 +94,8 @@ class Count:
     images: float
     passes: float
     batches: float
+    computing: float
+    """Seconds of all batches."""
     seconds: float
 
     @classmethod
@@ -106,6 +107,7 @@ class Count:
             images=float(values["react_clip_batch_images_sum"]),
             passes=float(values["react_clip_encoder_passes_total"]),
             batches=float(values["react_clip_batch_images_count"]),
+            computing=float(values["react_clip_batch_seconds_sum"]),
             seconds=served.work()[0],
         )
 
@@ -162,7 +164,10 @@ class Service:
         return service
 
     def measure(self, library_speed: float) -> dict[str, float]:
-        """Images a second, passes an image, images a batch, processor time, and HTTP alone, of one round."""
+        """Images a second, passes an image, images a batch, processor time, and HTTP alone, of one round.
+
+        ``time_in_batches`` is the share of the time in which the model computes.
+        """
         before, own = Count.read(self.served), time.process_time()
         seconds, each = asyncio.run(answer_all(self.served.url, self.requests, concurrency=self.concurrency))
         own, after = time.process_time() - own, Count.read(self.served)
@@ -176,6 +181,7 @@ class Service:
             "ratio": round(images / seconds / library_speed, 3),
             "server_passes": round((after.passes - before.passes) / images, 3),
             "images_per_batch": round(images / (after.batches - before.batches), 2),
+            "time_in_batches": round((after.computing - before.computing) / seconds, 3),
             "server_processor_ms": round(1000 * (after.seconds - before.seconds) / images, 3),
             "callers_processor_ms": round(1000 * own / images, 3),
             "http_requests_per_second": round(len(refused) / http_seconds, 3),
@@ -249,7 +255,6 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     sides = {side: service.summary(rounds[side]) | {"rounds": rounds[side]} for side, service in services.items()}
     return {
         **where(*SERVICE),
-        "mps": has_nvidia_mps(),
         "server": services["server"].served.command,
         "defense": library.defense,
         "model": library.model,

@@ -33,11 +33,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def has_nvidia_mps() -> bool:
-    """True if NVIDIA's Multi-Process Service runs: processes then share a GPU, on which they take turns without it."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
-
-
 def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """True if this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
 

@@ -16,8 +16,9 @@ from react_clip.bench.timing import Answer, Comparison
 from react_clip.choices import SHAPES
 from react_clip.defenses import DefendCLIP, Defense, ReACT
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.hf import HFEncoder
+from react_clip.encoders.hf import HFText
 from react_clip.encoders.loading import resolve_device, resolve_dtype
+from react_clip.encoders.vision import VisionEncoder, VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -127,7 +128,7 @@ _START, _END = 49406, 49407
 
 
 def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32", seed: int = 0) -> Encoder:
-    """A complete CLIP of these shapes with random weights, for measuring speed only.
+    """A complete CLIP of these shapes with random weights and the image tower of the offline model, for speed only.
 
     >>> random_encoder("ViT-Z-1")
     Traceback (most recent call last):
@@ -141,8 +142,27 @@ def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32",
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), where:
         torch.manual_seed(seed)
         model: Any = CLIPModel(config)
-    model = model.to(dtype=resolve_dtype(dtype))
-    return HFEncoder(model, name=f"{name} shapes, random weights", tokenizer=_tokenize).to(where)
+    model, vision = model.to(dtype=resolve_dtype(dtype)), config.vision_config
+    with torch.device("meta"):
+        tower = VisionTower(
+            width=vision.hidden_size,
+            hidden=vision.intermediate_size,
+            layers=vision.num_hidden_layers,
+            heads=vision.num_attention_heads,
+            size=vision.image_size,
+            patch=vision.patch_size,
+            dim=config.projection_dim,
+        )
+    tower.load_state_dict({name: model.state_dict()[name] for name in tower.state_dict()}, assign=True)
+    label = f"{name} shapes, random weights"
+    return VisionEncoder(
+        tower,
+        name=label,
+        image_size=vision.image_size,
+        dim=config.projection_dim,
+        patch_size=vision.patch_size,
+        text=HFText(model, _tokenize, label),
+    ).to(where)
 
 
 def _tokenize(prompts: list[str], *, max_length: int, **_: object) -> Any:
