@@ -27,7 +27,7 @@ from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError
-from react_clip.serve.labels import LabelCache
+from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.settings import Settings
 
 SECRET = b"some secret bytes"
@@ -188,7 +188,7 @@ def in_loop(coroutine: Any) -> Any:
 
 def test_images_are_answered_while_a_long_label_list_is_computed(engine: Engine, photos: list[bytes]) -> None:
     async def check() -> None:
-        long = asyncio.create_task(LabelCache(engine).get(tuple(f"thing {i}" for i in range(600)), ()))
+        long = asyncio.create_task(LabelCache(engine).get(LabelList(tuple(f"thing {i}" for i in range(600)))))
         await asyncio.sleep(0)
         [image] = engine.submit(prepared(photos[:1]), engine.preset)
         await asyncio.wrap_future(image)
@@ -208,22 +208,22 @@ def test_label_lists_are_shared_and_the_cache_is_bounded(
 
     async def check() -> None:
         cache = LabelCache(engine)
-        first, second = await asyncio.gather(cache.get(names, ()), cache.get(names, ()))
+        first, second = await asyncio.gather(cache.get(LabelList(names)), cache.get(LabelList(names)))
         assert first is second
         assert len(calls) == 1
         assert torch.allclose(first.class_features, plain, atol=1e-5)
-        both = await cache.get(names, ("a {}", "the {}!"))
+        both = await cache.get(LabelList(names, ("a {}", "the {}!")))
         assert torch.allclose(both.class_features, ensemble, atol=1e-5)
-        assert await cache.get(names, ()) is first
-        await cache.get(("dog",), ())
-        assert await cache.get(names, ()) is first, "the cache has two places, the other list was older"
-        await cache.get(names, ("a {}", "the {}!"))
+        assert await cache.get(LabelList(names)) is first
+        await cache.get(LabelList(("dog",)))
+        assert await cache.get(LabelList(names)) is first, "the cache has two places, the other list was older"
+        await cache.get(LabelList(names, ("a {}", "the {}!")))
         assert len(calls) == 4
         monkeypatch.setattr(encoder, "encode_text", lambda prompts: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            await cache.get(("new",), ())
+            await cache.get(LabelList(("new",)))
         monkeypatch.setattr(encoder, "encode_text", encode_text)
-        assert (await cache.get(("new",), ())).names == ("new",), "a failed list is not cached"
+        assert (await cache.get(LabelList(("new",)))).names == ("new",), "a failed list is not cached"
 
     in_loop(check())
 
@@ -244,13 +244,13 @@ def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch
     preset = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
     settings = Settings(batch=count, queue=count, deadline=deadline)
     engine = Engine(encoder, rc.ReACT(), preset, secret=SECRET, settings=settings)
-    compute = engine._compute
+    launch = engine._launch
 
-    def slow(batch: list[Any]) -> list[Any]:
+    def slow(batch: list[Any]) -> Any:
         time.sleep(seconds * len(batch))
-        return compute(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(engine, "_compute", slow)
+    monkeypatch.setattr(engine, "_launch", slow)
     try:
         engine.start()
         batches = record_batches(engine)

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the model and answers queued images in batches.
+"""The engine: one thread that owns the model and computes queued images in batches, and one that answers.
 
 Images of different requests and of different label lists share a batch: one ``guard.correct`` encodes the first views
 of all of them, and the images that need more views share batches again. Other work with the model (class features of a
@@ -18,13 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
-from react_clip.defenses.base import diagnostics
+from react_clip.defenses.base import MEASUREMENTS, diagnostics
 from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
@@ -38,6 +39,9 @@ logger = logging.getLogger("react_clip.serve")
 
 _MAX_TASKS = 32
 """Functions given to :meth:`Engine.run` that may wait."""
+
+_IN_FLIGHT = 2
+"""Batches on the device: while it computes one, the next is sent to it."""
 
 _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
@@ -83,6 +87,15 @@ class _QueuedImage:
     queued_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """A batch on its way through the device: results on the CPU, which are complete when ``wait`` returns."""
+
+    batch: list[_QueuedImage]
+    results: dict[str, Tensor]
+    wait: Callable[[], object]
+
+
 class Engine:
     """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
 
@@ -114,6 +127,9 @@ class Engine:
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread = ThreadPoolExecutor(1, "react-clip-engine")
+        self._finisher = ThreadPoolExecutor(1, "react-clip-finisher")
+        self._device_slots = threading.Semaphore(_IN_FLIGHT)
+        self._finished_at = 0.0
 
     def start(self) -> None:
         """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
@@ -130,6 +146,7 @@ class Engine:
         """Take no more work, finish what is waiting, and end the thread."""
         self.alive = False
         self._thread.shutdown()
+        self._finisher.shutdown()
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -209,21 +226,44 @@ class Engine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _answer_batch(self) -> None:
-        """Answer the next images of the queue."""
+        """Launch the next images of the queue; another thread waits for their answers."""
+        if not self._queue:
+            return
+        self._device_slots.acquire()
         batch = self._drop_expired(self._next_images())
         if not batch:
+            self._device_slots.release()
             return
         began = time.monotonic()
         try:
-            answers = self._compute(batch)
+            launched = self._launch(batch)
         except Exception as error:
-            show_trace = logger.isEnabledFor(logging.DEBUG)
-            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
-            for image in batch:
-                line = "the model could not answer this batch; try again"
-                image.future.set_exception(busy(line, kind="unavailable"))
+            self._fail(batch, error)
+            self._device_slots.release()
             return
-        seconds = time.monotonic() - began
+        self._finisher.submit(self._finish, launched, began)
+
+    def _fail(self, batch: list[_QueuedImage], error: Exception) -> None:
+        show_trace = logger.isEnabledFor(logging.DEBUG)
+        logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
+        for image in batch:
+            line = "the model could not answer this batch; try again"
+            image.future.set_exception(busy(line, kind="unavailable"))
+
+    def _finish(self, launched: _Launched, began: float) -> None:
+        """Wait for a batch and answer its callers, on the finisher's thread."""
+        batch = launched.batch
+        try:
+            launched.wait()
+            answers = _answers(launched)
+        except Exception as error:
+            self._fail(batch, error)
+            return
+        finally:
+            self._device_slots.release()
+        now = time.monotonic()
+        # A batch that was launched behind another has the device only when that one is finished.
+        seconds, self._finished_at = now - max(began, self._finished_at), now
         measured = seconds / len(batch)
         self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
         # Before the futures: a caller that has its answer must find it counted in the metrics.
@@ -274,12 +314,13 @@ class Engine:
         device, images = self.encoder.device, [image.photo.pixels for image in batch]
         if any(image.is_floating_point() for image in images):  # of the demo
             images = [to_float(image) for image in images]
-        pixels = torch.stack(images).to(device)
+        pixels = _stack(images, device)
         pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
-        return pixels, torch.stack([image.photo.key for image in batch]).to(device)
+        return pixels, _stack([image.photo.key for image in batch], device)
 
     @torch.no_grad()
-    def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
+    def _launch(self, batch: list[_QueuedImage]) -> _Launched:
+        """Start all computations of a batch; a GPU may still compute when this returns."""
         device, guard = self.encoder.device, self.guard
         pixels, keys = self._to_device(batch)
         logits = _logits_of(batch, device)
@@ -291,18 +332,42 @@ class Engine:
             may_stop = torch.tensor([not image.all_views for image in batch], device=device)
             out = guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
             branches = torch.where(out.gated, CORRECT, KEEP)
-        if not bool(torch.isfinite(out.features).all()):
-            raise ArithmeticError("features are not finite")
         everyone = torch.arange(len(batch), device=device)
         probabilities = self.encoder.similarity.probabilities
-        defended, plain = (probabilities(logits(everyone, each)).cpu() for each in (out.features, out.plain))
-        counts = [len(image.classes.names) for image in batch]
-        return [
-            Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
-            for feature, probs, plain_probs, count, values, branch in zip(
-                out.features.cpu(), defended, plain, counts, diagnostics(out), branches.tolist(), strict=True
-            )
-        ]
+        results = {
+            "features": out.features,
+            "probs": probabilities(logits(everyone, out.features)),
+            "plain_probs": probabilities(logits(everyone, out.plain)),
+            "branches": branches,
+            **{name: getattr(out, name) for name in (*MEASUREMENTS, "passes") if hasattr(out, name)},
+        }
+        results = {name: values.to("cpu", non_blocking=True) for name, values in results.items()}
+        if device.type != "cuda":
+            return _Launched(batch, results, lambda: None)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return _Launched(batch, results, event.synchronize)
+
+
+def _stack(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The tensors as one on a device. From pinned memory a GPU fetches it by itself, after the work it still has."""
+    on_gpu = device.type == "cuda"
+    stacked = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=on_gpu)
+    return torch.stack(tensors, out=stacked).to(device, non_blocking=on_gpu)
+
+
+def _answers(launched: _Launched) -> list[Answer]:
+    """The answers of a finished batch."""
+    results = SimpleNamespace(**launched.results)
+    if not bool(torch.isfinite(results.features).all()):
+        raise ArithmeticError("features are not finite")
+    counts = [len(image.classes.names) for image in launched.batch]
+    branches = results.branches.tolist()
+    rows = results.features, results.probs, results.plain_probs, counts, diagnostics(results), branches
+    return [
+        Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
+        for feature, probs, plain_probs, count, values, branch in zip(*rows, strict=True)
+    ]
 
 
 def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
@@ -310,7 +375,7 @@ def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
     lists = list(dict.fromkeys(image.classes for image in batch))
     if len(lists) == 1:
         return logits_of(lists[0])
-    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
+    list_of = _stack([torch.tensor(lists.index(image.classes)) for image in batch], device)
     longest = max(len(classes.names) for classes in lists)
 
     def logits(rows: Tensor, features: Tensor) -> Tensor:
