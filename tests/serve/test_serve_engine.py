@@ -246,9 +246,9 @@ def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch
     engine = Engine(encoder, rc.ReACT(), preset, secret=SECRET, settings=settings)
     launch = engine._launch
 
-    def slow(batch: list[Any]) -> Any:
+    def slow(batch: list[Any], began: float) -> Any:
         time.sleep(seconds * len(batch))
-        return launch(batch)
+        return launch(batch, began)
 
     monkeypatch.setattr(engine, "_launch", slow)
     try:

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the model and computes queued images in batches, and one that answers.
+"""The engine: one thread that owns the model and answers queued images in batches.
 
 Images of different requests and of different label lists share a batch: one ``guard.correct`` encodes the first views
 of all of them, and the images that need more views share batches again. Other work with the model (class features of a
@@ -14,8 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -39,9 +39,6 @@ logger = logging.getLogger("react_clip.serve")
 
 _MAX_TASKS = 32
 """Functions given to :meth:`Engine.run` that may wait."""
-
-_IN_FLIGHT = 2
-"""Batches on the device: while it computes one, the next is sent to it."""
 
 _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
@@ -94,6 +91,7 @@ class _Launched:
     batch: list[_QueuedImage]
     results: dict[str, Tensor]
     wait: Callable[[], object]
+    began: float
 
 
 class Engine:
@@ -101,8 +99,7 @@ class Engine:
 
     ``preset`` has the classes of requests without labels; ``secret`` keys the noise. ``on_batch`` is called after each
     batch with its answers, the number of its label lists, and the seconds it took; ``on_queue`` whenever the length of
-    the queue has changed, with that length. ``expected_elsewhere`` returns the number of images that other
-    processes read or decode, for which batches wait too.
+    the queue has changed, with that length.
     """
 
     def __init__(
@@ -118,7 +115,6 @@ class Engine:
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if settings.constant_work else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
         self.on_queue: Callable[[int], None] = lambda length: None
-        self.expected_elsewhere: Callable[[], int] = lambda: 0
         self.alive = True
         self._labels = LabelCache(self)
         self._deadline, self._seconds_per_image = math.inf, 0.0
@@ -126,9 +122,8 @@ class Engine:
         self._expected = 0
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
-        self._thread = ThreadPoolExecutor(1, "react-clip-engine")
-        self._finisher = ThreadPoolExecutor(1, "react-clip-finisher")
-        self._device_slots = threading.Semaphore(_IN_FLIGHT)
+        self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
+        self._launched: _Launched | None = None
         self._finished_at = 0.0
 
     def start(self) -> None:
@@ -146,7 +141,11 @@ class Engine:
         """Take no more work, finish what is waiting, and end the thread."""
         self.alive = False
         self._thread.shutdown()
-        self._finisher.shutdown()
+
+    def run_on(self, executor: Executor) -> None:
+        """Compute on another executor than a thread of the engine's own; call it after :meth:`start`."""
+        self._thread.shutdown()
+        self._thread = executor
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -221,27 +220,33 @@ class Engine:
 
     def _is_complete(self) -> bool:
         """True if the next batch is full, or no image is on its way that could join it."""
-        return len(self._queue) >= self._batch_limit or not (self._expected or self.expected_elsewhere())
+        return len(self._queue) >= self._batch_limit or not self._expected
 
     # ------------------------------------------------------------------ the engine's thread
 
     def _answer_batch(self) -> None:
-        """Launch the next images of the queue; another thread waits for their answers."""
-        if not self._queue:
+        """Launch the next images of the queue, then answer those that were launched before.
+
+        While a GPU computes a batch, the next one is prepared and sent to it. Elsewhere a batch is answered at once.
+        """
+        previous, self._launched = self._launched, None
+        batch = self._drop_expired(self._next_images(wait=previous is None))
+        if batch:
+            began = time.monotonic()
+            try:
+                self._launched = self._launch(batch, began)
+            except Exception as error:
+                self._fail(batch, error)
+        if previous is not None:
+            self._finish(previous)
+        if self._launched is None:
             return
-        self._device_slots.acquire()
-        batch = self._drop_expired(self._next_images())
-        if not batch:
-            self._device_slots.release()
-            return
-        began = time.monotonic()
-        try:
-            launched = self._launch(batch)
-        except Exception as error:
-            self._fail(batch, error)
-            self._device_slots.release()
-            return
-        self._finisher.submit(self._finish, launched, began)
+        if self.encoder.device.type == "cuda":
+            with suppress(RuntimeError):  # the engine is stopping
+                self._thread.submit(self._answer_batch)  # after what arrives until then
+                return
+        launched, self._launched = self._launched, None
+        self._finish(launched)
 
     def _fail(self, batch: list[_QueuedImage], error: Exception) -> None:
         show_trace = logger.isEnabledFor(logging.DEBUG)
@@ -250,8 +255,8 @@ class Engine:
             line = "the model could not answer this batch; try again"
             image.future.set_exception(busy(line, kind="unavailable"))
 
-    def _finish(self, launched: _Launched, began: float) -> None:
-        """Wait for a batch and answer its callers, on the finisher's thread."""
+    def _finish(self, launched: _Launched) -> None:
+        """Wait for a batch and answer its callers."""
         batch = launched.batch
         try:
             launched.wait()
@@ -259,11 +264,9 @@ class Engine:
         except Exception as error:
             self._fail(batch, error)
             return
-        finally:
-            self._device_slots.release()
         now = time.monotonic()
         # A batch that was launched behind another has the device only when that one is finished.
-        seconds, self._finished_at = now - max(began, self._finished_at), now
+        seconds, self._finished_at = now - max(launched.began, self._finished_at), now
         measured = seconds / len(batch)
         self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
         # Before the futures: a caller that has its answer must find it counted in the metrics.
@@ -271,10 +274,10 @@ class Engine:
         for image, answer in zip(batch, answers, strict=True):
             image.future.set_result(answer)
 
-    def _next_images(self) -> list[_QueuedImage]:
-        """Take a batch from the queue, without cancelled images; waits up to ``max_wait`` for those on their way."""
+    def _next_images(self, *, wait: bool) -> list[_QueuedImage]:
+        """Take a batch from the queue, without cancelled images; may wait up to ``max_wait`` for those on their way."""
         with self._changed:
-            if self._queue:
+            if self._queue and wait:
                 self._changed.wait_for(self._is_complete, self.settings.max_wait / 1000)
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
             self.on_queue(self.waiting)
@@ -319,7 +322,7 @@ class Engine:
         return pixels, _stack([image.photo.key for image in batch], device)
 
     @torch.no_grad()
-    def _launch(self, batch: list[_QueuedImage]) -> _Launched:
+    def _launch(self, batch: list[_QueuedImage], began: float) -> _Launched:
         """Start all computations of a batch; a GPU may still compute when this returns."""
         device, guard = self.encoder.device, self.guard
         pixels, keys = self._to_device(batch)
@@ -343,10 +346,10 @@ class Engine:
         }
         results = {name: values.to("cpu", non_blocking=True) for name, values in results.items()}
         if device.type != "cuda":
-            return _Launched(batch, results, lambda: None)
+            return _Launched(batch, results, lambda: None, began)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-        return _Launched(batch, results, event.synchronize)
+        return _Launched(batch, results, event.synchronize, began)
 
 
 def _stack(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -3,6 +3,9 @@
 Each HTTP process reads, decodes and answers requests; one process computes for all of them, in batches of images from
 all of them and with one copy of the weights. Pixels pass through shared memory. Everything else passes through a Unix
 socket as frames: two lengths, JSON, and in answers the 32-bit floats of features and probabilities.
+
+The model's process does everything on one thread. A second one that runs Python code would take the interpreter for
+milliseconds after each of the hundreds of operations that a batch consists of.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import mmap
 import os
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,9 +31,11 @@ from react_clip.preprocess import Preprocessing
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.labels import LabelList
+from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info
 from react_clip.serve.settings import Settings
+from react_clip.zeroshot import ZeroShotClassifier
 
 SOCKET = "model.sock"
 """File name of the socket of the model's process."""
@@ -41,18 +47,20 @@ _PAUSE = 0.1
 
 
 class SharedMemory:
-    """Memory of a service with ``processes`` HTTP processes; created before they are forked.
-
-    ``numbers[0]`` images still fit into the model's queue, ``numbers[1 + i]`` are being read or decoded by process i.
-    """
+    """Memory of a service with ``processes`` HTTP processes; created before they are forked."""
 
     def __init__(self, processes: int) -> None:
-        self.numbers = memoryview(mmap.mmap(-1, 8 * (1 + processes))).cast("q")
+        self._numbers = memoryview(mmap.mmap(-1, 8)).cast("q")
         self._files = [os.memfd_create(f"react-clip-pixels-{place}") for place in range(processes)]
 
-    def expected(self) -> int:
-        """Images that are being read or decoded by any process."""
-        return sum(self.numbers[1:])
+    @property
+    def free_slots(self) -> int:
+        """Number of images that still fit into the model's queue."""
+        return self._numbers[0]
+
+    @free_slots.setter
+    def free_slots(self, images: int) -> None:
+        self._numbers[0] = images
 
     def pixels(self, place: int, slots: int, size: int) -> Tensor:
         """Pixels ``[slots, 3, size, size]`` in 8 bits that HTTP process ``place`` shares with the model's process."""
@@ -61,90 +69,168 @@ class SharedMemory:
         return torch.frombuffer(mmap.mmap(self._files[place], length), dtype=torch.uint8).view(slots, 3, size, size)
 
 
-def _frame(message: dict[str, Any], floats: bytes = b"") -> bytes:
-    text = json.dumps(message).encode()
-    return _LENGTHS.pack(len(text), len(floats)) + text + floats
+class _Frames(asyncio.Protocol):
+    """One end of the socket; ``receive`` gets each message with its floats, ``lost`` is called at the end."""
 
+    def __init__(self, receive: Callable[[dict[str, Any], bytearray], None], lost: Callable[[], None]) -> None:
+        self._receive, self._lost = receive, lost
+        self._buffer = bytearray()
 
-async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-    """Messages and floats until the other process closes the socket or ends."""
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            text, floats = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-            yield json.loads(await reader.readexactly(text)), await reader.readexactly(floats)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def send(self, message: dict[str, Any], floats: bytes = b"") -> None:
+        text = json.dumps(message).encode()
+        self._transport.write(_LENGTHS.pack(len(text), len(floats)) + text + floats)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        start, end = 0, len(self._buffer)
+        while end - start >= _LENGTHS.size:
+            text, floats = _LENGTHS.unpack_from(self._buffer, start)
+            middle = start + _LENGTHS.size + text
+            if end < middle + floats:
+                break
+            message = json.loads(self._buffer[start + _LENGTHS.size : middle])
+            start = middle + floats
+            self._receive(message, self._buffer[middle:start])
+        del self._buffer[:start]
 
 
 # ---------------------------------------------------------------------- the model's process
+
+
+class _LoopExecutor(Executor):
+    """Runs functions on the thread of the running event loop, between the messages that arrive."""
+
+    def __init__(self) -> None:
+        self._loop, self._open = asyncio.get_running_loop(), True
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if not self._open:
+            raise RuntimeError("the executor is shut down")
+        future: Future[Any] = Future()
+        self._loop.call_soon(self._run, future, partial(function, *args, **kwargs))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._open = False
+
+    def _run(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class ModelServer:
     """Answers the HTTP processes from a started engine, on a socket in ``folder``."""
 
     def __init__(self, engine: Engine, memory: SharedMemory, folder: str) -> None:
-        self._engine, self._memory, self._path = engine, memory, Path(folder, SOCKET)
+        self._engine, self._memory, self._path = engine, memory, str(Path(folder, SOCKET))
         self._metrics = Metrics(shared=True)
         engine.on_batch, engine.on_queue = self._metrics.count_batch, self._set_waiting
-        engine.expected_elsewhere = memory.expected
         self._set_waiting(0)
 
     async def serve(self, announce: Callable[[], None]) -> None:
         """Answer until SIGTERM."""
-        stopped = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        self._path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._talk, self._path)
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, stopped.set)
+        self._engine.run_on(_LoopExecutor())
+        Path(self._path).unlink(missing_ok=True)
+        server = await loop.create_unix_server(lambda: _HttpProcess(self._engine, self._memory).frames, self._path)
+        trimming = asyncio.create_task(return_freed_memory())
         announce()
         await stopped.wait()
+        trimming.cancel()
         server.close()
         self._engine.stop()
 
     def _set_waiting(self, images: int) -> None:
         self._metrics.waiting.set(images)
-        self._memory.numbers[0] = self._engine.settings.queue - images
+        self._memory.free_slots = self._engine.settings.queue - images
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one HTTP process; when it ends, so do its requests."""
-        frames, settings = _frames(reader), self._engine.settings
-        requests: dict[int, asyncio.Task[None]] = {}
-        try:
-            async for message, _ in frames:
-                if "place" in message:
-                    size = self._engine.encoder.image_size
-                    pixels = self._memory.pixels(message["place"], settings.queue, size)
-                elif "cancel" in message:
-                    if task := requests.get(message["cancel"]):
-                        task.cancel()
-                else:
-                    number = message["id"]
-                    requests[number] = task = asyncio.create_task(self._answer(message, pixels, writer))
-                    task.add_done_callback(partial(lambda number, _: requests.pop(number), number))
-        finally:
-            for task in list(requests.values()):
-                task.cancel()
-            writer.close()
 
-    async def _answer(self, message: dict[str, Any], pixels: Tensor, writer: asyncio.StreamWriter) -> None:
-        try:
-            answers = await self._ask(message, pixels)
-        except RequestError as error:
-            values = {"message": error.message, "kind": error.kind, "field": error.field, "headers": error.headers}
-            frame = _frame({"id": message["id"], "error": {"status": error.status, **values}})
+class _HttpProcess:
+    """The requests of one HTTP process; they end when it ends."""
+
+    def __init__(self, engine: Engine, memory: SharedMemory) -> None:
+        self.frames = _Frames(self._receive, self._lost)
+        self._engine, self._memory = engine, memory
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._futures: dict[int, list[Future[Answer]]] = {}
+
+    def _receive(self, message: dict[str, Any], _: bytearray) -> None:
+        if "place" in message:
+            size, slots = self._engine.encoder.image_size, self._engine.settings.queue
+            self._pixels = self._memory.pixels(message["place"], slots, size)
+        elif "cancel" in message:
+            self._cancel(message["cancel"])
+        elif message["labels"] is None:
+            self._submit(message, self._engine.preset)
         else:
-            floats = torch.cat([part for answer in answers for part in _tensors(answer)]).float().numpy().tobytes()
-            facts = [[len(answer.probs), answer.diagnostics, answer.branch] for answer in answers]
-            frame = _frame({"id": message["id"], "answers": facts}, floats)
-        writer.write(frame)
+            number = message["id"]
+            self._tasks[number] = task = asyncio.create_task(self._submit_with_labels(message))
+            task.add_done_callback(lambda _: self._tasks.pop(number))
 
-    async def _ask(self, message: dict[str, Any], pixels: Tensor) -> list[Answer]:
-        names = message["labels"]
-        labels = LabelList((), preset=True) if names is None else LabelList(tuple(names[0]), tuple(names[1]))
+    def _lost(self) -> None:
+        for number in [*self._tasks, *self._futures]:
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number].cancel()
+        for future in self._futures.pop(number, ()):
+            future.cancel()
+
+    async def _submit_with_labels(self, message: dict[str, Any]) -> None:
+        names, templates = message["labels"]
+        try:
+            classes = await self._engine.classes(LabelList(tuple(names), tuple(templates)))
+        except RequestError as error:
+            self._refuse(message["id"], error)
+        else:
+            self._submit(message, classes)
+
+    def _submit(self, message: dict[str, Any], classes: ZeroShotClassifier) -> None:
+        number = message["id"]
         images = zip(message["slots"], message["keys"], strict=True)
-        photos = [Photo(pixels[slot], torch.tensor(key)) for slot, key in images]
-        return await self._engine.ask(photos, labels, all_views=message["all_views"])
+        photos = [Photo(self._pixels[slot], torch.tensor(key)) for slot, key in images]
+        try:
+            futures = self._engine.submit(photos, classes, all_views=message["all_views"])
+        except RequestError as error:
+            self._refuse(number, error)
+            return
+        self._futures[number] = futures
+        for future in futures:
+            future.add_done_callback(lambda _: self._answer(number))
 
+    def _answer(self, number: int) -> None:
+        """Answer a request if all of its images are done; nobody waits for one that was cancelled."""
+        futures = self._futures.get(number)
+        if futures is None or not all(future.done() for future in futures):
+            return
+        del self._futures[number]
+        try:
+            answers = [future.result() for future in futures]
+        except RequestError as error:
+            self._refuse(number, error)
+            return
+        tensors = [part for answer in answers for part in (answer.feature, answer.probs, answer.plain_probs)]
+        floats = torch.cat(tensors).float().numpy().tobytes()
+        facts = [[len(answer.probs), answer.diagnostics, answer.branch] for answer in answers]
+        self.frames.send({"id": number, "answers": facts}, floats)
 
-def _tensors(answer: Answer) -> tuple[Tensor, Tensor, Tensor]:
-    return answer.feature, answer.probs, answer.plain_probs
+    def _refuse(self, number: int, error: RequestError) -> None:
+        values = {"message": error.message, "kind": error.kind, "field": error.field, "headers": error.headers}
+        self.frames.send({"id": number, "error": {"status": error.status, **values}})
 
 
 # ---------------------------------------------------------------------- an HTTP process
@@ -169,37 +255,32 @@ class RemoteEngine:
     ) -> None:
         self.info, self.preprocessing, self.secret, self.settings = info, preprocessing, secret, settings
         self.alive = False
-        self._memory, self._place, self._path = memory, place, Path(folder, SOCKET)
+        self._memory, self._place, self._path = memory, place, str(Path(folder, SOCKET))
         self._pixels = memory.pixels(place, settings.queue, info.image_size)
         self._free = list(range(settings.queue))
         self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
         self._numbers = count()
-        memory.numbers[1 + place] = 0
 
     async def connect(self) -> None:
         """Reach the model's process; call it once, before requests arrive."""
-        reader = await self._open()
-        self._receiving = asyncio.create_task(self._receive(reader))
+        loop = asyncio.get_running_loop()
+        _, self._frames = await loop.create_unix_connection(lambda: _Frames(self._receive, self._lost), self._path)
+        self._frames.send({"place": self._place})
+        self.alive, self._stopped = True, False
 
     def stop(self) -> None:
         """Leave the model's process."""
-        self.alive = False
-        self._receiving.cancel()
-        self._writer.close()
+        self.alive, self._stopped = False, True
+        self._frames.close()
 
     @property
     def free_slots(self) -> int:
         """Number of images that can be queued."""
-        return min(len(self._free), self._memory.numbers[0])
+        return min(len(self._free), self._memory.free_slots)
 
-    @contextmanager
-    def expect(self, images: int) -> Iterator[None]:
-        """As :meth:`Engine.expect`."""
-        self._memory.numbers[1 + self._place] += images
-        try:
-            yield
-        finally:
-            self._memory.numbers[1 + self._place] -= images
+    def expect(self, images: int) -> AbstractContextManager[None]:
+        """As :meth:`Engine.expect`; nothing to do, because the model's process waits for no image."""
+        return nullcontext()
 
     async def ask(self, photos: Sequence[Photo], labels: LabelList, *, all_views: bool = False) -> list[Answer]:
         """As :meth:`Engine.ask`."""
@@ -216,46 +297,42 @@ class RemoteEngine:
             keys = [int(photo.key) for photo in photos]
             names = None if labels.preset else (labels.names, labels.templates)
             message = {"id": number, "slots": slots, "keys": keys, "labels": names, "all_views": all_views}
-            self._writer.write(_frame(message))
+            self._frames.send(message)
             return await answers
         except asyncio.CancelledError:
-            self._writer.write(_frame({"cancel": number}))
+            self._frames.send({"cancel": number})
             raise
         finally:
             del self._waiting[number]
             self._free.extend(slots)
 
-    async def _open(self) -> asyncio.StreamReader:
-        reader, self._writer = await asyncio.open_unix_connection(self._path)
-        self._writer.write(_frame({"place": self._place}))
-        self.alive = True
-        return reader
+    def _receive(self, message: dict[str, Any], floats: bytearray) -> None:
+        waiting = self._waiting.get(message["id"])
+        if waiting is None or waiting.done():
+            return
+        if "error" in message:
+            error = message["error"]
+            waiting.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
+            return
+        sizes = [size for classes, _, _ in message["answers"] for size in (self.info.dim, classes, classes)]
+        parts = iter(torch.split(torch.frombuffer(floats, dtype=torch.float32), sizes))
+        rows = [(next(parts), next(parts), next(parts), values, branch) for _, values, branch in message["answers"]]
+        waiting.set_result([Answer(*row) for row in rows])
 
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Pass answers on to those who wait; when the model's process ends, wait for the next one."""
-        while True:
-            async for message, floats in _frames(reader):
-                waiting = self._waiting.get(message["id"])
-                if waiting is None or waiting.done():
-                    continue
-                if "error" in message:
-                    error = message["error"]
-                    waiting.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
-                else:
-                    waiting.set_result(self._answers(message["answers"], floats))
-            self.alive = False
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(_ended())
-            while not self.alive:
-                await asyncio.sleep(_PAUSE)
-                with suppress(OSError):
-                    reader = await self._open()
+    def _lost(self) -> None:
+        self.alive = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(_ended())
+        if not self._stopped:
+            self._reconnecting = asyncio.create_task(self._reconnect())
 
-    def _answers(self, facts: list[tuple[int, dict[str, Any], str]], floats: bytes) -> list[Answer]:
-        sizes = [size for classes, _, _ in facts for size in (self.info.dim, classes, classes)]
-        parts = iter(torch.split(torch.frombuffer(bytearray(floats), dtype=torch.float32), sizes))
-        return [Answer(next(parts), next(parts), next(parts), values, branch) for _, values, branch in facts]
+    async def _reconnect(self) -> None:
+        """Try until another model's process has taken the place of the one that ended."""
+        while not self.alive:
+            await asyncio.sleep(_PAUSE)
+            with suppress(OSError):
+                await self.connect()
 
 
 def _ended() -> RequestError:
