@@ -17,7 +17,7 @@ from react_clip import functional
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.vision import QuickGELU, VisionEncoder
+from react_clip.encoders.vision import QuickGELU, VisionEncoder, _first_tokens
 from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
@@ -207,30 +207,47 @@ def attention(setting: Setting) -> Entry:
 
 
 def qkv(setting: Setting) -> Entry:
-    """Queries, keys and values by one matrix product."""
-    clf, after = setting.clf, setting.load()
+    """Queries, keys and values by one matrix product; on a GPU in the compiled tower."""
+    before, after = (setting.load(compile="tower" if setting.gpu else False) for _ in range(2))
     blocks: Any = after.tower.vision_model["encoder"]["layers"]
-    for block in blocks:
+    for block in blocks[:-1]:  # the last one has few queries
         parts = [block.self_attn[name] for name in ("q_proj", "k_proj", "v_proj")]
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         block._attend = partial(attend_by_one_product, block, weight, bias)
     images = setting.clean[: setting.batch]
-    ways: Ways = {
-        "before": setting.plain(clf, images, setting.batch),
-        "after": lambda: after.encode_views(images),
-    }
-    cosines = (clf.encoder.encode_views(images) * after.encode_views(images)).sum(1)
+    ways: Ways = {"before": lambda: before.encode_views(images), "after": lambda: after.encode_views(images)}
+    cosines = (before.encode_views(images) * after.encode_views(images)).sum(1)
     return setting.entry(
         "one product for queries, keys and values",
-        "Their three weight matrices joined; the plain encoder.",
+        "Their three weight matrices joined; the plain encoder, on a GPU compiled.",
         **setting.turns(ways, len(images)),
         agreement={"smallest_cosine": cosines.min().item()},
     )
 
 
-def attend_by_one_product(block: Any, weight: Tensor, bias: Tensor, tokens: Tensor, shapes: object) -> Tensor:
+def attend_by_one_product(
+    block: Any, weight: Tensor, bias: Tensor, queries: Tensor, tokens: Tensor, shapes: object
+) -> Tensor:
     projected = torch.nn.functional.linear(tokens, weight, bias).chunk(3, -1)
     return block.self_attn["out_proj"](block._mix(*projected))  # type: ignore[no-any-return]
+
+
+def last_block(setting: Setting) -> Entry:
+    """The last block for the class token only."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    last: Any = before.encoder.tower.vision_model["encoder"]["layers"][-1]  # type: ignore[union-attr,index]
+    last.forward = partial(all_tokens, last.forward)
+    return compared(
+        setting,
+        "class token alone in the last block",
+        "The last block computes the class token, all that the feature needs, and not all tokens: the plain encoder.",
+        *(before, after),
+    )
+
+
+def all_tokens(forward: Callable[..., Tensor], tokens: Tensor, shapes: Any = None, *, first_only: bool) -> Tensor:
+    updated = forward(tokens, shapes)
+    return updated if shapes is None else _first_tokens(updated, shapes)
 
 
 def fp8(setting: Setting) -> Entry:

@@ -17,18 +17,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import torch
 from serve_client import SECOND_LOOK, as_json
 
 from programs import start_command
 from react_clip.cli import main
-from react_clip.cli.serve import sharing_line
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class Pair:
-    """A server of two processes."""
+    """A server of two HTTP processes and the model's process."""
 
     def __init__(self, server: Any) -> None:
         self.command, self.port = server.command, urlsplit(server.url).port
@@ -36,6 +34,11 @@ class Pair:
 
     def children(self) -> set[int]:
         return {int(pid) for pid in Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split()}
+
+    def model(self) -> int:
+        """The model's process: the only one that does not listen on the port."""
+        [pid] = self.children() - set(self.one_of_each())
+        return pid
 
     def connect(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -108,7 +111,8 @@ def pair(start: Callable[[], Pair]) -> Pair:
 def test_each_process_gets_connections(pair: Pair) -> None:
     connections = [pair.connect() for _ in range(64)]
     counts = Counter(map(pair.process_of, connections))
-    assert set(counts) == pair.children()
+    assert len(counts) == 2
+    assert set(counts) < pair.children()
     assert min(counts.values()) >= 10
 
 
@@ -136,7 +140,7 @@ def test_a_killed_process_is_replaced_while_the_other_answers(pair: Pair, photos
     assert len(answer["results"]) == 1
     with pytest.raises(ConnectionError):
         doomed.getresponse()
-    wait_for(lambda: len(pair.children() - {victim}) == 2)
+    wait_for(lambda: len(pair.children() - {victim}) == 3)
     wait_for(lambda: len(pair.one_of_each()) == 2)
     connections = pair.one_of_each()
     assert survivor in connections
@@ -146,6 +150,60 @@ def test_a_killed_process_is_replaced_while_the_other_answers(pair: Pair, photos
     assert pair.metric("react_clip_images_total") == images + 3
     assert pair.metric("react_clip_requests_in_flight") == 1, "without the request that ended with its process"
     assert f"process {victim} ended with exit code -9" in pair.command.log.read_text()
+
+
+def test_a_model_that_ends_costs_its_requests_and_is_replaced(pair: Pair, photos: list[bytes]) -> None:
+    model, connections = pair.model(), pair.one_of_each().values()
+    body = json.dumps(as_json(photos[:2])["json"])
+    os.kill(model, signal.SIGSTOP)
+    for connection in connections:
+        connection.request("POST", "/v1/classify", body, {"content-type": "application/json"})
+    wait_for(lambda: pair.metric("react_clip_requests_in_flight") == 3)
+    os.kill(model, signal.SIGKILL)
+    for connection in connections:
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert json.loads(answer.read())["error"]["type"] == "unavailable"
+    alive = pair.connect()
+    alive.request("GET", "/readyz")
+    answer = alive.getresponse()
+    assert (answer.status, json.loads(answer.read())["error"]["type"]) == (503, "stopping")
+    wait_for(lambda: is_ready(pair.connect()) and is_ready(pair.connect()))
+    for connection in connections:
+        wait_for(lambda connection=connection: is_ready(connection))
+        assert len(ask(connection, "POST", "/v1/classify", json.loads(body))["results"]) == 2
+    assert model not in pair.children()
+
+
+def is_ready(connection: http.client.HTTPConnection) -> bool:
+    connection.request("GET", "/readyz")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status == 200
+
+
+@pytest.mark.parametrize("labels", [None, ["cat", "boat", "a red car"]])
+def test_processes_share_batches(pair: Pair, photos: list[bytes], labels: list[str] | None) -> None:
+    """Requests that arrive while the model computes share its next batch, from whatever process they come."""
+    model, connections = pair.model(), pair.one_of_each().values()
+    body = as_json(photos[:3])["json"] | ({"labels": labels} if labels else {})
+    expected = [ask(connection, "POST", "/v1/classify", body)["results"] for connection in connections]
+    batches, images = (pair.metric(f"react_clip_batch_images_{name}") for name in ("count", "sum"))
+    os.kill(model, signal.SIGSTOP)
+    try:
+        for connection in connections:
+            connection.request("POST", "/v1/classify", json.dumps(body), {"content-type": "application/json"})
+        time.sleep(1.0)  # time to decode; on a slower machine there are two batches
+    finally:
+        os.kill(model, signal.SIGCONT)
+    answers = [json.loads(connection.getresponse().read())["results"] for connection in connections]
+    for answer, alone in zip(answers, expected, strict=True):
+        assert [each["label"] for each in answer] == [each["label"] for each in alone]
+        assert [each["probability"] for each in answer] == pytest.approx(
+            [each["probability"] for each in alone], rel=1e-4
+        )
+    assert pair.metric("react_clip_batch_images_sum") == images + 6
+    assert pair.metric("react_clip_batch_images_count") - batches in (1, 2)
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -201,7 +259,7 @@ def test_sigterm_answers_accepted_requests(start: Callable[[], Pair], photos: li
 def test_no_process_outlives_the_first_one(start: Callable[[], Pair]) -> None:
     another = start()
     children = another.children()
-    assert len(children) == 2
+    assert len(children) == 3
     folders = {Path(path).parent for pid in children for path in open_files(pid) if path.endswith(".db")}
     another.command.signal(signal.SIGKILL)
     wait_for(lambda: not any(is_running(pid) for pid in children))
@@ -231,12 +289,3 @@ def test_only_linux_shares_a_port(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["serve", "--quiet", "--port", "0", "--processes", "3"]) == 2
     assert capsys.readouterr().err.startswith("react-clip: --processes is 3, but only Linux")
-
-
-def test_several_processes_on_a_gpu_are_told_how_to_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert "nvidia-cuda-mps-control -d" in (sharing_line(4, gpu) or "")
-    assert sharing_line(1, gpu) is sharing_line(4, cpu) is None
-    (tmp_path / "control").touch()
-    assert sharing_line(4, gpu) is None

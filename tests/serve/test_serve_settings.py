@@ -71,14 +71,13 @@ def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: lis
     ("flags", "threads"),
     [
         ("--device cpu", 6),
-        ("--device cpu --processes 2", 3),
-        ("--device cpu --processes 4 --threads 8", 2),
-        ("--device cpu --processes 8", 1),
+        ("--device cpu --processes 2", 6),
+        ("--device cpu --processes 4 --threads 8", 8),
         ("", 1),
         ("--threads 4", 4),
     ],
 )
-def test_processes_divide_the_threads(monkeypatch: pytest.MonkeyPatch, flags: str, threads: int) -> None:
+def test_threads_of_the_model(monkeypatch: pytest.MonkeyPatch, flags: str, threads: int) -> None:
     """On a machine with a GPU where torch would take six threads."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.get_num_threads", lambda: 6)

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -123,6 +123,7 @@ class Engine:
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
+        self._scheduled = False
         self._launched: _Launched | None = None
         self._finished_at = 0.0
 
@@ -139,8 +140,10 @@ class Engine:
 
     def stop(self) -> None:
         """Take no more work, finish what is waiting, and end the thread."""
-        self.alive = False
-        self._thread.shutdown()
+        if self.alive:
+            self.alive = False
+            self._thread.submit(self._answer_all).result()
+            self._thread.shutdown()
 
     def run_on(self, executor: Executor) -> None:
         """Compute on another executor than a thread of the engine's own; call it after :meth:`start`."""
@@ -179,8 +182,7 @@ class Engine:
             self._queue.extend(queued)
             self.on_queue(self.waiting)
             self._notify()
-        for _ in queued:  # as many batches as there can be; those that find the queue empty do nothing
-            self._thread.submit(self._answer_batch)
+            self._schedule()
         return [image.future for image in queued]
 
     async def classes(self, labels: LabelList) -> ZeroShotClassifier:
@@ -213,6 +215,12 @@ class Engine:
         future.add_done_callback(lambda _: self._task_slots.release())
         return future
 
+    def _schedule(self) -> None:
+        """Let the engine's thread answer a batch, after what it has to do already."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._thread.submit(self._answer_batch)
+
     def _notify(self) -> None:
         """Wake the engine's thread if its wait is over: every wake-up would take the interpreter from the others."""
         if self._is_complete():
@@ -229,6 +237,7 @@ class Engine:
 
         While a GPU computes a batch, the next one is prepared and sent to it. Elsewhere a batch is answered at once.
         """
+        self._scheduled = False
         previous, self._launched = self._launched, None
         batch = self._drop_expired(self._next_images(wait=previous is None))
         if batch:
@@ -239,14 +248,16 @@ class Engine:
                 self._fail(batch, error)
         if previous is not None:
             self._finish(previous)
-        if self._launched is None:
-            return
-        if self.encoder.device.type == "cuda":
-            with suppress(RuntimeError):  # the engine is stopping
-                self._thread.submit(self._answer_batch)  # after what arrives until then
-                return
-        launched, self._launched = self._launched, None
-        self._finish(launched)
+        if self._launched is not None and self.encoder.device.type != "cuda":
+            launched, self._launched = self._launched, None
+            self._finish(launched)
+        with self._changed:
+            if self._queue or self._launched is not None:
+                self._schedule()
+
+    def _answer_all(self) -> None:
+        while self._queue or self._launched is not None:
+            self._answer_batch()
 
     def _fail(self, batch: list[_QueuedImage], error: Exception) -> None:
         show_trace = logger.isEnabledFor(logging.DEBUG)

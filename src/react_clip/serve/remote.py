@@ -110,17 +110,12 @@ class _LoopExecutor(Executor):
     """Runs functions on the thread of the running event loop, between the messages that arrive."""
 
     def __init__(self) -> None:
-        self._loop, self._open = asyncio.get_running_loop(), True
+        self._loop = asyncio.get_running_loop()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if not self._open:
-            raise RuntimeError("the executor is shut down")
         future: Future[Any] = Future()
         self._loop.call_soon(self._run, future, partial(function, *args, **kwargs))
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._open = False
 
     def _run(self, future: Future[Any], function: Callable[[], Any]) -> None:
         if future.set_running_or_notify_cancel():
@@ -151,7 +146,6 @@ class ModelServer:
         await stopped.wait()
         trimming.cancel()
         server.close()
-        self._engine.stop()
 
     def _set_waiting(self, images: int) -> None:
         self._metrics.waiting.set(images)
