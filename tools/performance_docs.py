@@ -183,14 +183,16 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
         if report["machine"] == "gpu" and report["part"] == "table-clean-tower":
             limit = {"vit-b-16": 14_000, "vit-b-32": 45_000}[report["tower"]]
             speed = contender(report, BARE)["images_per_second"]
-            words = f"images/s of plain {MODELS[report['tower']]}, compiled tower, {where(report)}"
+            words = (
+                f"images/s of plain {MODELS[report['tower']]}, compiled tower, batch {report['batch']}, {where(report)}"
+            )
             yield words, *at_least(limit, speed)
         if report["machine"] == "gpu" and report["part"] in ("sweep-images", "sweep-classes"):
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
     for path in (
-        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu", "-gpu-8-mps", "-gpu-8-mps-128")
+        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-8", "-gpu-12", "-gpu-8-128")
     ):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ def engine(encoder: rc.Encoder) -> Iterator[Engine]:
 
 def prepared(photos: list[bytes]) -> list[Photo]:
     pixels = [to_pixels(photo, 32) for photo in photos]
-    return [Photo(image, noise.stream_keys(image[None], SECRET)[0]) for image in pixels]
+    return [Photo(image, int(noise.stream_keys(image[None], SECRET))) for image in pixels]
 
 
 def passes(answer: Answer) -> int:
@@ -244,17 +244,17 @@ def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch
     preset = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
     settings = Settings(batch=count, queue=count, deadline=deadline)
     engine = Engine(encoder, rc.ReACT(), preset, secret=SECRET, settings=settings)
-    launch = engine._launch
+    compute = engine._compute
 
-    def slow(batch: list[Any], began: float) -> Any:
+    def slow(batch: list[Any]) -> list[Any]:
         time.sleep(seconds * len(batch))
-        return launch(batch, began)
+        return compute(batch)
 
-    monkeypatch.setattr(engine, "_launch", slow)
+    monkeypatch.setattr(engine, "_compute", slow)
     try:
         engine.start()
         batches = record_batches(engine)
-        photo = Photo(torch.full((3, encoder.image_size, encoder.image_size), 0.5), torch.zeros((), dtype=torch.long))
+        photo = Photo(torch.full((3, encoder.image_size, encoder.image_size), 0.5), key=0)
         futures = engine.submit([photo] * count, preset)
         wait(futures)
     finally:

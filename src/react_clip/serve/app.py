@@ -159,7 +159,7 @@ async def attack(
     if eps > 0:
         scale = _DRAWN / eps
         attacked = await _attacked(service, labels, pixels, target, eps)
-    key = noise.stream_keys(attacked[None], engine.secret)[0]
+    key = int(noise.stream_keys(attacked[None], engine.secret))
     [after] = await engine.ask([Photo(attacked, key)], labels)
 
     def compare(shown: Tensor, answer: Answer) -> responses.Comparison:

@@ -81,7 +81,7 @@ class Decoder:
             pixels = to_8bit(image, self._preprocessing, self._limits)
         except ReactClipError as error:
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
-        return Photo(pixels, noise.stream_keys(pixels[None], self._secret)[0])
+        return Photo(pixels, int(noise.stream_keys(pixels[None], self._secret)))
 
 
 def check_format(field: str, data: bytes) -> None:

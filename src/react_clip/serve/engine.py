@@ -51,7 +51,7 @@ class Photo:
     """One image for the engine: pixels ``[3, S, S]``, uint8 or floats in [0, 1], and the key of its noise stream."""
 
     pixels: Tensor
-    key: Tensor
+    key: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +84,6 @@ class _QueuedImage:
     queued_at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True, eq=False)
-class _Launched:
-    """A batch on its way through the device: results on the CPU, which are complete when ``wait`` returns."""
-
-    batch: list[_QueuedImage]
-    results: dict[str, Tensor]
-    wait: Callable[[], object]
-    began: float
-
-
 class Engine:
     """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
 
@@ -124,13 +114,11 @@ class Engine:
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
         self._scheduled = False
-        self._launched: _Launched | None = None
-        self._finished_at = 0.0
 
     def start(self) -> None:
         """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
         size = self.encoder.image_size
-        grey = Photo(torch.full((3, size, size), 128, dtype=torch.uint8), torch.zeros((), dtype=torch.long))
+        grey = Photo(torch.full((3, size, size), 128, dtype=torch.uint8), key=0)
         if self.encoder.device.type == "cuda":
             self.run(partial(self._record_graphs, grey)).result()
         for _ in range(2):
@@ -140,8 +128,9 @@ class Engine:
 
     def stop(self) -> None:
         """Take no more work, finish what is waiting, and end the thread."""
-        if self.alive:
-            self.alive = False
+        with self._changed:
+            was_alive, self.alive = self.alive, False
+        if was_alive:
             self._thread.submit(self._answer_all).result()
             self._thread.shutdown()
 
@@ -233,51 +222,31 @@ class Engine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _answer_batch(self) -> None:
-        """Launch the next images of the queue, then answer those that were launched before.
-
-        While a GPU computes a batch, the next one is prepared and sent to it. Elsewhere a batch is answered at once.
-        """
+        """Answer the next images of the queue."""
         self._scheduled = False
-        previous, self._launched = self._launched, None
-        batch = self._drop_expired(self._next_images(wait=previous is None))
+        batch = self._drop_expired(self._next_images())
         if batch:
-            began = time.monotonic()
-            try:
-                self._launched = self._launch(batch, began)
-            except Exception as error:
-                self._fail(batch, error)
-        if previous is not None:
-            self._finish(previous)
-        if self._launched is not None and self.encoder.device.type != "cuda":
-            launched, self._launched = self._launched, None
-            self._finish(launched)
+            self._answer(batch)
         with self._changed:
-            if self._queue or self._launched is not None:
+            if self._queue:
                 self._schedule()
 
     def _answer_all(self) -> None:
-        while self._queue or self._launched is not None:
+        while self._queue:
             self._answer_batch()
 
-    def _fail(self, batch: list[_QueuedImage], error: Exception) -> None:
-        show_trace = logger.isEnabledFor(logging.DEBUG)
-        logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
-        for image in batch:
-            line = "the model could not answer this batch; try again"
-            image.future.set_exception(busy(line, kind="unavailable"))
-
-    def _finish(self, launched: _Launched) -> None:
-        """Wait for a batch and answer its callers."""
-        batch = launched.batch
+    def _answer(self, batch: list[_QueuedImage]) -> None:
+        began = time.monotonic()
         try:
-            launched.wait()
-            answers = _answers(launched)
+            answers = self._compute(batch)
         except Exception as error:
-            self._fail(batch, error)
+            show_trace = logger.isEnabledFor(logging.DEBUG)
+            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
+            for image in batch:
+                line = "the model could not answer this batch; try again"
+                image.future.set_exception(busy(line, kind="unavailable"))
             return
-        now = time.monotonic()
-        # A batch that was launched behind another has the device only when that one is finished.
-        seconds, self._finished_at = now - max(launched.began, self._finished_at), now
+        seconds = time.monotonic() - began
         measured = seconds / len(batch)
         self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
         # Before the futures: a caller that has its answer must find it counted in the metrics.
@@ -285,10 +254,10 @@ class Engine:
         for image, answer in zip(batch, answers, strict=True):
             image.future.set_result(answer)
 
-    def _next_images(self, *, wait: bool) -> list[_QueuedImage]:
-        """Take a batch from the queue, without cancelled images; may wait up to ``max_wait`` for those on their way."""
+    def _next_images(self) -> list[_QueuedImage]:
+        """Take a batch from the queue, without cancelled images; waits up to ``max_wait`` for those on their way."""
         with self._changed:
-            if self._queue and wait:
+            if self._queue:
                 self._changed.wait_for(self._is_complete, self.settings.max_wait / 1000)
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
             self.on_queue(self.waiting)
@@ -328,13 +297,15 @@ class Engine:
         device, images = self.encoder.device, [image.photo.pixels for image in batch]
         if any(image.is_floating_point() for image in images):  # of the demo
             images = [to_float(image) for image in images]
-        pixels = _stack(images, device)
-        pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
-        return pixels, _stack([image.photo.key for image in batch], device)
+        keys = torch.tensor([image.photo.key for image in batch], device=device)
+        # A GPU fetches pinned memory by itself, and nobody waits for that.
+        on_gpu = device.type == "cuda"
+        stacked = torch.empty((len(images), *images[0].shape), dtype=images[0].dtype, pin_memory=on_gpu)
+        pixels = torch.stack(images, out=stacked).to(device, non_blocking=on_gpu)
+        return from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels, keys
 
     @torch.no_grad()
-    def _launch(self, batch: list[_QueuedImage], began: float) -> _Launched:
-        """Start all computations of a batch; a GPU may still compute when this returns."""
+    def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
         device, guard = self.encoder.device, self.guard
         pixels, keys = self._to_device(batch)
         logits = _logits_of(batch, device)
@@ -356,32 +327,18 @@ class Engine:
             **{name: getattr(out, name) for name in (*MEASUREMENTS, "passes") if hasattr(out, name)},
         }
         results = {name: values.to("cpu", non_blocking=True) for name, values in results.items()}
-        if device.type != "cuda":
-            return _Launched(batch, results, lambda: None, began)
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return _Launched(batch, results, event.synchronize, began)
-
-
-def _stack(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The tensors as one on a device. From pinned memory a GPU fetches it by itself, after the work it still has."""
-    on_gpu = device.type == "cuda"
-    stacked = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=on_gpu)
-    return torch.stack(tensors, out=stacked).to(device, non_blocking=on_gpu)
-
-
-def _answers(launched: _Launched) -> list[Answer]:
-    """The answers of a finished batch."""
-    results = SimpleNamespace(**launched.results)
-    if not bool(torch.isfinite(results.features).all()):
-        raise ArithmeticError("features are not finite")
-    counts = [len(image.classes.names) for image in launched.batch]
-    branches = results.branches.tolist()
-    rows = results.features, results.probs, results.plain_probs, counts, diagnostics(results), branches
-    return [
-        Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
-        for feature, probs, plain_probs, count, values, branch in zip(*rows, strict=True)
-    ]
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # one wait for all of them
+        if not bool(torch.isfinite(results["features"]).all()):
+            raise ArithmeticError("features are not finite")
+        counts = [len(image.classes.names) for image in batch]
+        rows = [*(results[name] for name in ("features", "probs", "plain_probs")), results["branches"].tolist()]
+        return [
+            Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
+            for feature, probs, plain_probs, branch, count, values in zip(
+                *rows, counts, diagnostics(SimpleNamespace(**results)), strict=True
+            )
+        ]
 
 
 def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
@@ -389,7 +346,7 @@ def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:
     lists = list(dict.fromkeys(image.classes for image in batch))
     if len(lists) == 1:
         return logits_of(lists[0])
-    list_of = _stack([torch.tensor(lists.index(image.classes)) for image in batch], device)
+    list_of = torch.tensor([lists.index(image.classes) for image in batch], device=device)
     longest = max(len(classes.names) for classes in lists)
 
     def logits(rows: Tensor, features: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class _HttpProcess:
     def _submit(self, message: dict[str, Any], classes: ZeroShotClassifier) -> None:
         number = message["id"]
         images = zip(message["slots"], message["keys"], strict=True)
-        photos = [Photo(self._pixels[slot], torch.tensor(key)) for slot, key in images]
+        photos = [Photo(self._pixels[slot], key) for slot, key in images]
         try:
             futures = self._engine.submit(photos, classes, all_views=message["all_views"])
         except RequestError as error:
@@ -288,7 +288,7 @@ class RemoteEngine:
         try:
             for slot, photo in zip(slots, photos, strict=True):
                 self._pixels[slot].copy_(photo.pixels)
-            keys = [int(photo.key) for photo in photos]
+            keys = [photo.key for photo in photos]
             names = None if labels.preset else (labels.names, labels.templates)
             message = {"id": number, "slots": slots, "keys": keys, "labels": names, "all_views": all_views}
             self._frames.send(message)

@@ -85,15 +85,15 @@ class Settings(BaseSettings):
     """debug, info, warning or error; no line contains a body, a query or a header"""
 
     processes: Count = 1
-    """processes that answer on the same port, each with a model of its own on the same device (more than 1: Linux)"""
+    """processes that read, decode and answer requests; more than 1 (Linux) share one model in a process of its own"""
     threads: int = Field(0, ge=0)
-    """CPU threads of the model, divided among the processes; 0 for torch's own choice, or 1 where it is on a GPU"""
+    """CPU threads of the model; 0 for torch's own choice, or 1 where it is on a GPU"""
     batch: Count = 32
     """largest number of images in a batch"""
     max_wait: Duration = 4.0
-    """milliseconds to wait for images that are being read or decoded when a batch is not full"""
+    """milliseconds to wait for images that are being read or decoded when a batch is not full (one process only)"""
     queue: Count = 256
-    """images that may wait in each process; beyond it callers get 503"""
+    """images that may wait for the model; beyond it callers get 503"""
     deadline: Seconds = 20.0
     """seconds from the end of a body to its answer, else 503"""
     demo_deadline: Seconds = 180.0
@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     max_connections: Count = 256
     """open connections of each process; beyond it callers get 503"""
     label_cache: Count = 64
-    """label lists whose class features each process caches"""
+    """label lists whose class features are cached"""
     decoders: Count = 2
     """threads of each process that decode images"""
     body_timeout: Seconds = 30.0
