@@ -5,7 +5,8 @@
 
 Everything after ``--`` goes to ``react-clip serve``. The result is benchmarks/results/serve-soak.json: the memory of
 the server after each stage of its start, every ten seconds of the load, and after half a minute without requests.
-``--allocator`` compares ways to bound that memory.
+``--allocator`` compares ways to bound that memory. With ``--processes`` among the server's flags only the memory of all
+processes together is recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +155,14 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
-    """Start a server that writes its memory to ``record``, run the load and return the result."""
-    program = (str(Path(__file__).with_name("_observed_server.py")), str(record), str(EVERY), args.allocator)
-    served = Server.start([*args.flags, "--open-metrics"], program)
+    """Start a server whose memory is written to ``record``, run the load and return the result."""
+    flags = [*args.flags, "--open-metrics"]
+    if "--processes" in flags:
+        served = Server.start(flags)
+        threading.Thread(target=record_memory, args=(served, record), daemon=True).start()
+    else:
+        observed = str(Path(__file__).with_name("_observed_server.py"))
+        served = Server.start(flags, (observed, str(record), str(EVERY), args.allocator))
     load = Load(served.url, args.callers, args.pause)
     rng = random.Random(args.seed)
     photos = [photo(rng) for _ in range(PHOTOS)]
@@ -215,12 +222,25 @@ def measure(args: argparse.Namespace, record: Path) -> dict[str, Any]:
             **{
                 f"{name}_mib": [line[name] >> 20 for line in memory[first:after_rest]]
                 for name in ("resident", "heaps", "malloc_used")
+                if name in memory[-1]
             },
         },
     }
 
 
+def record_memory(served: Server, record: Path) -> None:
+    """Write the memory of all processes of a server to ``record`` every ten seconds, until it ends."""
+    began = time.monotonic()
+    with suppress(OSError), record.open("w", buffering=1) as lines:
+        while served.process.poll() is None:
+            line = {"stage": "serving", "seconds": time.monotonic() - began, "resident": served.memory()}
+            lines.write(json.dumps(line) + "\n")
+            time.sleep(EVERY)
+
+
 def read_record(record: Path) -> list[dict[str, Any]]:
+    if not record.exists():
+        return []
     return [json.loads(line) for line in record.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
