@@ -152,9 +152,16 @@ class _Group:
 
         engine = self.build()
         server = ModelServer(engine, self.memory, self.folder)
-        facts = Info.of(engine, demo=False), engine.preprocessing
+
+        async def answer_until_stopped() -> None:
+            stopped = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+            async with server.listening():
+                status.send((Info.of(engine, demo=False), engine.preprocessing))
+                await stopped.wait()
+
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            runner.run(server.serve(lambda: status.send(facts)))
+            runner.run(answer_until_stopped())
 
     def _answer(self, place: int, status: Connection) -> None:
         import torch

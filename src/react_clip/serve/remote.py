@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import mmap
 import os
-import signal
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,8 @@ from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
+
+logger = logging.getLogger("react_clip.serve")
 
 SOCKET = "model.sock"
 """File name of the socket of the model's process."""
@@ -134,16 +136,15 @@ class ModelServer:
         engine.on_batch, engine.on_queue = self._metrics.count_batch, self._set_waiting
         self._set_waiting(0)
 
-    async def serve(self, announce: Callable[[], None]) -> None:
-        """Answer until SIGTERM."""
-        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Answer within this block."""
         self._engine.run_on(_LoopExecutor())
         Path(self._path).unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(lambda: _HttpProcess(self._engine, self._memory).frames, self._path)
         trimming = asyncio.create_task(return_freed_memory())
-        announce()
-        await stopped.wait()
+        yield
         trimming.cancel()
         server.close()
 
@@ -190,6 +191,9 @@ class _HttpProcess:
             classes = await self._engine.classes(LabelList(tuple(names), tuple(templates)))
         except RequestError as error:
             self._refuse(message["id"], error)
+        except Exception as error:
+            logger.error("a label list failed: %s", type(error).__name__, exc_info=True)
+            self._refuse(message["id"], busy("the labels could not be encoded; try again", kind="unavailable"))
         else:
             self._submit(message, classes)
 
