@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -21,6 +23,12 @@ GUARD = rc.ReACT(tau=1.48)
 """A threshold in the middle of the small CLIP's drifts, so that some gates open and some stay closed."""
 SECOND_LOOK = rc.SecondLook(threshold=0.21, look=None)
 """Likewise; the small CLIP has too few patches for a smaller look."""
+
+
+def in_loop(coroutine: Any) -> Any:
+    """Run a coroutine in a thread, because a browser's event loop may run in this one."""
+    with ThreadPoolExecutor() as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 class Server:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error
+from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_loop
 
 import react_clip as rc
 from react_clip import noise
@@ -178,12 +178,6 @@ def test_functions_that_wait_are_limited(engine: Engine) -> None:
             engine.run(lambda: None)
     assert [future.result() for future in waiting] == [None] * 31
     assert engine.run(lambda: 7).result() == 7
-
-
-def in_loop(coroutine: Any) -> Any:
-    """Run a coroutine in a thread, because a browser's event loop may run in this one."""
-    with ThreadPoolExecutor() as thread:
-        return thread.submit(asyncio.run, coroutine).result()
 
 
 def test_images_are_answered_while_a_long_label_list_is_computed(engine: Engine, photos: list[bytes]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import values
-from serve_client import LABELS, SECOND_LOOK
+from serve_client import LABELS, SECOND_LOOK, in_loop
 
 import react_clip as rc
 from react_clip import noise
@@ -41,8 +40,8 @@ def engine(encoder: rc.Encoder) -> Engine:
 
 
 @pytest.fixture
-def run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Check], None]]:
-    """Run a coroutine with both ends, in a thread, because a browser's event loop may run in this one."""
+def run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Check], None]:
+    """Run a coroutine with both ends."""
     monkeypatch.setattr(values, "ValueClass", values.ValueClass)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     share_between_processes(str(tmp_path), 0)
@@ -52,8 +51,15 @@ def run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         memory = SharedMemory(1)
         server = ModelServer(engine, memory, str(tmp_path))
         async with server.listening():
-            info, ways = Info.of(engine, demo=False), {"folder": str(tmp_path), "secret": SECRET}
-            remote = RemoteEngine(info, engine.preprocessing, memory=memory, place=0, settings=engine.settings, **ways)
+            remote = RemoteEngine(
+                Info.of(engine, demo=False),
+                engine.preprocessing,
+                memory=memory,
+                place=0,
+                folder=str(tmp_path),
+                secret=SECRET,
+                settings=engine.settings,
+            )
             await remote.connect()
             yield remote
             remote.stop()
@@ -62,8 +68,7 @@ def run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         async with connected() as remote:
             await asyncio.wait_for(check(remote, engine), 60)
 
-    with ThreadPoolExecutor() as thread:
-        yield lambda check: thread.submit(asyncio.run, check_with(check)).result()
+    return lambda check: in_loop(check_with(check))
 
 
 def prepared(engine: Engine, photos: list[bytes]) -> list[Photo]:

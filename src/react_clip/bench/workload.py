@@ -153,7 +153,8 @@ def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32",
             patch=vision.patch_size,
             dim=config.projection_dim,
         )
-    tower.load_state_dict({name: model.state_dict()[name] for name in tower.state_dict()}, assign=True)
+    weights = model.state_dict()
+    tower.load_state_dict({key: weights[key] for key in tower.state_dict()}, assign=True)
     label = f"{name} shapes, random weights"
     return VisionEncoder(
         tower,

@@ -49,10 +49,13 @@ _PR_SET_PDEATHSIG = 1
 class _Child:
     process: BaseProcess
     status: Connection
-    """What the process returns when it is ready, or a line that says why it cannot be."""
+    """Pipe from the process, which sends one value: its result when it is ready, or the line of its error, a string."""
 
     def wait_until_ready(self) -> Any:
-        """What the process returns when it is ready; raises its error where it cannot be."""
+        """Wait for that value and return it; a string is raised as an error.
+
+        The result is :attr:`_Group.model` from the model's process and None from an HTTP process.
+        """
         try:
             status = self.status.recv()
         except EOFError:
@@ -76,7 +79,7 @@ class _Group:
     memory: SharedMemory
     folder: str
     model: tuple[Info, Preprocessing] | None = None
-    """What HTTP processes need to know about the model; None until it is loaded."""
+    """Description and preprocessing of the model, for the HTTP processes; None until it is loaded."""
     children: list[_Child] = field(default_factory=list)
 
     def start_all(self) -> None:

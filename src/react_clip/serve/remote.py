@@ -235,9 +235,10 @@ class _HttpProcess:
 
 
 class RemoteEngine:
-    """What an :class:`Engine` does for the application, done by the model's process.
+    """The application's engine in an HTTP process: sends images to the model's process and returns its answers.
 
-    Requests that wait for a model's process that ends get 503, as do new ones until another has taken its place.
+    It has the methods of :class:`Engine` that the application calls. Requests that wait for a model's process that ends
+    get 503, as do new ones until another has taken its place.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class RemoteEngine:
         settings: Settings,
     ) -> None:
         self.info, self.preprocessing, self.secret, self.settings = info, preprocessing, secret, settings
-        self.alive = False
+        self.alive = self._stopped = False
         self._memory, self._place, self._path = memory, place, str(Path(folder, SOCKET))
         self._pixels = memory.pixels(place, settings.queue, info.image_size)
         self._free = list(range(settings.queue))
@@ -264,7 +265,7 @@ class RemoteEngine:
         loop = asyncio.get_running_loop()
         _, self._frames = await loop.create_unix_connection(lambda: _Frames(self._receive, self._lost), self._path)
         self._frames.send({"place": self._place})
-        self.alive, self._stopped = True, False
+        self.alive = True
 
     def stop(self) -> None:
         """Leave the model's process."""
@@ -326,8 +327,8 @@ class RemoteEngine:
             self._reconnecting = asyncio.create_task(self._reconnect())
 
     async def _reconnect(self) -> None:
-        """Try until another model's process has taken the place of the one that ended."""
-        while not self.alive:
+        """Try until another model's process has taken the place of the one that ended, or this one stops."""
+        while not (self.alive or self._stopped):
             await asyncio.sleep(_PAUSE)
             with suppress(OSError):
                 await self.connect()
