@@ -64,6 +64,7 @@ class AcceleratedBackend(Backend):
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
         self._lock = Lock()
+        self._recording = False
 
     def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """``function(*tensors)`` by a CUDA graph where the batch is small.
@@ -73,12 +74,16 @@ class AcceleratedBackend(Backend):
         all graphs share one set of buffers in the order of the default stream.
         """
         first = tensors[0]
-        if not self.records(len(first), *tensors):
+        if self._recording or not self.records(len(first), *tensors):
             return function(*tensors)
         key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         with self._lock, torch.cuda.device(first.device), torch.no_grad():
             if key not in self._recordings:
-                self._recordings[key] = self._record(function, tensors)
+                self._recording = True
+                try:
+                    self._recordings[key] = self._record(function, tensors)
+                finally:
+                    self._recording = False
             recording = self._recordings[key]
             for buffer, tensor in zip(recording.inputs, tensors, strict=True):
                 buffer.copy_(tensor)
@@ -86,10 +91,13 @@ class AcceleratedBackend(Backend):
             return recording.output.clone()
 
     def records(self, rows: int, *tensors: Tensor) -> bool:
-        """True for at most ``max_rows`` rows on the default stream of a GPU, without gradients."""
+        """True for at most ``max_rows`` rows on the default stream of a GPU, without gradients.
+
+        Functions that call each other become one graph: calls from one that is being recorded are part of it.
+        """
         device = tensors[0].device
         suits = _runs_without_gradients(*tensors) and 0 < rows <= self._max_rows
-        return suits and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        return suits and (self._recording or torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""

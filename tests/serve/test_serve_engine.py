@@ -21,14 +21,15 @@ from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_lo
 import react_clip as rc
 from react_clip import noise
 from react_clip.accelerate import Backend
-from react_clip.defenses import second_look
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelCache, LabelList
+from react_clip.serve.remote import LoopExecutor
 from react_clip.serve.settings import Settings
+from toys import on_a_gpu
 
 SECRET = b"some secret bytes"
 
@@ -109,9 +110,8 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
 ) -> None:
     backend = ShapeRecorder()
     monkeypatch.setattr(encoder, "backend", backend)
-    monkeypatch.setattr(second_look, "AT_ONCE", 2)
-    settings = Settings(batch=5, deadline=1e6)
-    preset = rc.ZeroShotClassifier(encoder, LABELS)
+    settings = Settings(batch=5, deadline=1e6, constant_work=True)  # as on a GPU
+    preset, other = (rc.ZeroShotClassifier(encoder, names) for names in (LABELS, LABELS[::-1]))
     engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=settings)
     ready = prepared(photos)
     try:
@@ -120,12 +120,43 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
         assert at_start
         for size in range(1, 6):
             for first in range(len(ready) - size + 1):
-                answers = [future.result() for future in engine.submit(ready[first : first + size], preset)]
-                branches |= {answer.branch for answer in answers}
+                for classes in (preset, other):
+                    futures = engine.submit(ready[first : first + size], classes)
+                    branches |= {future.result().branch for future in futures}
     finally:
         engine.stop()
     assert len(branches) > 1, "batches must differ in the number of images that need more views"
     assert backend.recorded == at_start
+
+
+@on_a_gpu
+@pytest.mark.parametrize("guard", [SECOND_LOOK, rc.ReACT()], ids=["second_look", "react"])
+def test_a_gpu_answers_as_the_library_does(tiny_folder: Path, guard: Any, photos: list[bytes]) -> None:
+    """On the engine's thread and on the event loop's; batches with one label list and with two."""
+    encoder = rc.load(tiny_folder, device="cuda", compile=True)
+    preset, other = (rc.ZeroShotClassifier(encoder, names) for names in (LABELS, LABELS[:3]))
+    engine = Engine(encoder, guard, preset, secret=SECRET, settings=Settings(batch=8, deadline=1e6))
+    engine.start()
+
+    async def check(lists: list[rc.ZeroShotClassifier]) -> None:
+        images = list(zip(photos, prepared(photos), lists, strict=False))
+        futures = [engine.submit([photo], classes)[0] for _, photo, classes in images]
+        answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        for (file, _, classes), answer in zip(images, answers, strict=True):
+            alone = guard(classes, [file], seed=SECRET)
+            assert torch.allclose(answer.feature, alone.features[0].cpu(), atol=1e-4)
+            assert torch.allclose(answer.probs, alone.probs[0].cpu(), atol=1e-3)
+
+    async def check_both() -> None:
+        await check([preset] * len(photos))
+        await check([preset, other] * len(photos))
+
+    async def check_on_loop() -> None:
+        engine.run_on(LoopExecutor())
+        await check_both()
+
+    in_loop(check_both())
+    in_loop(check_on_loop())
 
 
 def test_a_batch_waits_for_images_on_their_way_and_for_nothing_else(
@@ -240,7 +271,7 @@ def test_expired_images_fail_and_batches_shrink(encoder: rc.Encoder, monkeypatch
     engine = Engine(encoder, rc.ReACT(), preset, secret=SECRET, settings=settings)
     compute = engine._compute
 
-    def slow(batch: list[Any]) -> list[Any]:
+    def slow(batch: list[Any]) -> Any:
         time.sleep(seconds * len(batch))
         return compute(batch)
 

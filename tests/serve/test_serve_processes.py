@@ -49,8 +49,11 @@ class Pair:
         """The process at the other end, found by the inode of its socket."""
         assert ask(connection, "GET", "/healthz") == {"status": "alive"}  # now it has accepted the connection
         ends = f":{self.port:04X}", f":{connection.sock.getsockname()[1]:04X}"
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        [inode] = [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
+        inodes: set[str] = set()
+        while len(inodes) != 1:  # a list that changes while it is read may have a row twice, or not at all
+            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            inodes = {row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])}
+        [inode] = inodes
         return next(pid for pid in self.children() if f"socket:[{inode}]" in open_files(pid))
 
     def one_of_each(self) -> dict[int, http.client.HTTPConnection]:

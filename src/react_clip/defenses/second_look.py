@@ -274,12 +274,6 @@ class SecondLook(Defense):
             look_size=size,
         )
 
-    def record(self, encoder: Encoder, pixels: Tensor, keys: Tensor, logits: Logits) -> None:
-        """Make every encoder call that a batch of this size can need: CUDA graphs are recorded at their first use."""
-        plain = self.correct(encoder, pixels, keys, logits).plain
-        if self.lazy:
-            self._correct_rows(encoder, pixels, keys, torch.stack([plain, plain], 1))
-
     def _encode(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, *, at_once: bool) -> Tensor:
         """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
         size, hashes = self.look_size(encoder), isinstance(keys, int)

@@ -107,7 +107,7 @@ class Encoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the tower."""
-        return next(self.tower.parameters()).device
+        return self.mean.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 
+import torch
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -153,19 +154,21 @@ async def attack(
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
     engine, eps = service.engine, body.eps / 255
     labels, [photo] = await service.inputs(body)
+    assert isinstance(engine, Engine), "settings allow an attack in one process only"
+    classes, pixels = await engine.classes(labels), from_8bit(photo.pixels)
+    plain = await _plain_probs(engine, classes, pixels)
+    target, attacked, scale = int(plain.argmax()), pixels, 1.0
     [clean] = await engine.ask([photo], labels)
-    pixels = from_8bit(photo.pixels)
-    target, attacked, scale = int(clean.plain_probs.argmax()), pixels, 1.0
     if eps > 0:
         scale = _DRAWN / eps
-        attacked = await _attacked(service, labels, pixels, target, eps)
+        attacked = await _attacked(service, engine, classes, pixels, target, eps)
     key = int(noise.stream_keys(attacked[None], engine.secret))
     [after] = await engine.ask([Photo(attacked, key)], labels)
 
-    def compare(shown: Tensor, answer: Answer) -> responses.Comparison:
+    def compare(shown: Tensor, plain: Tensor, answer: Answer) -> responses.Comparison:
         return responses.Comparison(
             image=data_uri(to_image(shown)),
-            plain=responses.top(labels.names, answer.plain_probs, body.top_k),
+            plain=responses.top(labels.names, plain, body.top_k),
             defended=responses.top(labels.names, answer.probs, body.top_k),
             diagnostics=responses.Diagnostics.of(answer),
         )
@@ -174,18 +177,29 @@ async def attack(
         model=service.model,
         eps=body.eps,
         attacked_label=labels.names[target],
-        clean=compare(pixels, clean),
-        attacked=compare(attacked, after),
+        clean=compare(pixels, plain, clean),
+        attacked=compare(attacked, await _plain_probs(engine, classes, attacked), after),
         perturbation=data_uri(to_image(0.5 + scale * (attacked - pixels))),
         amplification=scale,
     )
 
 
-async def _attacked(service: Service, labels: LabelList, pixels: Tensor, target: int, eps: float) -> Tensor:
+async def _plain_probs(engine: Engine, classes: ZeroShotClassifier, pixels: Tensor) -> Tensor:
+    """Probabilities ``[K]`` of plain CLIP for pixels ``[3, S, S]``."""
+
+    @torch.no_grad()
+    def compute() -> Tensor:
+        return engine.encoder.similarity.probabilities(classes(pixels[None].to(classes.device)))[0].cpu()
+
+    return await asyncio.wrap_future(engine.run(compute))
+
+
+async def _attacked(
+    service: Service, engine: Engine, classes: ZeroShotClassifier, pixels: Tensor, target: int, eps: float
+) -> Tensor:
     """Attacked pixels ``[3, S, S]``. An attack whose caller is gone ends: the page's slider leaves many behind."""
-    engine, run_attack, ended = service.engine, service.attack, False
+    run_attack, ended = service.attack, False
     assert run_attack is not None, "the route exists only with an attack"
-    assert isinstance(engine, Engine), "settings allow an attack in one process only"
 
     def advance(done: int, steps: int) -> None:
         if ended:
@@ -193,7 +207,6 @@ async def _attacked(service: Service, labels: LabelList, pixels: Tensor, target:
         service.attack_progress = responses.AttackProgress(done=done, steps=steps)
 
     try:
-        classes = await engine.classes(labels)
         job = engine.run(partial(run_attack, classes, pixels[None], target, eps, advance))
         return (await asyncio.wrap_future(job))[0].cpu()
     finally:

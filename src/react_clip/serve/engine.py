@@ -18,14 +18,13 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
-from react_clip.defenses.base import MEASUREMENTS, diagnostics
+from react_clip.defenses.base import MEASUREMENTS
 from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
@@ -36,6 +35,9 @@ from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
+
+_NUMBERS = ("branch", *MEASUREMENTS, "passes")
+"""Numbers of one image beside its feature and its probabilities."""
 
 _MAX_TASKS = 32
 """Functions given to :meth:`Engine.run` that may wait."""
@@ -62,8 +64,6 @@ class Answer:
     """Defended unit feature ``[D]``."""
     probs: Tensor
     """Defended probabilities ``[K]``."""
-    plain_probs: Tensor
-    """Probabilities ``[K]`` of plain CLIP."""
     diagnostics: dict[str, Any]
     """As :func:`react_clip.defenses.base.diagnostics` gives them."""
     branch: str
@@ -84,6 +84,42 @@ class _QueuedImage:
     queued_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A batch that was given to the model, and its results, which are on the CPU when ``copied`` has happened."""
+
+    images: list[_QueuedImage]
+    rows: Tensor
+    """Results as :meth:`Engine._rows` gives them."""
+    dim: int
+    """Length of a feature."""
+    copied: torch.cuda.Event | None
+    began: float
+
+    def is_done(self) -> bool:
+        """True if :meth:`answers` returns, or raises, at once."""
+        try:
+            return self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # a failure of the GPU
+            return True
+
+    def answers(self) -> list[Answer]:
+        """Wait for the results and return one answer per image."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not bool(torch.isfinite(self.rows[:, : self.dim]).all()):
+            raise ArithmeticError("features are not finite")
+        numbers = self.rows[:, -len(_NUMBERS) :].tolist()
+        return [self._answer(*each) for each in zip(self.images, self.rows, numbers, strict=True)]
+
+    def _answer(self, image: _QueuedImage, row: Tensor, numbers: list[float]) -> Answer:
+        branch, *measured = numbers
+        values: dict[str, Any] = dict(zip(_NUMBERS[1:], (None if x != x else x for x in measured), strict=True))
+        values["gated"] = bool(values["gated"])
+        feature, probs = row[: self.dim], row[self.dim : self.dim + len(image.classes.names)]
+        return Answer(feature, probs, values, BRANCHES[int(branch)])
+
+
 class Engine:
     """A model, its defence and a queue. Call :meth:`start` before use and :meth:`stop` at the end.
 
@@ -102,7 +138,9 @@ class Engine:
         settings: Settings,
     ) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
-        self.guard: ReACT | SecondLook = guard.replace(lazy=False) if settings.constant_work else guard
+        # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
+        all_passes = settings.constant_work or (isinstance(guard, SecondLook) and encoder.device.type == "cuda")
+        self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
         self.on_queue: Callable[[int], None] = lambda length: None
         self.alive = True
@@ -113,7 +151,9 @@ class Engine:
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
-        self._scheduled = False
+        self._preset_rows = partial(self._rows, logits_of(preset))
+        self._scheduled = self._polls = False
+        self._computing: _Batch | None = None
 
     def start(self) -> None:
         """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
@@ -131,13 +171,17 @@ class Engine:
         with self._changed:
             was_alive, self.alive = self.alive, False
         if was_alive:
-            self._thread.submit(self._answer_all).result()
+            self._thread.submit(self._finish_all).result()
             self._thread.shutdown()
 
     def run_on(self, executor: Executor) -> None:
-        """Compute on another executor than a thread of the engine's own; call it after :meth:`start`."""
+        """Compute on another executor than a thread of the engine's own; call it after :meth:`start`.
+
+        While a GPU computes, the executor runs other functions: the engine asks again and again whether it is done.
+        """
         self._thread.shutdown()
         self._thread = executor
+        self._polls = self.encoder.device.type == "cuda"
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -208,7 +252,7 @@ class Engine:
         """Let the engine's thread answer a batch, after what it has to do already."""
         if not self._scheduled:
             self._scheduled = True
-            self._thread.submit(self._answer_batch)
+            self._thread.submit(self._advance)
 
     def _notify(self) -> None:
         """Wake the engine's thread if its wait is over: every wake-up would take the interpreter from the others."""
@@ -221,37 +265,54 @@ class Engine:
 
     # ------------------------------------------------------------------ the engine's thread
 
-    def _answer_batch(self) -> None:
-        """Answer the next images of the queue."""
+    def _advance(self) -> None:
+        """Give the model the next batch, and answer the one that it has computed.
+
+        With :meth:`run_on` a GPU gets its next batch before the last one is answered, so that it need not wait.
+        """
         self._scheduled = False
-        batch = self._drop_expired(self._next_images())
-        if batch:
-            self._answer(batch)
+        before, after = self._computing, None
+        if before is None or before.is_done():
+            self._computing = self._start(self._next_images())
+            after = before
+        if self._computing is not None and not self._polls:
+            after, self._computing = self._computing, None
+        if after is not None:
+            self._answer(after)
         with self._changed:
-            if self._queue:
+            if self._queue or self._computing is not None:
                 self._schedule()
 
-    def _answer_all(self) -> None:
-        while self._queue:
-            self._answer_batch()
+    def _finish_all(self) -> None:
+        while self._queue or self._computing is not None:
+            self._advance()
 
-    def _answer(self, batch: list[_QueuedImage]) -> None:
+    def _start(self, images: list[_QueuedImage]) -> _Batch | None:
+        """Give images to the model; None if there is none, or if it fails, which their futures get."""
+        images = self._drop_expired(images)
+        if not images:
+            return None
         began = time.monotonic()
         try:
-            answers = self._compute(batch)
+            rows, copied = self._compute(images)
+            return _Batch(images, rows, self.encoder.dim, copied, began)
         except Exception as error:
-            show_trace = logger.isEnabledFor(logging.DEBUG)
-            logger.error("a batch of %d images failed: %s", len(batch), type(error).__name__, exc_info=show_trace)
-            for image in batch:
-                line = "the model could not answer this batch; try again"
-                image.future.set_exception(busy(line, kind="unavailable"))
+            _fail(images, error)
+            return None
+
+    def _answer(self, batch: _Batch) -> None:
+        """Wait for a batch and give its answers to those who wait for them."""
+        try:
+            answers = batch.answers()
+        except Exception as error:
+            _fail(batch.images, error)
             return
-        seconds = time.monotonic() - began
-        measured = seconds / len(batch)
+        seconds = time.monotonic() - batch.began
+        measured = seconds / len(batch.images)
         self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
         # Before the futures: a caller that has its answer must find it counted in the metrics.
-        self.on_batch(answers, len({image.classes for image in batch}), seconds)
-        for image, answer in zip(batch, answers, strict=True):
+        self.on_batch(answers, len({image.classes for image in batch.images}), seconds)
+        for image, answer in zip(batch.images, answers, strict=True):
             image.future.set_result(answer)
 
     def _next_images(self) -> list[_QueuedImage]:
@@ -279,66 +340,69 @@ class Engine:
 
     @torch.no_grad()
     def _record_graphs(self, photo: Photo) -> None:
-        """Run all passes of the defence on batches of every size, so that no request waits for a new CUDA graph.
-
-        The number of images that need more views is as random as the size of a batch, and each has its own graph.
-        """
+        """Compute batches of every size, so that no request waits for a new CUDA graph."""
         for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
-            pixels, keys = self._to_device(batch)
-            logits = _logits_of(batch, pixels.device)
+            pixels, keys = self._inputs(batch)
+            # Other label lists than the preset need the graphs of the passes alone. With ReACT the number of images
+            # that need more views is as random as the size of a batch.
+            self.guard.replace(lazy=False).correct(self.encoder, from_8bit(pixels), keys, logits_of(self.preset))
             if isinstance(self.guard, SecondLook):
-                self.guard.record(self.encoder, pixels, keys, logits)
-            else:
-                self.guard.replace(lazy=False).correct(self.encoder, pixels, keys, logits)
+                self._compute(batch)
 
-    def _to_device(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
+    def to_device(self, values: Tensor) -> Tensor:
+        """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
+        device = self.encoder.device
+        return values.pin_memory().to(device, non_blocking=True) if device.type != values.device.type else values
+
+    def _inputs(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
-        device, images = self.encoder.device, [image.photo.pixels for image in batch]
+        images = [image.photo.pixels for image in batch]
         if any(image.is_floating_point() for image in images):  # of the demo
             images = [to_float(image) for image in images]
-        keys = torch.tensor([image.photo.key for image in batch], device=device)
-        # A GPU fetches pinned memory by itself, and nobody waits for that.
-        on_gpu = device.type == "cuda"
-        stacked = torch.empty((len(images), *images[0].shape), dtype=images[0].dtype, pin_memory=on_gpu)
-        pixels = torch.stack(images, out=stacked).to(device, non_blocking=on_gpu)
-        return from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels, keys
+        pixels = torch.stack([self.to_device(image) for image in images])
+        return pixels, self.to_device(torch.tensor([image.photo.key for image in batch]))
 
     @torch.no_grad()
-    def _compute(self, batch: list[_QueuedImage]) -> list[Answer]:
-        device, guard = self.encoder.device, self.guard
-        pixels, keys = self._to_device(batch)
-        logits = _logits_of(batch, device)
+    def _compute(self, batch: list[_QueuedImage]) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Results of a batch as :meth:`_rows` gives them, and on a GPU the event after which they are on the CPU."""
+        device, inputs = self.encoder.device, self._inputs(batch)
+        if isinstance(self.guard, SecondLook) and all(image.classes is self.preset for image in batch):
+            rows = self.encoder.backend(self._preset_rows, *inputs)
+        else:
+            may_stop = self.to_device(torch.tensor([not image.all_views for image in batch]))
+            rows = self._rows(_logits_of(batch, device), *inputs, may_stop)
+        rows = rows.to("cpu", non_blocking=True)
+        if device.type != "cuda":
+            return rows, None
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(device))
+        return rows, copied
+
+    def _rows(self, logits: Logits, pixels: Tensor, keys: Tensor, may_stop: Tensor | bool = False) -> Tensor:
+        """Feature, probabilities and :data:`_NUMBERS` of each image in one row: one copy to the CPU for all of them."""
+        pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
         out: Any
-        if isinstance(guard, SecondLook):
-            out = guard.correct(self.encoder, pixels, keys, logits)
+        if isinstance(self.guard, SecondLook):
+            out = self.guard.correct(self.encoder, pixels, keys, logits)
             branches = out.branch
         else:
-            may_stop = torch.tensor([not image.all_views for image in batch], device=device)
-            out = guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
+            out = self.guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
             branches = torch.where(out.gated, CORRECT, KEEP)
-        everyone = torch.arange(len(batch), device=device)
-        probabilities = self.encoder.similarity.probabilities
-        results = {
-            "features": out.features,
-            "probs": probabilities(logits(everyone, out.features)),
-            "plain_probs": probabilities(logits(everyone, out.plain)),
-            "branches": branches,
-            **{name: getattr(out, name) for name in (*MEASUREMENTS, "passes") if hasattr(out, name)},
-        }
-        results = {name: values.to("cpu", non_blocking=True) for name, values in results.items()}
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # one wait for all of them
-        if not bool(torch.isfinite(results["features"]).all()):
-            raise ArithmeticError("features are not finite")
-        counts = [len(image.classes.names) for image in batch]
-        rows = [*(results[name] for name in ("features", "probs", "plain_probs")), results["branches"].tolist()]
-        return [
-            Answer(feature, probs[:count], plain_probs[:count], values, BRANCHES[branch])
-            for feature, probs, plain_probs, branch, count, values in zip(
-                *rows, counts, diagnostics(SimpleNamespace(**results)), strict=True
-            )
-        ]
+        everyone = torch.arange(len(pixels), device=pixels.device)
+        probs = self.encoder.similarity.probabilities(logits(everyone, out.features))
+        unknown = torch.full_like(out.features[:, 0], torch.nan)
+        numbers = [branches, *(getattr(out, name, unknown) for name in _NUMBERS[1:])]
+        columns = torch.stack([values.to(out.features.dtype) for values in numbers], 1)
+        return torch.cat([out.features, probs, columns], 1)
+
+
+def _fail(images: list[_QueuedImage], error: Exception) -> None:
+    """Refuse the images of a batch that failed."""
+    show_trace = logger.isEnabledFor(logging.DEBUG)
+    logger.error("a batch of %d images failed: %s", len(images), type(error).__name__, exc_info=show_trace and error)
+    for image in images:
+        image.future.set_exception(busy("the model could not answer this batch; try again", kind="unavailable"))
 
 
 def _logits_of(batch: list[_QueuedImage], device: torch.device) -> Logits:

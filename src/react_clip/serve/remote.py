@@ -108,13 +108,14 @@ class _Frames(asyncio.Protocol):
 # ---------------------------------------------------------------------- the model's process
 
 
-class _LoopExecutor(Executor):
+class LoopExecutor(Executor):
     """Runs functions on the thread of the running event loop, between the messages that arrive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a function soon, on this thread."""
         future: Future[Any] = Future()
         self._loop.call_soon(self._run, future, partial(function, *args, **kwargs))
         return future
@@ -139,7 +140,7 @@ class ModelServer:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Answer within this block."""
-        self._engine.run_on(_LoopExecutor())
+        self._engine.run_on(LoopExecutor())
         Path(self._path).unlink(missing_ok=True)
         loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(lambda: _HttpProcess(self._engine, self._memory).frames, self._path)
@@ -200,7 +201,7 @@ class _HttpProcess:
     def _submit(self, message: dict[str, Any], classes: ZeroShotClassifier) -> None:
         number = message["id"]
         images = zip(message["slots"], message["keys"], strict=True)
-        photos = [Photo(self._pixels[slot], key) for slot, key in images]
+        photos = [Photo(self._engine.to_device(self._pixels[slot]), key) for slot, key in images]
         try:
             futures = self._engine.submit(photos, classes, all_views=message["all_views"])
         except RequestError as error:
@@ -221,7 +222,7 @@ class _HttpProcess:
         except RequestError as error:
             self._refuse(number, error)
             return
-        tensors = [part for answer in answers for part in (answer.feature, answer.probs, answer.plain_probs)]
+        tensors = [part for answer in answers for part in (answer.feature, answer.probs)]
         floats = torch.cat(tensors).float().numpy().tobytes()
         facts = [[len(answer.probs), answer.diagnostics, answer.branch] for answer in answers]
         self.frames.send({"id": number, "answers": facts}, floats)
@@ -313,10 +314,10 @@ class RemoteEngine:
             error = message["error"]
             waiting.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
             return
-        sizes = [size for classes, _, _ in message["answers"] for size in (self.info.dim, classes, classes)]
+        sizes = [size for classes, _, _ in message["answers"] for size in (self.info.dim, classes)]
         parts = iter(torch.split(torch.frombuffer(floats, dtype=torch.float32), sizes))
-        rows = [(next(parts), next(parts), next(parts), values, branch) for _, values, branch in message["answers"]]
-        waiting.set_result([Answer(*row) for row in rows])
+        facts = message["answers"]
+        waiting.set_result([Answer(next(parts), next(parts), values, branch) for _, values, branch in facts])
 
     def _lost(self) -> None:
         self.alive = False
