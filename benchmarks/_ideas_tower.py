@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
+from react_clip.accelerate import AddNorm
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
@@ -245,9 +246,24 @@ def last_block(setting: Setting) -> Entry:
     )
 
 
-def all_tokens(forward: Callable[..., Tensor], tokens: Tensor, shapes: Any = None, *, first_only: bool) -> Tensor:
-    updated = forward(tokens, shapes)
-    return updated if shapes is None else _first_tokens(updated, shapes)
+def all_tokens(forward: Callable[..., Any], *inputs: Any, first_only: bool) -> tuple[Tensor, ...]:
+    tokens, update = forward(*inputs)
+    return tuple(_first_tokens(each, inputs[-1]) for each in (tokens, update))
+
+
+def add_norm(setting: Setting) -> Entry:
+    """Residual addition and LayerNorm by one Triton kernel."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    for module in before.encoder.tower.modules():
+        if isinstance(module, AddNorm):
+            module.fused = False
+    return compared(
+        setting,
+        "addition and LayerNorm as one kernel",
+        "What attention and perceptron add to the tokens, added and normalised by one Triton kernel instead of two: "
+        "the plain encoder.",
+        *(before, after),
+    )
 
 
 def fp8(setting: Setting) -> Entry:
@@ -326,8 +342,8 @@ def early_layer(setting: Setting) -> Entry:
                 found.setdefault(depth, []).append(functional.drift(*(features[depth] for features in each)))
         return {depth: torch.cat(parts) for depth, parts in found.items()}
 
-    def catch(depth: int, _: nn.Module, __: object, tokens: Tensor) -> None:
-        features = encoder.tower.visual_projection(model["post_layernorm"](tokens[:, 0]))  # type: ignore[operator,index]
+    def catch(depth: int, _: nn.Module, __: object, result: tuple[Tensor, Tensor]) -> None:
+        features = encoder.tower.visual_projection(model["post_layernorm"](sum(result)[:, 0]))  # type: ignore[operator,index]
         caught[depth] = functional.normalize(features.float())
 
     blocks: Any = model["encoder"]["layers"]  # type: ignore[index]
@@ -365,6 +381,7 @@ def _share_above(drift: Tensor, clean: Tensor) -> float:
 def forward_to(tower: Any, depth: int, normalised: Tensor, positions: Tensor) -> Tensor:
     """The tower without the layers after ``depth``."""
     tokens = tower.vision_model["pre_layrnorm"](tower.vision_model["embeddings"](normalised, positions))
+    update = None
     for block in tower.vision_model["encoder"]["layers"][:depth]:
-        tokens = block(tokens)
-    return tower.visual_projection(tower.vision_model["post_layernorm"](tokens[:, 0]))  # type: ignore[no-any-return]
+        tokens, update = block(tokens, update)
+    return tower.visual_projection(tower.vision_model["post_layernorm"]((tokens + update)[:, 0]))  # type: ignore[no-any-return]

@@ -62,6 +62,11 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
         "with `load(..., compile=True)` and in the service; the kernel rounds after each of the three operations as "
         "PyTorch does, so features have the same bits",
     ),
+    "addition and LayerNorm as one kernel": (
+        True,
+        "in the offline tower with `load(..., compile=True)`, in 16 bits; the sums have the same bits, the normalised "
+        "tokens are equal up to rounding",
+    ),
     "attention by cuDNN": (True, "PyTorch chooses it by itself on this GPU"),
     "compiled tower, any batch size": (
         True,
@@ -97,6 +102,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "packed": tower.packed,
     "patches": tower.patches,
     "activation": tower.activation,
+    "add-norm": tower.add_norm,
     "attention": tower.attention,
     "compiled": tower.compiled,
     "qkv": tower.qkv,

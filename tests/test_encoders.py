@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import react_clip as rc
 import tiny_clip
@@ -379,13 +380,31 @@ def test_the_fused_activation_has_the_bits_of_the_plain_one(dtype: torch.dtype) 
         assert torch.equal(accelerate.FusedQuickGELU(QuickGELU())(hidden), QuickGELU()(hidden))
 
 
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fused_addition_and_normalisation_agree_with_the_plain_ones(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, width in ((1, 12), (7, 768), (5_000, 1024)):
+        norm = accelerate.AddNorm(width)
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        norm.cuda().to(dtype)
+        tokens, update = (torch.randn(2, rows, width, generator=generator) * 3.0 + 1.0).cuda().to(dtype)
+        with torch.no_grad():
+            total, normalised = norm(tokens, update)
+            accelerate.fuse_operations(norm)
+            fused_total, fused = norm(tokens, update)
+        assert torch.equal(total, fused_total)
+        assert torch.allclose(normalised, fused, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("source", ["offline", "transformers"])
 def test_fused_activations_replace_those_of_any_tower(source: str, tiny_folder: Path) -> None:
     encoder = patch_encoder() if source == "offline" else rc.load(tiny_folder, device="cpu")
     pixels = torch.rand(2, 3, encoder.image_size, encoder.image_size)
     expected = encoder(pixels)
     for _ in range(2):  # the second time there is nothing left to replace
-        accelerate.fuse_activations(encoder.tower)
+        accelerate.fuse_operations(encoder.tower)
     fused = [module for module in encoder.tower.modules() if isinstance(module, accelerate.FusedQuickGELU)]
     assert len(fused) >= 1
     assert not any(isinstance(module.plain, accelerate.FusedQuickGELU) for module in fused)

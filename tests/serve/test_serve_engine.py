@@ -29,7 +29,7 @@ from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.remote import LoopExecutor
 from react_clip.serve.settings import Settings
-from toys import on_a_gpu
+from toys import on_a_gpu, patch_encoder
 
 SECRET = b"some secret bytes"
 
@@ -131,10 +131,10 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
 
 @on_a_gpu
 @pytest.mark.parametrize("guard", [SECOND_LOOK, rc.ReACT()], ids=["second_look", "react"])
-def test_a_gpu_answers_as_the_library_does(tiny_folder: Path, guard: Any, photos: list[bytes]) -> None:
+def test_a_gpu_answers_as_the_library_does(guard: Any, photos: list[bytes]) -> None:
     """On the engine's thread and on the event loop's; batches with one label list and with two."""
-    encoder = rc.load(tiny_folder, device="cuda", compile=True)
-    preset, other = (rc.ZeroShotClassifier(encoder, names) for names in (LABELS, LABELS[:3]))
+    encoder = patch_encoder().cuda().accelerate()
+    preset, other = (rc.ZeroShotClassifier.from_features(encoder, list("abc")[:k], torch.eye(k, 12)) for k in (2, 3))
     engine = Engine(encoder, guard, preset, secret=SECRET, settings=Settings(batch=8, deadline=1e6))
     engine.start()
 

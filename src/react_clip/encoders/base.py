@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
-from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, fuse_activations, kernels_work
+from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, fuse_operations, kernels_work
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Images, Preprocessing, RangeCheck, as_pixels
@@ -342,7 +342,7 @@ class Encoder(nn.Module):
         self.backend = AcceleratedBackend()
         self._compiled = CompiledFunction(self._compute) if compile_tower else None
         if kernels_work(self.device):
-            fuse_activations(self.tower)
+            fuse_operations(self.tower)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
