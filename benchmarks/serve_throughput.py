@@ -4,11 +4,12 @@
     python benchmarks/serve_throughput.py --small --photos PHOTOS --before OTHER/src --out serve-overhead.json
 
 Everything after ``--`` goes to ``react-clip serve``, and the library is set up from the same flags: model, precision,
-device, threads, labels, defence. The library's number is measured as ``react-clip bench`` does it: pixels are ready,
-and ``--batch`` of them arrive together. The server gets the same photos as JPEG files, one a request, from
-``--concurrency`` callers at once; it and its callers share the machine. Both key their noise alike, so the same gates
-open. Only one of the two works at a time. The callers write prepared bytes to sockets: a client library such as httpx
-takes several milliseconds of processor time a request, as much as the service itself.
+device, threads, labels, defence, and acceleration on a GPU. The library's number is measured as ``react-clip bench``
+does it: pixels are ready, and ``--batch`` of them arrive together, as many as there are callers by default. The server
+gets the same photos as JPEG files, one a request, from ``--concurrency`` callers at once; it and its callers share the
+machine. Both key their noise alike, so the same gates open. Only one of the two works at a time. The callers write
+prepared bytes to sockets: a client library such as httpx takes several milliseconds of processor time a request, as
+much as the service itself.
 
 ``--small`` takes a random tower of one layer instead of a model, so that the time around the model shows; PHOTOS is
 then one folder with a folder of photos per class. ``--before`` measures the service of another version of this package
@@ -69,7 +70,7 @@ class Library:
         args = argparse.Namespace(**settings_of(parse_args(["serve", "--quiet", *flags])).model_dump())
         if args.threads:
             torch.set_num_threads(args.threads)
-        encoder = load_encoder(args)
+        encoder = load_encoder(args).accelerate()
         clf = build_classifier(args, encoder)
         guard = build_guard(args, encoder).replace(max_batch=batch, lazy=not args.constant_work)
         self._contenders = {guard.kind: lambda pixels: answer(clf, guard, pixels)}
@@ -277,7 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", nargs="*", type=Path, help="files or folders (bundled ones by default)")
     parser.add_argument("--images", type=int, default=96, help="images a round; photos are repeated (%(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="of the library (%(default)s)")
+    parser.add_argument("--batch", type=int, help="images at a time for the library (as many as callers)")
     parser.add_argument("--concurrency", type=int, default=32, help="callers at once (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of either side; the median counts (%(default)s)")
     parser.add_argument("--small", action="store_true", help="a random tower of one layer instead of a model")
@@ -285,6 +286,7 @@ def main() -> int:
     parser.add_argument("--out", default="serve-throughput.json")
     parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
     args = parser.parse_args()
+    args.batch = args.concurrency if args.batch is None else args.batch
     if min(args.images, args.batch, args.concurrency, args.rounds) < 1:
         parser.error("every number must be at least 1")
     if args.small and len(args.photos or []) != 1:
