@@ -192,7 +192,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
     for path in (
-        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-8", "-gpu-12", "-gpu-8-128")
+        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-8", "-gpu-8-128", "-gpu-8-256")
     ):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from doc_tables import table
 
-GPU = ("-one", "-8", "-12", "-8-128", "-8-mps", "-8-mps-128")
+GPU = ("-one", "-8", "-8-128", "-8-256", "-12-faster-cores", "-8-128-faster-cores")
 """Results on a GPU, ``serve-throughput-gpu*.json``."""
 SMALL = {
     "serve-overhead.json": ("before", "after"),
@@ -42,10 +42,11 @@ def speed(results: Path) -> str:
 
 
 def service_setting(run: dict[str, Any]) -> str:
-    """Callers and processes of a measured service; earlier versions had a model in each process, and NVIDIA's MPS."""
+    """Callers and processes of a measured service, and the batches of the library beside it."""
     processes = re.search(r"--processes (\d+)", run["server"])
     several = f"{processes[1]} processes" if processes else "1 process"
-    return f"{run['concurrency']} callers, {several}" + (" with a model each and MPS" if run.get("mps") else "")
+    words = f"{run['concurrency']} callers, {several}, library in batches of {run['batch']}"
+    return f"{words} ({run['note']})" if "note" in run else words
 
 
 def _latency_and_memory(run: dict[str, Any]) -> str:

@@ -159,6 +159,66 @@ def test_a_gpu_answers_as_the_library_does(guard: Any, photos: list[bytes]) -> N
     in_loop(check_on_loop())
 
 
+class Copied:
+    """Stands for the event of a GPU: results are there when ``done`` is true; with ``fails`` the batch has failed."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.done, self.fails = fails, fails
+
+    def query(self) -> bool:
+        if self.fails:
+            raise RuntimeError("CUDA error")
+        return self.done
+
+    def synchronize(self) -> None:
+        if not self.query():
+            raise AssertionError("the engine waits for a batch instead of asking for it")
+
+
+def test_the_next_batch_starts_before_the_last_is_answered(
+    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an event loop that goes on while a GPU computes; also if one batch fails."""
+    preset = rc.ZeroShotClassifier(encoder, LABELS)
+    engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=Settings(batch=8, deadline=1e6))
+    engine.start()
+    events = [Copied(), Copied(fails=True), Copied()]
+    compute, ready, started = engine._compute, prepared(photos), list[list[bool]]()
+
+    def start(batch: list[Any]) -> tuple[torch.Tensor, Copied]:
+        started.append([future.done() for future in futures])
+        return compute(batch)[0], events[len(started) - 1]
+
+    async def turns() -> None:
+        """Let the loop run what is due: the engine computes on its thread."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def check() -> None:
+        engine.run_on(LoopExecutor())
+        engine._polls = True
+        futures.append(engine.submit(ready[:1], preset)[0])
+        await turns()
+        futures.append(engine.submit(ready[1:2], preset)[0])
+        await turns()
+        assert started == [[False]], "one batch at a time"
+        events[0].done = True
+        await turns()
+        assert started == [[False], [False, False]], "the second batch starts before the first is answered"
+        assert futures[0].result().branch
+        with pytest.raises(RequestError, match="could not answer"):
+            futures[1].result()
+        futures.append(engine.submit(ready[2:3], preset)[0])
+        await turns()
+        assert not futures[2].done()
+        events[2].done = True
+        assert (await asyncio.wrap_future(futures[2])).branch
+
+    futures: list[Future[Answer]] = []
+    monkeypatch.setattr(engine, "_compute", start)
+    in_loop(check())
+
+
 def test_a_batch_waits_for_images_on_their_way_and_for_nothing_else(
     engine: Engine, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
