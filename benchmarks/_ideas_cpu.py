@@ -1,7 +1,8 @@
-"""Ideas of `tried.py` for CPUs: towers in int8 by other runtimes, and JPEGs decoded at reduced size."""
+"""Ideas of `tried.py` for CPUs: towers in int8 by other runtimes, JPEGs decoded at reduced size, keys of photos."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from _setting import SIZES, Entry, Setting, Ways
 from PIL import Image
 from torch import Tensor
 
+from react_clip import noise
 from react_clip.encoders import exported
 from react_clip.encoders.base import Encoder
 from react_clip.preprocess import to_pixels
@@ -125,4 +127,18 @@ def decoding(setting: Setting) -> Entry:
             name: spent[name] / (spent[name] + spent["defended"]) for name in ("224 pixels", "12 megapixels")
         },
         agreement={"cosine": (exact * rough).sum().item()},
+    )
+
+
+def keyed_hash(setting: Setting) -> Entry:
+    """The keys of photos under a secret, by BLAKE2b and by HMAC-SHA256."""
+    photos, secret = setting.clean.mul(255).round().byte().cpu(), bytes(32)
+    ways: Ways = {
+        "before": lambda: [hashlib.blake2b(photo.numpy().data, key=secret).digest() for photo in photos],
+        "after": lambda: noise.stream_keys(photos, secret),
+    }
+    return setting.entry(
+        "HMAC-SHA256 for secrets",
+        "The key of a photo's noise under a secret by HMAC-SHA256 instead of BLAKE2b: the key alone.",
+        **setting.turns(ways, len(photos)),
     )

@@ -40,6 +40,11 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
         "the look is made from the pixels of the image, so it is not decoded at all; for the image itself it would "
         "change the pixels that the encoder gets, hence answers",
     ),
+    "HMAC-SHA256 for secrets": (
+        True,
+        "processors have instructions for it; the service and the library hash every photo, or every one that takes "
+        "the third view, on the CPU",
+    ),
     "one graph for image and look": (
         True,
         "with `load(..., compile=True)` and in the service, for at most 128 images: less to launch for the host",
@@ -98,6 +103,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "int8-onnx": cpu.int8_onnx,
     "int8-openvino": cpu.int8_openvino,
     "decoding": cpu.decoding,
+    "keyed-hash": cpu.keyed_hash,
     "one-graph": tower.one_graph,
     "packed": tower.packed,
     "patches": tower.patches,

@@ -10,7 +10,7 @@ PyTorch's own generators cannot do this: they draw for a whole batch, in an orde
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import math
 import secrets
 from collections.abc import Iterator, Sequence
@@ -120,15 +120,14 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
 def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     """One key per image ``[N]``, from its pixels and the seed: the same alone, in any batch and in any order.
 
-    With an integer seed the pixels are hashed on their own device. With ``bytes`` the key is the keyed BLAKE2b digest
-    of the pixels: without the secret nobody can predict the noise or find two images that share it. Then images may
-    also be uint8; they have the keys of the same pixels in [0, 1].
+    With an integer seed the pixels are hashed on their own device. With ``bytes`` the key is the HMAC-SHA256 of the
+    pixels: without the secret nobody can predict the noise or find two images that share it. Then images may also be
+    uint8; they have the keys of the same pixels in [0, 1].
     """
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
-        secret = seed if len(seed) <= 64 else hashlib.blake2b(seed).digest()
-        return torch.tensor([_digest(image, secret) for image in _numbers_to_hash(images)], device=images.device)
+        return torch.tensor([_digest(image, seed) for image in _numbers_to_hash(images)], device=images.device)
     return keys_of_seeds(images, seeds_like(images, seed))
 
 
@@ -168,8 +167,9 @@ def _numbers_to_hash(images: Tensor) -> Iterator[Tensor]:
 def _digest(image: Tensor, secret: bytes) -> int:
     """Keyed digest of an image on the CPU."""
     kind = b"8 bit" if image.dtype == torch.uint8 else b""
-    digest = hashlib.blake2b(image.contiguous().numpy().data, key=secret, digest_size=8, person=kind).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    code = hmac.new(secret, kind, "sha256")
+    code.update(image.contiguous().numpy().data)
+    return int.from_bytes(code.digest()[:8], "little", signed=True)
 
 
 @cache

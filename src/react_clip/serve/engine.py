@@ -353,7 +353,9 @@ class Engine:
     def to_device(self, values: Tensor) -> Tensor:
         """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
         device = self.encoder.device
-        return values.pin_memory().to(device, non_blocking=True) if device.type != values.device.type else values
+        if device.type == "cuda" and not values.is_cuda:
+            return values.pin_memory().to(device, non_blocking=True)
+        return values.to(device)
 
     def _inputs(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
@@ -372,9 +374,9 @@ class Engine:
         else:
             may_stop = self.to_device(torch.tensor([not image.all_views for image in batch]))
             rows = self._rows(_logits_of(batch, device), *inputs, may_stop)
-        rows = rows.to("cpu", non_blocking=True)
         if device.type != "cuda":
-            return rows, None
+            return rows.cpu(), None
+        rows = rows.to("cpu", non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(device))
         return rows, copied

@@ -141,7 +141,7 @@ class Settings(BaseSettings):
     suspicious: bool = False
     """let requests ask which images count as attacked (suspicious=true); attackers profit from it too"""
     constant_work: bool = False
-    """run all passes for every image, so that response times do not reveal the gate"""
+    """run all passes for every image, so that response times do not reveal the gate; SecondLook on a GPU always does"""
     demo: bool = False
     """add /v1/demo/attack, which attacks a caller's photo; implies --diagnostics"""
 
