@@ -21,7 +21,7 @@ KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
 LABELS = ("cat", "dog", "teapot")
 GUARD = rc.ReACT(tau=1.48)
 """A threshold in the middle of the small CLIP's drifts, so that some gates open and some stay closed."""
-SECOND_LOOK = rc.SecondLook(threshold=0.21, look=None)
+SECOND_LOOK = rc.SecondLook(threshold=0.27, look=None)
 """Likewise; the small CLIP has too few patches for a smaller look."""
 
 

@@ -147,7 +147,7 @@ def test_second_look_answers_with_nulls_for_what_only_react_measures(
         assert (shown["gated"], shown["passes"]) == (bool(expected.gated[i]), float(expected.passes[i]))
         assert shown["gated"] == rows[i]["diagnostics"]["gated"]
     info = second_look.client.get("/v1/info").json()["defence"]
-    assert (info["name"], info["tau"], info["passes"]) == ("second_look", 0.21, {"least": 2, "most": 3})
+    assert (info["name"], info["tau"], info["passes"]) == ("second_look", 0.27, {"least": 2, "most": 3})
     assert [info[name] for name in ("sigma", "views", "probe_sigma")] == [None] * 3
     assert "the defence is SecondLook; --defense react" in second_look.command.log.read_text()
 

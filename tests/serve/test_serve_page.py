@@ -303,9 +303,9 @@ def test_the_gate_of_second_look_is_explained(second_look: Any, visit: Visit, ph
         shown = result["diagnostics"]
         upload(page, photo)
         page.locator("#gate", has_text=f"r = {shown['r']:.3f}").wait_for()
-        words = "≥ τ 0.21. The answer is corrected"
-        if shown["r"] < 0.21:
-            words = "< τ 0.21, but have different answers" if shown["gated"] else "< τ 0.21 and have the same answer"
+        words = "≥ τ 0.27. The answer is corrected"
+        if shown["r"] < 0.27:
+            words = "< τ 0.27, but have different answers" if shown["gated"] else "< τ 0.27 and have the same answer"
         assert words in page.inner_text("#gate")
         sentences.add(words)
     assert len(sentences) == 3
