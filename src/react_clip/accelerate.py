@@ -258,6 +258,12 @@ def _noise_kernel() -> Any:
     return kernel
 
 
+def _suit_kernels(*tensors: Tensor) -> bool:
+    """True on a GPU that runs our kernels, without gradients and outside torch.compile, if rows follow each other."""
+    suits = _runs_without_gradients(*tensors) and not torch.compiler.is_compiling()
+    return suits and all(tensor.is_contiguous() for tensor in tensors) and kernels_work(tensors[0].device)
+
+
 def fuse_operations(tower: nn.Module) -> None:
     """Replace the QuickGELUs of a tower (ours, transformers' or open_clip's), and let our :class:`AddNorm` be fused."""
     for parent in [module for module in tower.modules() if not isinstance(module, FusedQuickGELU)]:
@@ -277,8 +283,7 @@ class FusedQuickGELU(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The activation of a tensor of any shape."""
-        suits = _runs_without_gradients(hidden) and hidden.is_contiguous() and not torch.compiler.is_compiling()
-        if not suits or not kernels_work(hidden.device):
+        if not _suit_kernels(hidden):
             activated: Tensor = self.plain(hidden)
             return activated
         result, numbers = torch.empty_like(hidden), hidden.numel()
@@ -332,9 +337,8 @@ class AddNorm(nn.Module):
     def _suits(self, *tensors: Tensor) -> bool:
         """True if the kernel takes these tensors."""
         half = self.weight.dtype in (torch.float16, torch.bfloat16)
-        alike = all(tensor.dtype == self.weight.dtype and tensor.is_contiguous() for tensor in tensors)
-        asked = self.fused and not torch.compiler.is_compiling()
-        return asked and half and alike and _runs_without_gradients(*tensors) and kernels_work(tensors[0].device)
+        alike = all(tensor.dtype == self.weight.dtype for tensor in tensors)
+        return self.fused and half and alike and _suit_kernels(*tensors)
 
     def _fused(self, tokens: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         total, normalised, width = torch.empty_like(tokens), torch.empty_like(tokens), len(self.weight)

@@ -15,6 +15,7 @@ from PIL import Image
 
 import react_clip as rc
 from programs import Command
+from react_clip.serve.engine import Engine
 
 SECRET = "a secret of the tests, long enough"
 KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
@@ -29,6 +30,13 @@ def in_loop(coroutine: Any) -> Any:
     """Run a coroutine in a thread, because a browser's event loop may run in this one."""
     with ThreadPoolExecutor() as thread:
         return thread.submit(asyncio.run, coroutine).result()
+
+
+def record_batches(engine: Engine) -> list[tuple[int, int]]:
+    """Numbers of images and label lists of the batches from now on."""
+    batches: list[tuple[int, int]] = []
+    engine.on_batch = lambda answers, lists, seconds: batches.append((len(answers), lists))
+    return batches
 
 
 class Server:

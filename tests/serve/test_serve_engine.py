@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_loop
+from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_loop, record_batches
 
 import react_clip as rc
 from react_clip import noise
@@ -50,13 +50,6 @@ def prepared(photos: list[bytes]) -> list[Photo]:
 
 def passes(answer: Answer) -> int:
     return int(answer.diagnostics["passes"])
-
-
-def record_batches(engine: Engine) -> list[tuple[int, int]]:
-    """Numbers of images and label lists of the batches from now on."""
-    batches: list[tuple[int, int]] = []
-    engine.on_batch = lambda answers, lists, seconds: batches.append((len(answers), lists))
-    return batches
 
 
 @contextmanager

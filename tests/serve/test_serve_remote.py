@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import values
-from serve_client import LABELS, SECOND_LOOK, in_loop
+from serve_client import LABELS, SECOND_LOOK, in_loop, record_batches
 
 import react_clip as rc
 from react_clip import noise
@@ -96,16 +96,15 @@ def test_answers_are_the_engines(run: Callable[[Check], None], photos: list[byte
 
 def test_requests_share_batches_and_slots_are_reused(run: Callable[[Check], None], photos: list[bytes]) -> None:
     async def check(remote: RemoteEngine, engine: Engine) -> None:
-        batches: list[int] = []
-        engine.on_batch = lambda answers, lists, seconds: batches.append(len(answers))
-        images = prepared(engine, photos)
+        batches, images = record_batches(engine), prepared(engine, photos)
         for _ in range(5):
             alone = [[image] for image in images]
             answers = await asyncio.gather(*(remote.ask(one, PRESET) for one in alone))
             for [answer], direct in zip(answers, await engine.ask(images, PRESET), strict=True):
                 assert torch.allclose(answer.feature, direct.feature, atol=1e-6)
-        assert sum(batches) == 10 * len(images)
-        assert max(batches) == len(images)
+        sizes = [size for size, _ in batches]
+        assert sum(sizes) == 10 * len(images)
+        assert max(sizes) == len(images)
         assert remote.free_slots == engine.settings.queue
 
     run(check)
@@ -131,15 +130,13 @@ def test_refusals_reach_the_caller(run: Callable[[Check], None], photos: list[by
 
 def test_images_of_a_cancelled_request_are_not_computed(run: Callable[[Check], None], photos: list[bytes]) -> None:
     async def check(remote: RemoteEngine, engine: Engine) -> None:
-        answered: list[int] = []
-        engine.on_batch = lambda answers, lists, seconds: answered.append(len(answers))
-        images = prepared(engine, photos)
+        batches, images = record_batches(engine), prepared(engine, photos)
         request = remote.ask(images, PRESET)
         request.send(None)  # until it waits for its answers, without a turn of the event loop
         with pytest.raises(asyncio.CancelledError):
             request.throw(asyncio.CancelledError())
         assert len(await remote.ask(images[:2], PRESET)) == 2
-        assert answered == [2]
+        assert batches == [(2, 1)]
         assert remote.free_slots == engine.settings.queue
 
     run(check)

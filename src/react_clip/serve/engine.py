@@ -18,13 +18,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
-from react_clip.defenses.base import MEASUREMENTS
+from react_clip.defenses.base import MEASUREMENTS, diagnostics
 from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
@@ -91,8 +92,6 @@ class _Batch:
     images: list[_QueuedImage]
     rows: Tensor
     """Results as :meth:`Engine._rows` gives them."""
-    dim: int
-    """Length of a feature."""
     copied: torch.cuda.Event | None
     began: float
 
@@ -107,17 +106,16 @@ class _Batch:
         """Wait for the results and return one answer per image."""
         if self.copied is not None:
             self.copied.synchronize()
-        if not bool(torch.isfinite(self.rows[:, : self.dim]).all()):
+        dim = self.images[0].classes.encoder.dim
+        if not bool(torch.isfinite(self.rows[:, :dim]).all()):
             raise ArithmeticError("features are not finite")
-        numbers = self.rows[:, -len(_NUMBERS) :].tolist()
-        return [self._answer(*each) for each in zip(self.images, self.rows, numbers, strict=True)]
-
-    def _answer(self, image: _QueuedImage, row: Tensor, numbers: list[float]) -> Answer:
-        branch, *measured = numbers
-        values: dict[str, Any] = dict(zip(_NUMBERS[1:], (None if x != x else x for x in measured), strict=True))
-        values["gated"] = bool(values["gated"])
-        feature, probs = row[: self.dim], row[self.dim : self.dim + len(image.classes.names)]
-        return Answer(feature, probs, values, BRANCHES[int(branch)])
+        columns = dict(zip(_NUMBERS, self.rows[:, -len(_NUMBERS) :].T, strict=True))
+        columns["gated"] = columns["gated"].bool()
+        measured, branches = diagnostics(SimpleNamespace(**columns)), columns["branch"].int().tolist()
+        return [
+            Answer(row[:dim], row[dim : dim + len(image.classes.names)], values, BRANCHES[branch])
+            for image, row, values, branch in zip(self.images, self.rows, measured, branches, strict=True)
+        ]
 
 
 class Engine:
@@ -271,14 +269,12 @@ class Engine:
         With :meth:`run_on` a GPU gets its next batch before the last one is answered, so that it need not wait.
         """
         self._scheduled = False
-        before, after = self._computing, None
-        if before is None or before.is_done():
-            self._computing = self._start(self._next_images())
-            after = before
-        if self._computing is not None and not self._polls:
-            after, self._computing = self._computing, None
-        if after is not None:
-            self._answer(after)
+        if self._computing is None or self._computing.is_done():
+            done, self._computing = self._computing, self._start(self._next_images())
+            if not self._polls:
+                done, self._computing = self._computing, None
+            if done is not None:
+                self._answer(done)
         with self._changed:
             if self._queue or self._computing is not None:
                 self._schedule()
@@ -294,8 +290,7 @@ class Engine:
             return None
         began = time.monotonic()
         try:
-            rows, copied = self._compute(images)
-            return _Batch(images, rows, self.encoder.dim, copied, began)
+            return _Batch(images, *self._compute(images), began)
         except Exception as error:
             _fail(images, error)
             return None
