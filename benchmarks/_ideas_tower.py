@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
-from react_clip.accelerate import AddNorm
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.vision import QuickGELU, VisionEncoder, _first_tokens
+from react_clip.encoders.vision import VisionEncoder, _first_tokens
+from react_clip.kernels import AddNorm, FusedQuickGELU
 from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
@@ -173,14 +173,54 @@ def compared(setting: Setting, idea: str, what: str, before: ZeroShotClassifier,
 
 def activation(setting: Setting) -> Entry:
     """QuickGELU by one Triton kernel with the roundings of three operations."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
-    for block in before.encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
-        block.activation = QuickGELU()
+    before, after = (separate_activations(setting) for _ in range(2))
+    for layer in first_layers(before):
+        layer.forward = partial(linear_then_activation, layer)
     return compared(
         setting,
         "QuickGELU as one kernel",
         "QuickGELU, x sigmoid(1.702 x), as one Triton kernel instead of three operations: the plain encoder.",
         *(before, after),
+    )
+
+
+def linear_then_activation(layer: FusedQuickGELU, tokens: Tensor) -> Tensor:
+    return layer.activation(torch.nn.functional.linear(tokens, layer.weight, layer.bias))  # type: ignore[no-any-return]
+
+
+def linear_activation(setting: Setting) -> Entry:
+    """A linear layer and its QuickGELU by one Triton kernel."""
+    return compared(
+        setting,
+        "linear layer and QuickGELU as one kernel",
+        "The first layer of the perceptrons and QuickGELU by one Triton kernel instead of cuBLAS and a kernel: the "
+        "plain encoder.",
+        *(separate_activations(setting), setting.classifier(setting.load(compile=True))),
+    )
+
+
+def separate_activations(setting: Setting) -> ZeroShotClassifier:
+    clf = setting.classifier(setting.load(compile=True))
+    for layer in first_layers(clf):
+        layer._suits = lambda tokens: False
+    return clf
+
+
+def first_layers(clf: ZeroShotClassifier) -> list[Any]:
+    return [layer for layer in clf.encoder.tower.modules() if isinstance(layer, FusedQuickGELU)]
+
+
+def resizing(setting: Setting) -> Entry:
+    """Smaller copies by one Triton kernel."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before.encoder.backend.smaller_copy = smaller_copy  # type: ignore[method-assign]
+    speed = setting.compare(before, after)
+    return setting.entry(
+        "smaller copies by a kernel",
+        "The looks made by a Triton kernel instead of PyTorch's antialiased interpolation: SecondLook.",
+        **speed[f"second look, batch {setting.batch}"],
+        milliseconds=speed,
+        agreement=setting.agreement(after, before),
     )
 
 
@@ -272,7 +312,9 @@ def fp8(setting: Setting) -> Entry:
     for block in encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
         for parent in (block.self_attn, block.mlp):
             for name, layer in list(parent.items()):
-                if isinstance(layer, nn.Linear):
+                if isinstance(layer, FusedQuickGELU):
+                    parent[name] = nn.Sequential(Float8Linear(layer), layer.activation)
+                elif isinstance(layer, nn.Linear):
                     parent[name] = Float8Linear(layer)
     clf, exact = setting.classifier(encoder), setting.classifier(setting.load(dtype="fp32"))
     speed = setting.compare(setting.classifier(setting.load(compile="tower")), clf)

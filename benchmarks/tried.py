@@ -108,6 +108,8 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "packed": tower.packed,
     "patches": tower.patches,
     "activation": tower.activation,
+    "linear-activation": tower.linear_activation,
+    "resizing": tower.resizing,
     "add-norm": tower.add_norm,
     "attention": tower.attention,
     "compiled": tower.compiled,

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
-from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction, fuse_operations, kernels_work
+from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
+from react_clip.kernels import fuse_operations, kernels_work
 from react_clip.preprocess import Images, Preprocessing, RangeCheck, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -332,7 +333,7 @@ class Encoder(nn.Module):
     # ------------------------------------------------------------------ acceleration and identity
 
     def accelerate(self, *, compile_tower: bool = False) -> Self:
-        """From now on use CUDA graphs for small batches and one kernel each for noise and QuickGELU, on a GPU.
+        """From now on use CUDA graphs for small batches and the kernels of :mod:`react_clip.kernels`, on a GPU.
 
         Compiles the kernels at once, in a few seconds. With ``compile_tower`` the whole tower goes through
         ``torch.compile``, on a CPU too: half a minute for the first batch of each image size, none after it. For

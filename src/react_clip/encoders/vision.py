@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from react_clip.accelerate import AddNorm
 from react_clip.encoders.base import Encoder, embed_patches
 from react_clip.encoders.text import at_least_fp32
+from react_clip.kernels import AddNorm
 
 
 class VisionEncoder(Encoder):
@@ -138,9 +138,9 @@ class _Block(nn.Module):
         names = ("k_proj", "v_proj", "q_proj", "out_proj")
         self.self_attn = nn.ModuleDict({name: nn.Linear(width, width) for name in names})
         self.layer_norm1 = AddNorm(width)
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden), "fc2": nn.Linear(hidden, width)})
+        layers = {"fc1": nn.Linear(width, hidden), "activation": QuickGELU(), "fc2": nn.Linear(hidden, width)}
+        self.mlp = nn.ModuleDict(layers)
         self.layer_norm2 = AddNorm(width)
-        self.activation = QuickGELU()
         self._heads = heads
 
     def forward(
@@ -157,7 +157,7 @@ class _Block(nn.Module):
         else:
             queries = normalised
         tokens, normalised = self.layer_norm2(tokens, self._attend(queries, normalised, shapes))
-        return tokens, self.mlp["fc2"](self.activation(self.mlp["fc1"](normalised)))
+        return tokens, self.mlp["fc2"](self.mlp["activation"](self.mlp["fc1"](normalised)))
 
     def _attend(self, queries: Tensor, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None) -> Tensor:
         q = self.self_attn["q_proj"](queries)

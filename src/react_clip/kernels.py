@@ -1,0 +1,356 @@
+"""Triton kernels for GPUs: several operations in one pass over the memory.
+
+Every kernel stands beside plain PyTorch, which runs elsewhere: on a CPU, with gradients, inside ``torch.compile``, and
+where Triton or a C compiler is missing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_BLOCK = 512
+"""Pairs of pixels that one program of the noise kernel computes, and pixels of that of smaller copies."""
+
+
+def runs_without_gradients(*tensors: Tensor) -> bool:
+    """True for tensors on a GPU, below double precision, that need no gradients."""
+    return tensors[0].is_cuda and tensors[0].dtype != torch.float64 and not needs_gradients(*tensors)
+
+
+def needs_gradients(*tensors: Tensor) -> bool:
+    """True if gradients of one of these tensors may be asked for."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@cache
+def kernels_work(device: torch.device) -> bool:
+    """Compile the noise kernel for a device, once per process; false without a GPU, Triton or a C compiler."""
+    if device.type != "cuda":
+        return False
+    try:
+        noisy_view(torch.zeros(1, 3, 4, 4, device=device), *torch.zeros(2, 1, device=device).long())
+    except Exception:  # a missing compiler shows itself in a dozen ways
+        return False
+    return True
+
+
+def _suit_kernels(*tensors: Tensor) -> bool:
+    """True on a GPU that runs our kernels, without gradients and outside torch.compile, if rows follow each other."""
+    suits = runs_without_gradients(*tensors) and not torch.compiler.is_compiling()
+    return suits and all(tensor.is_contiguous() for tensor in tensors) and kernels_work(tensors[0].device)
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """Makes the GPU of a tensor the current one, on which Triton starts kernels."""
+    guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return guard
+
+
+# ---------------------------------------------------------------------- views of images
+
+
+def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
+    """:func:`react_clip.noise.noisy_view` of fp32 pixels on a GPU, in one pass over the memory."""
+    pixels = pixels.contiguous()
+    views, numbers = torch.empty_like(pixels), pixels[:1].numel()
+    pairs = (numbers + 1) // 2
+    if numbers:
+        grid = (len(pixels), -(-pairs // _BLOCK))
+        # Copies start at aligned addresses, for which the kernel is compiled. Without fused multiply-add every
+        # operation rounds as PyTorch's does.
+        tensors = pixels, keys.clone(), sigma.float().clone(), views
+        with _device_of(pixels):
+            _noise_kernel()[grid](*tensors, numbers, pairs, BLOCK=_BLOCK, enable_fp_fusion=False)
+    return views
+
+
+@cache
+def _noise_kernel() -> Any:
+    """The kernel for image ``program_id(0)`` and a block of its pairs of numbers."""
+    import triton  # type: ignore[import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+    @triton.jit(do_not_specialize=["numbers", "pairs"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(pixels, keys, sigmas, views, numbers, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        # SplitMix64 as a counter.
+        bits = tl.load(keys + row).to(tl.uint64) + (pair + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+        bits = bits ^ (bits >> 31)
+        # Box-Muller: cosines are the first half of an image's numbers, sines the second.
+        radius = tl.sqrt_rn(tl.log(((bits >> 40) + 1).to(tl.float32) * 5.9604644775390625e-08) * -2.0)
+        angle = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 3.7450702829239286e-07
+        sigma, start = tl.load(sigmas + row), row * numbers
+        here, inside = start + pair, pair < pairs
+        view = tl.load(pixels + here, mask=inside) + sigma * (tl.cos(angle) * radius)
+        tl.store(views + here, view, mask=inside)
+        here, inside = start + pairs + pair, pairs + pair < numbers
+        view = tl.load(pixels + here, mask=inside) + sigma * (tl.sin(angle) * radius)
+        tl.store(views + here, view, mask=inside)
+
+    return kernel
+
+
+def smaller_copy(pixels: Tensor, size: int) -> Tensor:
+    """:func:`react_clip.augment.smaller_copy` of fp32 pixels ``[B, C, S, S]`` on a GPU; equal up to rounding."""
+    pixels = pixels.contiguous()
+    images, channels, side, _ = pixels.shape
+    copies = pixels.new_empty(images, channels, size, size)
+    starts, weights = _sources(side, size, pixels.device)
+    grid = (images * channels, -(-size * size // _BLOCK))
+    with _device_of(pixels):
+        tensors = pixels, starts, weights, copies
+        _resize_kernel()[grid](*tensors, side, size, TAPS=weights.shape[1], BLOCK=_BLOCK)
+    return copies
+
+
+@cache
+def _sources(side: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Along a side, the first pixel that each of the ``size`` new ones is made from, and weights ``[size, taps]``.
+
+    They are read off a resized identity matrix, so they are PyTorch's. Kept for the life of the process: CUDA graphs
+    hold their addresses.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        matrix = F.interpolate(torch.eye(side)[None, None], size=(size, side), mode="bilinear", antialias=True)[0, 0]
+        used = matrix != 0
+        taps = int(used.sum(1).max())
+        starts = used.int().argmax(1).clamp(max=side - taps)
+        weights = matrix.gather(1, starts[:, None] + torch.arange(taps))
+        return starts.to(device), weights.to(device)
+
+
+@cache
+def _resize_kernel() -> Any:
+    """The kernel for channel ``program_id(0)`` of all images and a block of its new pixels."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(pixels, starts, weights, copies, side, size, TAPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        channel = tl.program_id(0).to(tl.int64)
+        here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = here < size * size
+        row, column = here // size, here % size
+        top = tl.load(starts + row, mask=inside, other=0)
+        left = tl.load(starts + column, mask=inside, other=0)
+        corner = pixels + channel * side * side + top * side + left
+        copy = tl.zeros((BLOCK,), tl.float32)
+        for down in tl.static_range(TAPS):
+            line = tl.zeros((BLOCK,), tl.float32)
+            for right in tl.static_range(TAPS):
+                weight = tl.load(weights + column * TAPS + right, mask=inside)
+                line += weight * tl.load(corner + down * side + right, mask=inside)
+            copy += tl.load(weights + row * TAPS + down, mask=inside) * line
+        tl.store(copies + channel * size * size + here, copy, mask=inside)
+
+    return kernel
+
+
+# ---------------------------------------------------------------------- parts of a tower
+
+
+def fuse_operations(tower: nn.Module) -> None:
+    """Let the QuickGELUs of a tower (ours, transformers' or open_clip's) and our :class:`AddNorm` use their kernels."""
+    for parent in [module for module in tower.modules() if not isinstance(module, FusedQuickGELU)]:
+        if isinstance(parent, AddNorm):
+            parent.fused = True
+        children = dict(parent.named_children())
+        first = "fc1" if "fc1" in children else "c_fc"
+        for name, child in children.items():
+            layer = children.get(first)
+            if isinstance(layer, nn.Linear) and type(child).__name__ in ("QuickGELU", "QuickGELUActivation"):
+                setattr(parent, first, FusedQuickGELU(layer, child))
+                setattr(parent, name, nn.Identity())
+
+
+class FusedQuickGELU(nn.Linear):
+    """A linear layer and its activation: h = Wx + b, then h sigmoid(1.702 h).
+
+    On GPUs from Hopper on, in 16 bits, one kernel computes both and rounds once. On other GPUs, and in fp32, the
+    activation is one kernel instead of three, with the same roundings. Elsewhere the two ``plain`` layers run.
+    """
+
+    def __init__(self, layer: nn.Linear, activation: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.activation = activation
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``[..., in]`` to activated ``[..., out]``."""
+        if self._suits(tokens):
+            return self._fused(tokens)
+        hidden = super().forward(tokens)
+        if _suit_kernels(hidden):
+            return _quick_gelu(hidden)
+        activated: Tensor = self.activation(hidden)
+        return activated
+
+    def _suits(self, tokens: Tensor) -> bool:
+        """True if the kernel for both takes these tokens: it copies tiles by TMA, whose rows are whole 16 bytes."""
+        half = self.weight.dtype in (torch.float16, torch.bfloat16) and tokens.dtype == self.weight.dtype
+        whole = self.in_features % 8 == 0 and self.out_features % 8 == 0 and tokens.data_ptr() % 16 == 0
+        return half and whole and _suit_kernels(tokens) and _has_tma(tokens.device)
+
+    def _fused(self, tokens: Tensor) -> Tensor:
+        from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
+
+        rows = tokens.flatten(0, -2)
+        result = rows.new_empty(len(rows), self.out_features)
+        # Measured on an H200: many rows fill it with wide tiles, few do not.
+        height, width, depth = (128, 256, 64) if len(rows) > 4096 else (128, 128, 64)
+        tiles = -(-len(rows) // height) * -(-self.out_features // width)
+        blocks = (rows, (height, depth)), (self.weight, (width, depth)), (result, (height, width))
+        source, weight, target = (TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks)
+        programs = min(tiles, _multiprocessors(rows.device))
+        with _device_of(rows):
+            _linear_quick_gelu_kernel()[(programs,)](
+                *(source, weight, self.bias, target, len(rows), self.in_features, self.out_features),
+                **{"HEIGHT": height, "WIDTH": width, "DEPTH": depth, "PROGRAMS": programs},
+                **{"num_warps": width // 32, "num_stages": 4 if width == 128 else 3},
+            )
+        return result.reshape(*tokens.shape[:-1], -1)
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    """True on GPUs from Hopper on whose Triton has tensor descriptors."""
+    try:
+        import triton.tools.tensor_descriptor  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _linear_quick_gelu_kernel() -> Any:
+    """The kernel that computes tiles ``program_id(0)``, ``program_id(0) + PROGRAMS`` and so on of the result."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(  # type: ignore[no-untyped-def]
+        source, weight, bias, target, rows, numbers: tl.constexpr, columns: tl.constexpr,
+        HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr,
+    ):  # fmt: skip
+        down, across = tl.cdiv(rows, HEIGHT), tl.cdiv(columns, WIDTH)
+        for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+            # Eight tiles below each other, then their neighbours: programs that run together share what they read.
+            first = tile // (8 * across) * 8
+            beside = tile % (8 * across)
+            height = tl.minimum(down - first, 8)
+            top, left = (first + beside % height) * HEIGHT, beside // height * WIDTH
+            hidden = tl.zeros((HEIGHT, WIDTH), tl.float32)
+            for number in range(0, numbers, DEPTH):
+                hidden = tl.dot(source.load([top, number]), weight.load([left, number]).T, hidden)
+            column = left + tl.arange(0, WIDTH)
+            hidden += tl.load(bias + column, mask=column < columns).to(tl.float32)[None, :]
+            activated = hidden / (1.0 + tl.exp2(hidden * -2.455466969))  # 1.702 / ln 2
+            target.store([top, left], activated.to(target.dtype))
+
+    return kernel
+
+
+def _quick_gelu(hidden: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) by one kernel instead of three, with the same roundings."""
+    result, numbers = torch.empty_like(hidden), hidden.numel()
+    with _device_of(hidden):
+        _quick_gelu_kernel()[(-(-numbers // 1024),)](hidden, result, numbers, BLOCK=1024, enable_fp_fusion=False)
+    return result
+
+
+@cache
+def _quick_gelu_kernel() -> Any:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice  # type: ignore[import-untyped, unused-ignore]
+
+    @triton.jit(do_not_specialize=["numbers"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(source, result, numbers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        here = tl.arange(0, BLOCK)
+        inside = here < numbers - start
+        stored = tl.load(source + start + here, mask=inside)
+        hidden = stored.to(tl.float32)
+        # PyTorch rounds after each of its three operations.
+        scaled = (hidden * 1.702).to(stored.dtype).to(tl.float32)
+        gate = tl.div_rn(1.0, 1.0 + libdevice.exp(-scaled)).to(stored.dtype).to(tl.float32)
+        tl.store(result + start + here, (hidden * gate).to(stored.dtype), mask=inside)
+
+    return kernel
+
+
+class AddNorm(nn.Module):
+    """Adds an update to tokens ``[..., width]`` and normalises the sum (LayerNorm): returns both.
+
+    After :func:`fuse_operations` one kernel does it on a GPU in half precision. The sum has the bits of PyTorch's; the
+    normalised tokens are equal up to rounding.
+    """
+
+    EPS = 1e-5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.fused = False
+
+    def forward(self, tokens: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum and its normalisation; without an update the tokens and theirs."""
+        if update is not None and self._suits(tokens, update):
+            return self._fused(tokens, update)
+        tokens = tokens if update is None else tokens + update
+        return tokens, nn.functional.layer_norm(tokens, self.weight.shape, self.weight, self.bias, self.EPS)
+
+    def _suits(self, *tensors: Tensor) -> bool:
+        """True if the kernel takes these tensors."""
+        half = self.weight.dtype in (torch.float16, torch.bfloat16)
+        alike = all(tensor.dtype == self.weight.dtype for tensor in tensors)
+        return self.fused and half and alike and _suit_kernels(*tensors)
+
+    def _fused(self, tokens: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        total, normalised, width = torch.empty_like(tokens), torch.empty_like(tokens), len(self.weight)
+        tensors = tokens, update, self.weight, self.bias, total, normalised
+        with _device_of(tokens):
+            block = 1 << (width - 1).bit_length()
+            _add_norm_kernel()[(tokens.numel() // width,)](*tensors, width, self.EPS, BLOCK=block)
+        return total, normalised
+
+
+@cache
+def _add_norm_kernel() -> Any:
+    """The kernel for row ``program_id(0)``."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(tokens, update, weight, bias, total, normalised, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        start = tl.program_id(0).to(tl.int64) * width
+        column = tl.arange(0, BLOCK)
+        inside = column < width
+        old = tl.load(tokens + start + column, mask=inside, other=0.0)
+        new = tl.load(update + start + column, mask=inside, other=0.0)
+        rounded = (old.to(tl.float32) + new.to(tl.float32)).to(old.dtype)
+        tl.store(total + start + column, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+        centred = tl.where(inside, values - tl.sum(values, 0) / width, 0.0)
+        scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        result = centred * scale * gain + shift
+        tl.store(normalised + start + column, result.to(old.dtype), mask=inside)
+
+    return kernel
