@@ -71,7 +71,8 @@ def test_the_resize_kernel_agrees(side: int, size: int) -> None:
     pixels = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for each in (pixels, pixels[1:, :, :, :].transpose(2, 3)):
         copies = kernels.smaller_copy(each, size)
-        assert torch.allclose(copies, augment.smaller_copy(each, size), rtol=0, atol=1e-6)
+        # PyTorch computes its weights on the GPU in fp32, which rounds them by 1e-5.
+        assert torch.allclose(copies, augment.smaller_copy(each, size), rtol=0, atol=5e-5 if GPU else 1e-6)
 
 
 @compiled_or_interpreted

@@ -219,7 +219,7 @@ def to_pixels(image: ImageSource, how: Preprocessing | int, limits: Limits = DEF
 def to_8bit(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
     """The same as uint8 pixels ``[3, size, size]``: a quarter of the bytes to hash and to copy."""
     square = as_preprocessing(how)(read_image(image, limits))
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.asarray(square).transpose(2, 0, 1).copy())
 
 
 def from_8bit(pixels: Tensor) -> Tensor:

@@ -80,6 +80,28 @@ def test_a_slow_body_ends_and_delays_nobody(guarded: Any) -> None:
         assert b"9 bytes of the body came within 1.5 s" in answer
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_long_head_is_refused(guarded: Any, complete: bool) -> None:
+    line = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: "
+    with dial(guarded) as connection:
+        connection.sendall(line + b"a" * 15_000 + b"\r\nconnection: close\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+    with dial(guarded) as connection:
+        connection.sendall(line + b"a" * 17_000 + (b"\r\n\r\n" if complete else b""))
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"the head of the request has 17,0" in answer
+    assert b"the limit is 16,384" in answer
+
+
+def test_a_head_may_come_in_pieces(guarded: Any) -> None:
+    with dial(guarded) as connection:
+        for piece in (b"GET /hea", b"lthz HTTP/1.1\r\nho", b"st: x\r\nconnection: close\r\n", b"\r", b"\n"):
+            connection.sendall(piece)
+            time.sleep(0.02)
+        assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
 def test_all_bodies_together_are_bounded() -> None:
     settings = Settings(max_body=50, max_buffered=100)
     guard = RequestGuard(lambda *_: None, settings=settings, keys=frozenset(), metrics=Metrics())  # type: ignore[arg-type, return-value]

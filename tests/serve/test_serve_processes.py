@@ -116,7 +116,7 @@ def test_each_process_gets_connections(pair: Pair) -> None:
     counts = Counter(map(pair.process_of, connections))
     assert len(counts) == 2
     assert set(counts) < pair.children()
-    assert min(counts.values()) >= 10
+    assert min(counts.values()) >= 20, "they are shared evenly"
 
 
 def test_processes_answer_alike_and_add_up_their_metrics(pair: Pair, photos: list[bytes]) -> None:
@@ -153,6 +153,20 @@ def test_a_killed_process_is_replaced_while_the_other_answers(pair: Pair, photos
     assert pair.metric("react_clip_images_total") == images + 3
     assert pair.metric("react_clip_requests_in_flight") == 1, "without the request that ended with its process"
     assert f"process {victim} ended with exit code -9" in pair.command.log.read_text()
+
+
+def test_connections_that_wait_survive_the_end_of_a_process(pair: Pair) -> None:
+    victim, survivor = pair.one_of_each()
+    for pid in (victim, survivor):
+        os.kill(pid, signal.SIGSTOP)
+    waiting = [pair.connect() for _ in range(8)]
+    for connection in waiting:
+        connection.request("GET", "/healthz")
+    os.kill(victim, signal.SIGKILL)
+    os.kill(survivor, signal.SIGCONT)
+    for connection in waiting:
+        assert connection.getresponse().status == 200
+    wait_for(lambda: len(pair.one_of_each()) == 2)
 
 
 def test_a_model_that_ends_costs_its_requests_and_is_replaced(pair: Pair, photos: list[bytes]) -> None:

@@ -3,9 +3,8 @@
 One process has the model; HTTP processes read and decode images and ask it (:mod:`react_clip.serve.remote`). The first
 process answers nothing. It holds the port, starts the others, replaces those that end, and stops all of them. It
 imports the libraries before it forks, so that processes start fast and share that memory; it never touches a GPU, which
-no fork would survive. Every HTTP process listens on a socket of its own (SO_REUSEPORT), and Linux gives each new
-connection to one of them by a hash of its addresses. On one shared socket the first process to wake up would accept
-every connection that waits.
+no fork would survive. All HTTP processes listen on one socket (:mod:`react_clip.serve.connections`): connections that
+still wait are not lost when a process ends.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -39,6 +39,8 @@ logger = logging.getLogger("react_clip.serve")
 
 _MODEL = 0
 """Place of the process with the model; HTTP processes follow it."""
+_MANY = 2**31
+"""Connections of a process that has ended, so that no other leaves new ones to it."""
 _PAUSE = 1.0
 """Seconds before a process that has ended is replaced, so that one that always fails does not keep a core busy."""
 _PR_SET_PDEATHSIG = 1
@@ -76,6 +78,7 @@ class _Group:
     secret: bytes
     keys: frozenset[bytes]
     settings: Settings
+    listener: socket.socket
     memory: SharedMemory
     folder: str
     model: tuple[Info, Preprocessing] | None = None
@@ -113,6 +116,8 @@ class _Group:
                 continue
             logger.error("process %d ended with exit code %d; another takes its place", child.process.pid, code)
             forget_process(self.folder, place)
+            if place != _MODEL:
+                self.memory.connections[place - 1] = _MANY
             time.sleep(_PAUSE)
             try:
                 self.start(place).wait_until_ready()
@@ -182,8 +187,9 @@ class _Group:
             secret=self.secret,
             settings=self.settings,
         )
-        listener = open_socket(self.settings, shared=True)
-        serve(create_app(engine, keys=self.keys), self.settings, listener, lambda: status.send(None))
+        app = create_app(engine, keys=self.keys)
+        counts = self.memory.connections
+        serve(app, self.settings, self.listener, lambda: status.send(None), connections=counts, place=place)
 
 
 def serve_in_processes(
@@ -204,19 +210,17 @@ def serve_in_processes(
             f"--processes is {settings.processes}, but only Linux gives the connections of one port to several "
             "processes; leave it out"
         )
-    open_socket(settings).close()  # a shared port could be bound even where another server of this user shares it
-    with open_socket(settings, shared=True) as holder, tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
+    with open_socket(settings) as listener, tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
         import uvicorn  # noqa: F401
 
         from react_clip.serve import app  # noqa: F401
         from react_clip.serve.remote import SharedMemory
 
-        settings = settings.model_copy(update={"port": holder.getsockname()[1]})
-        group = _Group(build, secret, keys, settings, SharedMemory(settings.processes), folder)
+        group = _Group(build, secret, keys, settings, listener, SharedMemory(settings.processes), folder)
         with stopped_by_signal():
             try:
                 group.start_all()
-                announce(address(holder))
+                announce(address(listener))
                 while True:
                     group.replace_ended()
             finally:

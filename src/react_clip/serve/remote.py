@@ -52,7 +52,9 @@ class SharedMemory:
     """Memory of a service with ``processes`` HTTP processes; created before they are forked."""
 
     def __init__(self, processes: int) -> None:
-        self._numbers = memoryview(mmap.mmap(-1, 8)).cast("q")
+        self._numbers = memoryview(mmap.mmap(-1, 8 * (1 + processes))).cast("q")
+        self.connections = self._numbers[1:]
+        """Number of open connections of each HTTP process."""
         self._files = [os.memfd_create(f"react-clip-pixels-{place}") for place in range(processes)]
 
     @property

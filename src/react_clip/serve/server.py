@@ -1,4 +1,4 @@
-"""Listening socket and uvicorn."""
+"""Listening socket and signals."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the service."""
 
-_MAX_HEAD_BYTES = 16 * 1024
 
-
-def open_socket(settings: Settings, *, shared: bool = False) -> socket.socket:
-    """A bound socket; binding before the model is loaded reports a port in use at once.
-
-    With ``shared`` other processes of this user may listen on the same port, with sockets of their own.
-    """
+def open_socket(settings: Settings) -> socket.socket:
+    """A bound socket; binding before the model is loaded reports a port in use at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -48,25 +41,23 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, settings: Settings, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones and return."""
-    import uvicorn
+def serve(
+    app: FastAPI,
+    settings: Settings,
+    listener: socket.socket,
+    announce: Callable[[], None],
+    *,
+    connections: memoryview[int] | None = None,
+    place: int = 0,
+) -> None:
+    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones and return.
 
-    config = uvicorn.Config(
-        app,
-        http="h11",  # it bounds the size of a request's head
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=settings.max_connections,
-        timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=settings.grace,  # type: ignore[arg-type]
-        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-    )
-    server = uvicorn.Server(config)
+    Processes that share a listener also share the number of ``connections`` of each, this one's at ``place``.
+    """
+    from react_clip.serve.connections import HttpServer
+
+    counts = memoryview(bytearray(8)).cast("q") if connections is None else connections
+    server = HttpServer(app, settings, listener, counts, place)
     app.state.stopping = lambda: server.should_exit
 
     def stop(*_: object) -> None:
@@ -78,7 +69,7 @@ def serve(app: FastAPI, settings: Settings, listener: socket.socket, announce: C
         signal.signal(number, stop)
     listener.listen()  # from now on connections wait for uvicorn instead of being refused
     announce()
-    server.run(sockets=[listener])
+    server.run()
 
 
 @contextmanager
