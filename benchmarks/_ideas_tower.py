@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
+from react_clip.accelerate import Backend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
@@ -208,6 +209,43 @@ def separate_activations(setting: Setting) -> ZeroShotClassifier:
 
 def first_layers(clf: ZeroShotClassifier) -> list[Any]:
     return [layer for layer in clf.encoder.tower.modules() if isinstance(layer, FusedQuickGELU)]
+
+
+def normalising(setting: Setting) -> Entry:
+    """Pixels normalised by one Triton kernel."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before.encoder.backend.normalise = Backend().normalise  # type: ignore[method-assign]
+    return compared(
+        setting,
+        "pixels normalised by a kernel",
+        "Mean, standard deviation and precision of the pixels by one Triton kernel instead of three operations: the "
+        "plain encoder.",
+        *(before, after),
+    )
+
+
+def positions_in_place(setting: Setting) -> Entry:
+    """Patches added to the position embeddings in place."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    embeddings: Any = before.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
+    embeddings.forward = partial(join_then_add, embeddings)
+    return compared(
+        setting,
+        "patches added in place",
+        "Patches added to copies of the position embeddings, instead of joined with the class token and then added: "
+        "the plain encoder.",
+        *(before, after),
+    )
+
+
+def join_then_add(embeddings: Any, normalised: Tensor, positions: Tensor | None) -> Tensor:
+    positions = embeddings.position_embedding.weight if positions is None else positions
+    convolution, side = embeddings.patch_embedding, embeddings.patch_embedding.kernel_size[0]
+    rows = normalised.shape[2] // side
+    grid = normalised.unflatten(3, (rows, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
+    patches = torch.nn.functional.linear(grid.flatten(3).flatten(1, 2), convolution.weight.flatten(1))
+    first = embeddings.class_embedding.expand(len(patches), 1, -1)
+    return torch.cat([first, patches], 1) + positions
 
 
 def resizing(setting: Setting) -> Entry:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import react_clip as rc
 from react_clip import augment, kernels, noise
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD
 from react_clip.encoders.vision import QuickGELU
 from toys import patch_encoder
 
@@ -63,6 +64,16 @@ def test_the_noise_kernel_agrees(size: int) -> None:
         sigma = torch.linspace(0.0, 0.5, count, device=DEVICE)
         views = kernels.noisy_view(pixels, keys, sigma)
         assert torch.allclose(views, noise.noisy_view(pixels, keys, sigma), rtol=0, atol=1e-6)
+
+
+@compiled_or_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])])
+def test_the_pixel_normalisation_kernel_agrees(dtype: torch.dtype) -> None:
+    for count, size in ((1, 5), (3, 32), (2, 50), *([(64, 224)] if GPU else [])):
+        pixels = torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        mean, std = (torch.tensor(each, device=DEVICE).view(1, 3, 1, 1) for each in (CLIP_MEAN, CLIP_STD))
+        found = kernels.normalised(pixels.transpose(2, 3), mean, std, dtype)
+        assert torch.equal(found, ((pixels.transpose(2, 3) - mean) / std).to(dtype))
 
 
 @compiled_or_interpreted
@@ -136,7 +147,7 @@ def test_fused_layers_replace_those_of_any_tower(source: str, tiny_folder: Path)
 def test_a_gpu_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[str] = set()
     for owner, name in (
-        *((kernels, name) for name in ("noisy_view", "smaller_copy")),
+        *((kernels, name) for name in ("noisy_view", "normalised", "smaller_copy")),
         *((each, "_fused") for each in (kernels.FusedQuickGELU, kernels.AddNorm)),
     ):
         function = getattr(owner, name)
@@ -150,6 +161,7 @@ def test_a_gpu_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, 12))
     for guard in (rc.ReACT(), rc.SecondLook()):
         guard(clf, torch.rand(200, 3, 32, 32).cuda())
-    names = {"react_clip.kernels.noisy_view", "react_clip.kernels.smaller_copy", "AddNorm._fused"}
+    names = {f"react_clip.kernels.{name}" for name in ("noisy_view", "normalised", "smaller_copy")}
+    names.add("AddNorm._fused")
     tma = torch.cuda.get_device_capability() >= (9, 0)
     assert used == names | ({"FusedQuickGELU._fused"} if tma else set())

@@ -41,6 +41,10 @@ class Backend:
         """See :func:`react_clip.noise.noisy_view`."""
         return noise.noisy_view(pixels, keys, sigma)
 
+    def normalise(self, pixels: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+        """``(pixels - mean) / std`` in a tower's precision."""
+        return ((pixels - mean) / std).to(dtype)
+
     def smaller_copy(self, pixels: Tensor, size: int) -> Tensor:
         """See :func:`react_clip.augment.smaller_copy`."""
         return augment.smaller_copy(pixels, size)
@@ -107,6 +111,12 @@ class AcceleratedBackend(Backend):
             return super().noisy_view(pixels, keys, sigma)
         return kernels.noisy_view(pixels, keys, sigma)
 
+    def normalise(self, pixels: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same numbers by one kernel."""
+        if not _suits_kernels(pixels):
+            return super().normalise(pixels, mean, std, dtype)
+        return kernels.normalised(pixels, mean, std, dtype)
+
     def smaller_copy(self, pixels: Tensor, size: int) -> Tensor:
         """Smaller copies by one kernel; they equal those of :func:`react_clip.augment.smaller_copy` up to rounding."""
         if size >= pixels.shape[-1] or not _suits_kernels(pixels):
@@ -156,7 +166,7 @@ class _Recording:
 
 def _suits_kernels(pixels: Tensor, *others: Tensor) -> bool:
     fp32 = pixels.dtype == torch.float32 and runs_without_gradients(pixels, *others)
-    return fp32 and kernels_work(pixels.device)
+    return fp32 and not torch.compiler.is_compiling() and kernels_work(pixels.device)
 
 
 class CompiledFunction:

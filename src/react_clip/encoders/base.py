@@ -233,7 +233,7 @@ class Encoder(nn.Module):
         return at_least_fp32(self._resized_features(normalised, self._tables[pixels.shape[-1]].positions))
 
     def _normalise(self, pixels: Tensor) -> Tensor:
-        return ((pixels.to(self.mean.device) - self.mean) / self.std).to(self.dtype)
+        return self.backend.normalise(pixels.to(self.mean.device), self.mean, self.std, self.dtype)
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         features: Tensor = self.tower(normalised)
@@ -404,9 +404,12 @@ def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tenso
     side, rows = patches.kernel_size[0], height // patches.kernel_size[0]
     # Patches row by row; in a patch channels, rows, then columns, as in the weights.
     grid = normalised.reshape(images, channels, rows, side, rows, side).permute(0, 2, 4, 1, 3, 5)
-    tokens = F.linear(grid.flatten(3).flatten(1, 2), patches.weight.flatten(1), patches.bias)
-    first = class_embedding.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
-    return torch.cat([first, tokens], 1) + positions.to(tokens.dtype)
+    embedded = F.linear(grid.flatten(3).flatten(1, 2), patches.weight.flatten(1), patches.bias)
+    # Added in place: joining the two first would write all tokens once more.
+    tokens = positions.to(embedded.dtype).repeat(images, 1, 1)
+    tokens[:, 1:] += embedded
+    tokens[:, 0] += class_embedding.to(embedded.dtype)
+    return tokens
 
 
 def read_similarity(model: Any) -> functional.Similarity:
