@@ -119,7 +119,8 @@ def _normalisation_kernel() -> Any:
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def kernel(pixels, means, stds, result, channels, numbers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         plane = tl.program_id(0)
-        mean, std = tl.load(means + plane % channels), tl.load(stds + plane % channels)
+        mean = tl.load(means + plane % channels).to(tl.float32)
+        std = tl.load(stds + plane % channels).to(tl.float32)
         here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside, start = here < numbers, plane.to(tl.int64) * numbers
         value = tl.div_rn(tl.load(pixels + start + here, mask=inside) - mean, std)

@@ -171,16 +171,18 @@ class Encoder(nn.Module):
         """Unit features ``[B, len(makers), dim]`` of the views ``make(*tensors)``, for ``max_batch`` images at a time.
 
         With ``then``, a pure and hashable function, the result is ``then(features, *given)``; rows of ``given`` are
-        images too. On an accelerated GPU all of it is one CUDA graph for a small batch.
+        images too. On an accelerated GPU all of it is one CUDA graph for a small batch, and a few for a large one: the
+        host of a fast GPU launches single operations hardly faster than they are computed.
         """
-        if not self.backend.records(min(tensors[0].shape[0], max_batch), *tensors, *given):
+        rows = min(tensors[0].shape[0], max_batch, self.backend.max_rows)
+        if not self.backend.records(rows, *tensors, *given):
             return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
         # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
         for size in self._tables:
             self.update_positions(size)
         known = (makers, then, len(tensors))
         compute = self._joint_functions.setdefault(known, partial(self._make_and_compute, *known))
-        parts = list(zip(*(torch.split(tensor, max_batch) for tensor in (*tensors, *given)), strict=True))
+        parts = list(zip(*(torch.split(tensor, rows) for tensor in (*tensors, *given)), strict=True))
         results = [self.backend(compute, *part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
 
