@@ -227,8 +227,8 @@ def normalising(setting: Setting) -> Entry:
 def positions_in_place(setting: Setting) -> Entry:
     """Patches added to the position embeddings in place."""
     before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
-    embeddings: Any = before.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
-    embeddings.forward = partial(join_then_add, embeddings)
+    embeddings: Any = after.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
+    embeddings.forward = partial(add_in_place, embeddings)
     return compared(
         setting,
         "patches added in place",
@@ -238,14 +238,15 @@ def positions_in_place(setting: Setting) -> Entry:
     )
 
 
-def join_then_add(embeddings: Any, normalised: Tensor, positions: Tensor | None) -> Tensor:
+def add_in_place(embeddings: Any, normalised: Tensor, positions: Tensor | None) -> Tensor:
     positions = embeddings.position_embedding.weight if positions is None else positions
     convolution, side = embeddings.patch_embedding, embeddings.patch_embedding.kernel_size[0]
     rows = normalised.shape[2] // side
     grid = normalised.unflatten(3, (rows, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
-    patches = torch.nn.functional.linear(grid.flatten(3).flatten(1, 2), convolution.weight.flatten(1))
-    first = embeddings.class_embedding.expand(len(patches), 1, -1)
-    return torch.cat([first, patches], 1) + positions
+    tokens = positions.repeat(len(normalised), 1, 1)
+    tokens[:, 1:] += torch.nn.functional.linear(grid.flatten(3).flatten(1, 2), convolution.weight.flatten(1))
+    tokens[:, 0] += embeddings.class_embedding
+    return tokens
 
 
 def resizing(setting: Setting) -> Entry:

@@ -78,7 +78,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
         "pixel again",
     ),
     "pixels normalised by a kernel": (True, "with `load(..., compile=True)` and in the service; the same bits"),
-    "patches added in place": (True, "the same bits with less memory, on every device"),
+    "patches added in place": (False, "no faster"),
     "addition and LayerNorm as one kernel": (
         True,
         "in the offline tower with `load(..., compile=True)`, in 16 bits; the sums have the same bits, the normalised "

@@ -9,7 +9,7 @@ from typing import Any
 
 from doc_tables import table
 
-GPU = ("-one", "-8", "-8-128", "-8-256", "-12-faster-cores", "-8-128-faster-cores")
+GPU = ("-one", "-8", "-12", "-8-128", "-12-128", "-12-256")
 """Results on a GPU, ``serve-throughput-gpu*.json``."""
 SMALL = {
     "serve-overhead.json": ("before", "after"),

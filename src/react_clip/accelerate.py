@@ -20,7 +20,7 @@ from react_clip import augment, kernels, noise
 from react_clip.kernels import kernels_work, needs_gradients, runs_without_gradients
 
 MAX_ROWS = 128
-"""Images in the largest batch that gets a CUDA graph; graphs of larger ones would take more memory for no gain."""
+"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
 
 _WARM_UPS = 3
 """Calls before a graph is recorded: libraries choose their kernels in the first ones."""
@@ -28,9 +28,6 @@ _WARM_UPS = 3
 
 class Backend:
     """Plain PyTorch."""
-
-    max_rows = MAX_ROWS
-    """Images in the largest batch that can be a CUDA graph."""
 
     def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """``function(*tensors)``; rows of the tensors and of the result are images."""
@@ -68,7 +65,7 @@ class AcceleratedBackend(Backend):
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
-        self.max_rows = max_rows
+        self._max_rows = max_rows
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
@@ -105,7 +102,7 @@ class AcceleratedBackend(Backend):
         Functions that call each other become one graph: calls from one that is being recorded are part of it.
         """
         device = tensors[0].device
-        suits = runs_without_gradients(*tensors) and 0 < rows <= self.max_rows
+        suits = runs_without_gradients(*tensors) and 0 < rows <= self._max_rows
         return suits and (self._recording or torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
@@ -156,7 +153,7 @@ class AcceleratedBackend(Backend):
         """A buffer shaped like a tensor; all batch sizes share its memory, because graphs run one after the other."""
         key = (*role, like.device, like.dtype, like.shape[1:])
         if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self.max_rows, *like.shape[1:])
+            self._buffers[key] = like.new_empty(self._max_rows, *like.shape[1:])
         return self._buffers[key][: len(like)]
 
 

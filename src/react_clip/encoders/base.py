@@ -171,18 +171,16 @@ class Encoder(nn.Module):
         """Unit features ``[B, len(makers), dim]`` of the views ``make(*tensors)``, for ``max_batch`` images at a time.
 
         With ``then``, a pure and hashable function, the result is ``then(features, *given)``; rows of ``given`` are
-        images too. On an accelerated GPU all of it is one CUDA graph for a small batch, and a few for a large one: the
-        host of a fast GPU launches single operations hardly faster than they are computed.
+        images too. On an accelerated GPU all of it is one CUDA graph for a small batch.
         """
-        rows = min(tensors[0].shape[0], max_batch, self.backend.max_rows)
-        if not self.backend.records(rows, *tensors, *given):
+        if not self.backend.records(min(tensors[0].shape[0], max_batch), *tensors, *given):
             return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
         # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
         for size in self._tables:
             self.update_positions(size)
         known = (makers, then, len(tensors))
         compute = self._joint_functions.setdefault(known, partial(self._make_and_compute, *known))
-        parts = list(zip(*(torch.split(tensor, rows) for tensor in (*tensors, *given)), strict=True))
+        parts = list(zip(*(torch.split(tensor, max_batch) for tensor in (*tensors, *given)), strict=True))
         results = [self.backend(compute, *part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -406,12 +404,9 @@ def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tenso
     side, rows = patches.kernel_size[0], height // patches.kernel_size[0]
     # Patches row by row; in a patch channels, rows, then columns, as in the weights.
     grid = normalised.reshape(images, channels, rows, side, rows, side).permute(0, 2, 4, 1, 3, 5)
-    embedded = F.linear(grid.flatten(3).flatten(1, 2), patches.weight.flatten(1), patches.bias)
-    # Added in place: joining the two first would write all tokens once more.
-    tokens = positions.to(embedded.dtype).repeat(images, 1, 1)
-    tokens[:, 1:] += embedded
-    tokens[:, 0] += class_embedding.to(embedded.dtype)
-    return tokens
+    tokens = F.linear(grid.flatten(3).flatten(1, 2), patches.weight.flatten(1), patches.bias)
+    first = class_embedding.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
+    return torch.cat([first, tokens], 1) + positions.to(tokens.dtype)
 
 
 def read_similarity(model: Any) -> functional.Similarity:
