@@ -35,7 +35,7 @@ _OLDER = {"gpu-vit-b-16-table-clean": "rivals-clean", "gpu-vit-b-16-table-attack
 def read_reports(folder: Path) -> list[Report]:
     """The benchmark's files ``MACHINE-TOWER-PART.json`` of a folder."""
     reports = []
-    parts = (*TABLES, "table-clean-tower", *(f"sweep-{axis}" for axis in SWEEPS))
+    parts = (*TABLES, "table-clean-large", "table-clean-tower", *(f"sweep-{axis}" for axis in SWEEPS))
     for machine, tower, part in product(DEVICES, MODELS, parts):
         name = f"{machine}-{tower}-{part}"
         paths = [folder / f"{stem}.json" for stem in (name, _OLDER.get(name, name))]

@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
@@ -54,6 +54,11 @@ class Service:
         self.model = self.info.model
         self._preset = LabelList(tuple(self.info.labels.preset), preset=True)
 
+    async def read(self, request: Request, model: type[requests.Request]) -> requests.Request:
+        """The validated body of a request; FastAPI's own body parameters take JSON or a form, but not both."""
+        with self.engine.expect(1):
+            return await self.decoder.read(request, model)
+
     async def inputs(self, body: requests.ImageRequest) -> tuple[LabelList, list[Photo]]:
         """The labels that a request asks for, and its photos."""
         if body.model not in (None, "", self.model):
@@ -84,22 +89,10 @@ class Service:
         }
 
 
-async def _service(request: Request) -> Service:  # FastAPI would call a plain function on a thread of its own
+def service_of(request: Request) -> Service:
+    """The service that a request reached; FastAPI's dependencies take more processor time."""
     service: Service = request.app.state.service
     return service
-
-
-ServiceDep = Annotated[Service, Depends(_service)]
-
-
-def _body(model: type[requests.Request]) -> Any:
-    """A dependency that reads a body; FastAPI's own body parameters take JSON or a form, but not both."""
-
-    async def read(request: Request, service: ServiceDep) -> requests.Request:
-        with service.engine.expect(1):
-            return await service.decoder.read(request, model)
-
-    return Depends(read)
 
 
 api = APIRouter(prefix="/v1", responses=pages.error_responses(*pages.BODY_ERRORS))
@@ -113,10 +106,10 @@ site = APIRouter(include_in_schema=False)
     openapi_extra=pages.request_body(requests.ClassifyRequest, top_k=3),
     responses=pages.example_answer(pages.CLASSIFIED),
 )
-async def classify(
-    service: ServiceDep, body: Annotated[requests.ClassifyRequest, _body(requests.ClassifyRequest)]
-) -> responses.ClassifyResponse:
+async def classify(request: Request) -> responses.ClassifyResponse:
     """Classify photos, defended."""
+    service = service_of(request)
+    body = await service.read(request, requests.ClassifyRequest)
     labels, photos = await service.inputs(body)
     results = []
     for index, answer in enumerate(await service.engine.ask(photos, labels)):
@@ -131,10 +124,10 @@ async def classify(
     openapi_extra=pages.request_body(requests.EmbedRequest, encoding_format="float"),
     responses=pages.example_answer(pages.EMBEDDED),
 )
-async def embed(
-    service: ServiceDep, body: Annotated[requests.EmbedRequest, _body(requests.EmbedRequest)]
-) -> responses.EmbedResponse:
+async def embed(request: Request) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
+    service = service_of(request)
+    body = await service.read(request, requests.EmbedRequest)
     labels, photos = await service.inputs(body)
     data = [
         responses.Embedding(
@@ -148,10 +141,10 @@ async def embed(
 
 
 @demo.post("/attack", openapi_extra=pages.request_body(requests.AttackRequest, eps=4))
-async def attack(
-    service: ServiceDep, body: Annotated[requests.AttackRequest, _body(requests.AttackRequest)]
-) -> responses.AttackResponse:
+async def attack(request: Request) -> responses.AttackResponse:
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
+    service = service_of(request)
+    body = await service.read(request, requests.AttackRequest)
     engine, eps = service.engine, body.eps / 255
     labels, [photo] = await service.inputs(body)
     assert isinstance(engine, Engine), "settings allow an attack in one process only"
@@ -215,20 +208,21 @@ async def _attacked(
 
 
 @demo.get("/progress")
-async def progress(service: ServiceDep) -> responses.AttackProgress:
+async def progress(request: Request) -> responses.AttackProgress:
     """Steps of the attack that runs now."""
-    return service.attack_progress
+    return service_of(request).attack_progress
 
 
 @state.get("/v1/info")
-async def info(service: ServiceDep) -> responses.Info:
+async def info(request: Request) -> responses.Info:
     """Model, labels, limits and defence of this service."""
-    return service.info
+    return service_of(request).info
 
 
 @state.get("/v1/models")
-async def models(service: ServiceDep) -> responses.ModelList:
+async def models(request: Request) -> responses.ModelList:
     """The served model, in the shape of OpenAI's list."""
+    service = service_of(request)
     return responses.ModelList(data=[responses.ServedModel(id=service.model, created=service.started)])
 
 
@@ -239,8 +233,9 @@ async def healthz() -> responses.Status:
 
 
 @state.get("/readyz")
-async def readyz(service: ServiceDep) -> responses.Status:
+async def readyz(request: Request) -> responses.Status:
     """200 while the service takes requests; 503 while stopping or while the queue has no room for a full request."""
+    service = service_of(request)
     if not service.engine.alive:
         raise busy("the model is not running", kind="stopping")
     if service.engine.free_slots < service.settings.max_images:
@@ -249,9 +244,10 @@ async def readyz(service: ServiceDep) -> responses.Status:
 
 
 @site.get("/metrics")
-async def metrics(service: ServiceDep) -> Response:
+async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
-    return Response(service.metrics.text(), media_type=service.metrics.content_type)
+    shown = service_of(request).metrics
+    return Response(shown.text(), media_type=shown.content_type)
 
 
 @site.get("/docs")
