@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from react_clip import augment, kernels, noise
-from react_clip.kernels import kernels_work, needs_gradients, runs_without_gradients
+from react_clip.kernels import needs_gradients, runs_without_gradients, suit_kernels
 
 MAX_ROWS = 128
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
@@ -107,19 +107,19 @@ class AcceleratedBackend(Backend):
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""
-        if not _suits_kernels(pixels, sigma):
+        if not _suits(pixels, sigma):
             return super().noisy_view(pixels, keys, sigma)
         return kernels.noisy_view(pixels, keys, sigma)
 
     def normalise(self, pixels: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
         """The same numbers by one kernel."""
-        if not _suits_kernels(pixels):
+        if not _suits(pixels):
             return super().normalise(pixels, mean, std, dtype)
         return kernels.normalised(pixels, mean, std, dtype)
 
     def smaller_copy(self, pixels: Tensor, size: int) -> Tensor:
         """Smaller copies by one kernel; they equal those of :func:`react_clip.augment.smaller_copy` up to rounding."""
-        if size >= pixels.shape[-1] or not _suits_kernels(pixels):
+        if size >= pixels.shape[-1] or not _suits(pixels):
             return super().smaller_copy(pixels, size)
         return kernels.smaller_copy(pixels, size)
 
@@ -164,9 +164,9 @@ class _Recording:
     output: Tensor
 
 
-def _suits_kernels(pixels: Tensor, *others: Tensor) -> bool:
-    fp32 = pixels.dtype == torch.float32 and runs_without_gradients(pixels, *others)
-    return fp32 and not torch.compiler.is_compiling() and kernels_work(pixels.device)
+def _suits(pixels: Tensor, *others: Tensor) -> bool:
+    """True if the kernels for views take these pixels."""
+    return pixels.dtype == torch.float32 and suit_kernels(pixels) and not needs_gradients(*others)
 
 
 class CompiledFunction:

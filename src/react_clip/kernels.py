@@ -40,7 +40,7 @@ def kernels_work(device: torch.device) -> bool:
     return True
 
 
-def _suit_kernels(*tensors: Tensor) -> bool:
+def suit_kernels(*tensors: Tensor) -> bool:
     """True on a GPU that runs our kernels, without gradients and outside torch.compile, if rows follow each other."""
     suits = runs_without_gradients(*tensors) and not torch.compiler.is_compiling()
     return suits and all(tensor.is_contiguous() for tensor in tensors) and kernels_work(tensors[0].device)
@@ -206,7 +206,7 @@ class FusedQuickGELU(nn.Linear):
     """A linear layer and its activation: h = Wx + b, then h sigmoid(1.702 h).
 
     On GPUs from Hopper on, in 16 bits, one kernel computes both and rounds once. On other GPUs, and in fp32, the
-    activation is one kernel instead of three, with the same roundings. Elsewhere the two ``plain`` layers run.
+    activation is one kernel instead of three, with the same roundings. Elsewhere both run as they are.
     """
 
     def __init__(self, layer: nn.Linear, activation: nn.Module) -> None:
@@ -220,7 +220,7 @@ class FusedQuickGELU(nn.Linear):
         if self._suits(tokens):
             return self._fused(tokens)
         hidden = super().forward(tokens)
-        if _suit_kernels(hidden):
+        if suit_kernels(hidden):
             return _quick_gelu(hidden)
         activated: Tensor = self.activation(hidden)
         return activated
@@ -229,7 +229,7 @@ class FusedQuickGELU(nn.Linear):
         """True if the kernel for both takes these tokens: it copies tiles by TMA, whose rows are whole 16 bytes."""
         half = self.weight.dtype in (torch.float16, torch.bfloat16) and tokens.dtype == self.weight.dtype
         whole = self.in_features % 8 == 0 and self.out_features % 8 == 0 and tokens.data_ptr() % 16 == 0
-        return half and whole and _suit_kernels(tokens) and _has_tma(tokens.device)
+        return half and whole and self.bias is not None and suit_kernels(tokens) and _has_tma(tokens.device)
 
     def _fused(self, tokens: Tensor) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
@@ -241,11 +241,11 @@ class FusedQuickGELU(nn.Linear):
         tiles = -(-len(rows) // height) * -(-self.out_features // width)
         blocks = (rows, (height, depth)), (self.weight, (width, depth)), (result, (height, width))
         source, weight, target = (TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks)
-        programs = min(tiles, _multiprocessors(rows.device))
+        most = _multiprocessors(rows.device)
         with _device_of(rows):
-            _linear_quick_gelu_kernel()[(programs,)](
+            _linear_quick_gelu_kernel()[(min(tiles, most),)](
                 *(source, weight, self.bias, target, len(rows), self.in_features, self.out_features),
-                **{"HEIGHT": height, "WIDTH": width, "DEPTH": depth, "PROGRAMS": programs},
+                **{"HEIGHT": height, "WIDTH": width, "DEPTH": depth, "PROGRAMS": most},
                 **{"num_warps": width // 32, "num_stages": 4 if width == 128 else 3},
             )
         return result.reshape(*tokens.shape[:-1], -1)
@@ -349,7 +349,7 @@ class AddNorm(nn.Module):
         """True if the kernel takes these tensors."""
         half = self.weight.dtype in (torch.float16, torch.bfloat16)
         alike = all(tensor.dtype == self.weight.dtype for tensor in tensors)
-        return self.fused and half and alike and _suit_kernels(*tensors)
+        return self.fused and half and alike and suit_kernels(*tensors)
 
     def _fused(self, tokens: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         total, normalised, width = torch.empty_like(tokens), torch.empty_like(tokens), len(self.weight)

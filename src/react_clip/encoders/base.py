@@ -335,10 +335,10 @@ class Encoder(nn.Module):
     def accelerate(self, *, compile_tower: bool = False) -> Self:
         """From now on use CUDA graphs for small batches and the kernels of :mod:`react_clip.kernels`, on a GPU.
 
-        Compiles the kernels at once, in a few seconds. With ``compile_tower`` the whole tower goes through
-        ``torch.compile``, on a CPU too: half a minute for the first batch of each image size, none after it. For
-        encoders whose weights stay: moving or converting an encoder drops its graphs, but weights that are replaced
-        (rather than changed in place) are not noticed.
+        Kernels are compiled when they are first needed, in a second or two each. With ``compile_tower`` the whole
+        tower goes through ``torch.compile``, on a CPU too: half a minute for the first batch of each image size, none
+        after it. For encoders whose weights stay: moving or converting an encoder drops its graphs, but weights that
+        are replaced (rather than changed in place) are not noticed.
         """
         self.backend = AcceleratedBackend()
         self._compiled = CompiledFunction(self._compute) if compile_tower else None

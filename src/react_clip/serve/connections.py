@@ -1,17 +1,16 @@
-"""uvicorn with two changes: connections are shared evenly among processes, and the head of a request is bounded."""
+"""Two changes to uvicorn: heads of requests are bounded, and processes share connections evenly."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from react_clip.serve.errors import RequestError
-from react_clip.serve.settings import Settings
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request's line and headers."""
@@ -21,105 +20,12 @@ _PAUSE = 1.0
 """Seconds until the next attempt if a connection cannot be accepted, for instance with too many open files."""
 
 
-class HttpServer(uvicorn.Server):
-    """Answers on a listener that other processes may share.
-
-    Left to themselves, the first process to wake up would accept every connection that waits, and one that Linux
-    chooses by a hash of the addresses (SO_REUSEPORT) may have none while another has six. So a process accepts one
-    connection at a time, and lets those with fewer ``connections`` go first.
-    """
-
-    def __init__(
-        self, app: FastAPI, settings: Settings, listener: socket.socket, connections: memoryview[int], place: int
-    ) -> None:
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=settings.max_connections,
-            timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=settings.grace,  # type: ignore[arg-type]
-        )
-        super().__init__(config)
-        self._listener, self._connections, self._place = listener, connections, place
-        self._opening: set[asyncio.Task[None]] = set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections."""
-        await super().startup(sockets=[])
-        self._listener.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self.count_connections()
-        self._loop.add_reader(self._listener, self._take_turn)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, and finish the requests of those that are open."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        await super().shutdown()
-
-    def count_connections(self) -> None:
-        """Tell the other processes how many connections this one has."""
-        self._connections[self._place] = len(self.server_state.connections)
-
-    def _take_turn(self) -> None:
-        """Accept the connection that waits, now or, if it is still there, after those with fewer connections."""
-        more = self._connections[self._place] - min(self._connections)
-        if more <= 0:
-            self._accept()
-        else:
-            self._accept_after(_TURN * min(more, 10))
-
-    def _accept_after(self, seconds: float) -> None:
-        def resume() -> None:
-            if not self.should_exit:
-                self._loop.add_reader(self._listener, self._take_turn)
-                self._accept()
-
-        self._loop.remove_reader(self._listener)
-        self._loop.call_later(seconds, resume)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # another process has accepted it
-        except OSError:
-            self._accept_after(_PAUSE)
-            return
-        self._connections[self._place] += 1
-        task = self._loop.create_task(self._open(connection))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    async def _open(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio's own loop does not
-        with suppress(OSError):  # the caller is gone already
-            await self._loop.connect_accepted_socket(lambda: HttpConnection(self), connection)
-
-
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol with a limit on heads: the parser itself would collect any number of bytes."""
 
-    def __init__(self, server: HttpServer) -> None:
-        super().__init__(server.config, server.server_state, server.lifespan.state)
-        self._count_connections = server.count_connections
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._in_head, self._head_bytes, self._refusal = False, 0, ""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by the event loop."""
-        super().connection_made(transport)
-        self._count_connections()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop."""
-        super().connection_lost(exc)
-        self._count_connections()
 
     def data_received(self, data: bytes) -> None:
         """Parse some bytes; a head that is too long and not complete yet ends the connection."""
@@ -154,3 +60,70 @@ class HttpConnection(HttpToolsProtocol):
 
 def _too_long(length: int) -> str:
     return f"the head of the request has {length:,} bytes or more; the limit is {MAX_HEAD_BYTES:,}; send less"
+
+
+class SharingServer(uvicorn.Server):
+    """Answers on a listener that other processes share; ``counts`` has the connections of each, its own at ``place``.
+
+    Left to themselves, the first process to wake up would accept every connection that waits; and where each has a
+    listener of its own (SO_REUSEPORT), Linux chooses one by a hash of the addresses, so that one process may have no
+    connection and another six. So a process accepts one at a time, and lets those that have fewer go first.
+    """
+
+    def __init__(self, config: uvicorn.Config, counts: memoryview[int], place: int) -> None:
+        super().__init__(config)
+        self._counts, self._place = counts, place
+        self._opening: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections from the one listener in ``sockets``."""
+        await super().startup(sockets=[])
+        [self._listener] = sockets or []
+        self._listener.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._take_turn)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, and finish the requests of those that are open."""
+        self._loop.remove_reader(self._listener)
+        await super().shutdown(sockets)
+
+    def _take_turn(self) -> None:
+        """Accept the connection that waits; if others have fewer, later, and only if it is still there."""
+        own = self._counts[self._place] = len(self.server_state.connections) + len(self._opening)
+        more = own - min(self._counts)
+        if more == 0:
+            self._accept()
+        else:
+            self._accept_after(_TURN * min(more, 10))
+
+    def _accept_after(self, seconds: float) -> None:
+        def resume() -> None:
+            if not self.should_exit:
+                self._loop.add_reader(self._listener, self._take_turn)
+                self._accept()
+
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(seconds, resume)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # another process has accepted it
+        except OSError:
+            self._accept_after(_PAUSE)
+            return
+        task = self._loop.create_task(self._open(connection))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+        self._counts[self._place] += 1
+
+    async def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio's own loop does not
+        with suppress(OSError):  # the caller is gone already
+            await self._loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, self.lifespan.state)

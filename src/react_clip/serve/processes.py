@@ -187,9 +187,8 @@ class _Group:
             secret=self.secret,
             settings=self.settings,
         )
-        app = create_app(engine, keys=self.keys)
-        counts = self.memory.connections
-        serve(app, self.settings, self.listener, lambda: status.send(None), connections=counts, place=place)
+        app, counts = create_app(engine, keys=self.keys), self.memory.connections
+        serve(app, self.settings, self.listener, lambda: status.send(None), counts=counts, place=place)
 
 
 def serve_in_processes(

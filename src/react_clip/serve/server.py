@@ -1,4 +1,4 @@
-"""Listening socket and signals."""
+"""Listening socket, uvicorn and signals."""
 
 from __future__ import annotations
 
@@ -47,17 +47,31 @@ def serve(
     listener: socket.socket,
     announce: Callable[[], None],
     *,
-    connections: memoryview[int] | None = None,
+    counts: memoryview[int] | None = None,
     place: int = 0,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT, then finish the accepted ones and return.
 
-    Processes that share a listener also share the number of ``connections`` of each, this one's at ``place``.
+    Processes that share a listener give the memory in which they count their connections, and their place in it.
     """
-    from react_clip.serve.connections import HttpServer
+    import uvicorn
 
-    counts = memoryview(bytearray(8)).cast("q") if connections is None else connections
-    server = HttpServer(app, settings, listener, counts, place)
+    from react_clip.serve.connections import HttpConnection, SharingServer
+
+    config = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=settings.grace,  # type: ignore[arg-type]
+    )
+    server = uvicorn.Server(config) if counts is None else SharingServer(config, counts, place)
     app.state.stopping = lambda: server.should_exit
 
     def stop(*_: object) -> None:
@@ -69,7 +83,7 @@ def serve(
         signal.signal(number, stop)
     listener.listen()  # from now on connections wait for uvicorn instead of being refused
     announce()
-    server.run()
+    server.run(sockets=[listener])
 
 
 @contextmanager
