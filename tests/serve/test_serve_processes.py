@@ -239,6 +239,15 @@ def send_head(connection: http.client.HTTPConnection, length: int = 1000) -> Non
     connection.endheaders()
 
 
+def is_refused(pair: Pair) -> bool:
+    """True once the server refuses connections instead of letting them wait until it ends."""
+    try:
+        pair.connect().close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def check_stop(pair: Pair, photo: bytes, stop: Callable[[], None]) -> None:
     """Both processes finish a request whose body arrives after ``stop``; then the server ends with 0."""
     body = json.dumps(as_json([photo])["json"]).encode()
@@ -248,6 +257,7 @@ def check_stop(pair: Pair, photo: bytes, stop: Callable[[], None]) -> None:
     wait_for(lambda: pair.metric("react_clip_requests_in_flight") == 3)
     children = pair.children()
     stop()
+    wait_for(lambda: is_refused(pair))
     for connection in connections:
         connection.send(body)
         answer = connection.getresponse()

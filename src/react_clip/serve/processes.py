@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -125,7 +126,9 @@ class _Group:
                 logger.error("a process could not start: %s", error)
 
     def stop(self) -> None:
-        """Let the HTTP processes finish their requests, then end the model's."""
+        """Refuse new connections, let the HTTP processes finish their requests, then end the model's."""
+        with suppress(OSError):  # no process has listened yet
+            self.listener.shutdown(socket.SHUT_RDWR)
         for children in (self.children[_MODEL + 1 :], self.children[:1]):
             for child in children:
                 child.process.terminate()
