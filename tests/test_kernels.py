@@ -16,7 +16,7 @@ import react_clip as rc
 from react_clip import augment, kernels, noise
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD
 from react_clip.encoders.vision import QuickGELU
-from toys import patch_encoder
+from toys import on_a_gpu, patch_encoder
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -106,7 +106,7 @@ def test_the_linear_kernel_agrees(
     assert torch.allclose(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_activation_kernel_has_the_bits_of_pytorch(dtype: torch.dtype) -> None:
     for count in (1, 7, 5_000):
@@ -143,7 +143,7 @@ def test_fused_layers_replace_those_of_any_tower(source: str, tiny_folder: Path)
     assert encoder.fingerprint() == fingerprint
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@on_a_gpu
 def test_a_gpu_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[str] = set()
     for owner, name in (
