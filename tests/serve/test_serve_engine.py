@@ -168,12 +168,13 @@ class Copied:
             raise AssertionError("the engine waits for a batch instead of asking for it")
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["when it is done", "when it is nearly done"])
 def test_the_next_batch_starts_before_the_last_is_answered(
-    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
+    encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    """On an event loop that goes on while a GPU computes; also if one batch fails."""
+    """On an event loop that goes on while a GPU computes; also if one batch fails. A third one waits."""
     preset = rc.ZeroShotClassifier(encoder, LABELS)
-    engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=Settings(batch=8, deadline=1e6))
+    engine = Engine(encoder, SECOND_LOOK, preset, secret=SECRET, settings=Settings(batch=1, deadline=1e6))
     engine.start()
     events = [Copied(), Copied(fails=True), Copied()]
     compute, ready, started = engine._compute, prepared(photos), list[list[bool]]()
@@ -190,19 +191,20 @@ def test_the_next_batch_starts_before_the_last_is_answered(
     async def check() -> None:
         engine.run_on(LoopExecutor())
         engine._polls = True
+        # Seconds that a batch of one image is expected to take.
+        monkeypatch.setattr(engine, "_batch_seconds", {1: 0.0} if early else {})
         futures.append(engine.submit(ready[:1], preset)[0])
         await turns()
-        futures.append(engine.submit(ready[1:2], preset)[0])
-        await turns()
-        assert started == [[False]], "one batch at a time"
+        for image in ready[1:3]:
+            futures.append(engine.submit([image], preset)[0])
+            await turns()
+        assert len(started) == 1 + early
         events[0].done = True
         await turns()
-        assert started == [[False], [False, False]], "the second batch starts before the first is answered"
+        assert not any(started[1]), "the second starts before the first is answered"
         assert futures[0].result().branch
         with pytest.raises(RequestError, match="could not answer"):
             futures[1].result()
-        futures.append(engine.submit(ready[2:3], preset)[0])
-        await turns()
         assert not futures[2].done()
         events[2].done = True
         assert (await asyncio.wrap_future(futures[2])).branch

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -65,10 +65,27 @@ class Answer:
     """Defended unit feature ``[D]``."""
     probs: Tensor
     """Defended probabilities ``[K]``."""
-    diagnostics: dict[str, Any]
-    """As :func:`react_clip.defenses.base.diagnostics` gives them."""
-    branch: str
-    """One of :data:`react_clip.defenses.second_look.BRANCHES`; ReACT has no ``blend``."""
+    numbers: Sequence[float]
+    """Values of :data:`_NUMBERS`."""
+    row: Tensor
+    """All of them, as :meth:`Engine._rows` gives them."""
+
+    @property
+    def branch(self) -> str:
+        """One of :data:`react_clip.defenses.second_look.BRANCHES`; ReACT has no ``blend``."""
+        return BRANCHES[int(self.numbers[_NUMBERS.index("branch")])]
+
+    @property
+    def passes(self) -> float:
+        """Encoder passes."""
+        return self.numbers[_NUMBERS.index("passes")]
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """As :func:`react_clip.defenses.base.diagnostics` gives them."""
+        columns = dict(zip(_NUMBERS, torch.tensor(self.numbers)[:, None], strict=True))
+        [values] = diagnostics(SimpleNamespace(**columns | {"gated": columns["gated"].bool()}))
+        return values
 
     @property
     def suspicious(self) -> bool:
@@ -96,26 +113,35 @@ class _Batch:
     began: float
 
     def is_done(self) -> bool:
-        """True if :meth:`answers` returns, or raises, at once."""
+        """True if :meth:`wait` returns at once."""
         try:
             return self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
         except RuntimeError:  # a failure of the GPU
             return True
 
+    def wait(self) -> None:
+        """Wait until the results are there, or the GPU has failed."""
+        if self.copied is not None:
+            with suppress(RuntimeError):
+                self.copied.synchronize()
+
     def answers(self) -> list[Answer]:
-        """Wait for the results and return one answer per image."""
+        """One answer per image; raises if the GPU has failed."""
         if self.copied is not None:
             self.copied.synchronize()
         dim = self.images[0].classes.encoder.dim
         if not bool(torch.isfinite(self.rows[:, :dim]).all()):
             raise ArithmeticError("features are not finite")
-        columns = dict(zip(_NUMBERS, self.rows[:, -len(_NUMBERS) :].T, strict=True))
-        columns["gated"] = columns["gated"].bool()
-        measured, branches = diagnostics(SimpleNamespace(**columns)), columns["branch"].int().tolist()
-        return [
-            Answer(row[:dim], row[dim : dim + len(image.classes.names)], values, BRANCHES[branch])
-            for image, row, values, branch in zip(self.images, self.rows, measured, branches, strict=True)
-        ]
+        return answers_of(self.rows, dim, [len(image.classes.names) for image in self.images])
+
+
+def answers_of(rows: Tensor, dim: int, classes: Sequence[int]) -> list[Answer]:
+    """Answers from rows as :meth:`Engine._rows` gives them; ``classes`` is the number of classes of each image."""
+    numbers = rows[:, -len(_NUMBERS) :].tolist()
+    return [
+        Answer(row[:dim], row[dim : dim + count], values, row)
+        for row, count, values in zip(rows.unbind(), classes, numbers, strict=True)
+    ]
 
 
 class Engine:
@@ -137,7 +163,8 @@ class Engine:
     ) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
-        all_passes = settings.constant_work or (isinstance(guard, SecondLook) and encoder.device.type == "cuda")
+        self._on_gpu = encoder.device.type == "cuda"
+        all_passes = settings.constant_work or (isinstance(guard, SecondLook) and self._on_gpu)
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
         self.on_queue: Callable[[int], None] = lambda length: None
@@ -151,13 +178,15 @@ class Engine:
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
         self._preset_rows = partial(self._rows, logits_of(preset))
         self._scheduled = self._polls = False
-        self._computing: _Batch | None = None
+        self._computing: deque[_Batch] = deque(maxlen=2)
+        self._batch_seconds: dict[int, float] = {}
+        self._start_seconds = self._last_end = 0.0
 
     def start(self) -> None:
         """Answer two grey images: the first warms up, the second measures the speed. On a GPU record graphs before."""
         size = self.encoder.image_size
         grey = Photo(torch.full((3, size, size), 128, dtype=torch.uint8), key=0)
-        if self.encoder.device.type == "cuda":
+        if self._on_gpu:
             self.run(partial(self._record_graphs, grey)).result()
         for _ in range(2):
             self._seconds_per_image = 0.0
@@ -179,7 +208,7 @@ class Engine:
         """
         self._thread.shutdown()
         self._thread = executor
-        self._polls = self.encoder.device.type == "cuda"
+        self._polls = self._on_gpu
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -264,23 +293,45 @@ class Engine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _advance(self) -> None:
-        """Give the model the next batch, and answer the one that it has computed.
+        """Give the model the next batch, and answer the first one that it has computed.
 
-        With :meth:`run_on` a GPU gets its next batch before the last one is answered, so that it need not wait.
+        With :meth:`run_on` a GPU gets its next batch shortly before the last one is done, so that it need not wait.
         """
         self._scheduled = False
-        if self._computing is None or self._computing.is_done():
-            done, self._computing = self._computing, self._start(self._next_images())
-            if not self._polls:
-                done, self._computing = self._computing, None
-            if done is not None:
-                self._answer(done)
+        done = self._next_done()
+        if self._queue and self._is_nearly_idle():
+            batch = self._start(self._next_images())
+            if batch is not None:
+                self._computing.append(batch)
+        if not self._polls:
+            done = self._next_done()
+        if done is not None:
+            self._answer(*done)
         with self._changed:
-            if self._queue or self._computing is not None:
+            if self._queue or self._computing:
                 self._schedule()
 
+    def _next_done(self) -> tuple[_Batch, float] | None:
+        """The oldest batch if it is done, and the seconds it took; :meth:`run_on` decides whether to wait for it."""
+        if not self._computing or (self._polls and not self._computing[0].is_done()):
+            return None
+        batch = self._computing.popleft()
+        batch.wait()
+        end = time.monotonic()
+        seconds, self._last_end = end - max(batch.began, self._last_end), end
+        self._batch_seconds[len(batch.images)] = seconds
+        return batch, seconds
+
+    def _is_nearly_idle(self) -> bool:
+        """True if the model computes nothing, or one batch that is done by the time that the next one is started."""
+        if len(self._computing) != 1:
+            return not self._computing
+        [batch] = self._computing
+        end = max(batch.began, self._last_end) + self._batch_seconds.get(len(batch.images), math.inf)
+        return end - time.monotonic() <= self._start_seconds
+
     def _finish_all(self) -> None:
-        while self._queue or self._computing is not None:
+        while self._queue or self._computing:
             self._advance()
 
     def _start(self, images: list[_QueuedImage]) -> _Batch | None:
@@ -290,19 +341,20 @@ class Engine:
             return None
         began = time.monotonic()
         try:
-            return _Batch(images, *self._compute(images), began)
+            batch = _Batch(images, *self._compute(images), began)
         except Exception as error:
             _fail(images, error)
             return None
+        self._start_seconds = time.monotonic() - began
+        return batch
 
-    def _answer(self, batch: _Batch) -> None:
-        """Wait for a batch and give its answers to those who wait for them."""
+    def _answer(self, batch: _Batch, seconds: float) -> None:
+        """Give the answers of a batch that is done to those who wait for them."""
         try:
             answers = batch.answers()
         except Exception as error:
             _fail(batch.images, error)
             return
-        seconds = time.monotonic() - batch.began
         measured = seconds / len(batch.images)
         self._seconds_per_image = (self._seconds_per_image + measured) / 2 if self._seconds_per_image else measured
         # Before the futures: a caller that has its answer must find it counted in the metrics.
@@ -345,36 +397,33 @@ class Engine:
             if isinstance(self.guard, SecondLook):
                 self._compute(batch)
 
-    def to_device(self, values: Tensor) -> Tensor:
-        """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
-        device = self.encoder.device
-        if device.type == "cuda" and not values.is_cuda:
-            return values.pin_memory().to(device, non_blocking=True)
-        return values.to(device)
-
     def _inputs(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
         """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
         images = [image.photo.pixels for image in batch]
         if any(image.is_floating_point() for image in images):  # of the demo
             images = [to_float(image) for image in images]
-        pixels = torch.stack([self.to_device(image) for image in images])
-        return pixels, self.to_device(torch.tensor([image.photo.key for image in batch]))
+        pixels = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype, pin_memory=self._on_gpu)
+        torch.stack(images, out=pixels)
+        keys = torch.tensor([image.photo.key for image in batch], pin_memory=self._on_gpu)
+        return self._to_device(pixels), self._to_device(keys)
+
+    def _to_device(self, pinned: Tensor) -> Tensor:
+        """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
+        return pinned.to(self.encoder.device, non_blocking=True)
 
     @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> tuple[Tensor, torch.cuda.Event | None]:
         """Results of a batch as :meth:`_rows` gives them, and on a GPU the event after which they are on the CPU."""
-        device, inputs = self.encoder.device, self._inputs(batch)
+        inputs = self._inputs(batch)
         if isinstance(self.guard, SecondLook) and all(image.classes is self.preset for image in batch):
             rows = self.encoder.backend(self._preset_rows, *inputs)
         else:
-            may_stop = self.to_device(torch.tensor([not image.all_views for image in batch]))
-            rows = self._rows(_logits_of(batch, device), *inputs, may_stop)
-        if device.type != "cuda":
+            may_stop = self._to_device(torch.tensor([not one.all_views for one in batch], pin_memory=self._on_gpu))
+            rows = self._rows(_logits_of(batch, self.encoder.device), *inputs, may_stop)
+        if not self._on_gpu:
             return rows.cpu(), None
         rows = rows.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(device))
-        return rows, copied
+        return rows, torch.cuda.current_stream(self.encoder.device).record_event()
 
     def _rows(self, logits: Logits, pixels: Tensor, keys: Tensor, may_stop: Tensor | bool = False) -> Tensor:
         """Feature, probabilities and :data:`_NUMBERS` of each image in one row: one copy to the CPU for all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter as Counts
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
@@ -47,9 +48,9 @@ class Metrics:
 
     def count_batch(self, answers: list[Answer], label_lists: int, seconds: float) -> None:
         """Count a finished batch."""
-        for answer in answers:
-            self._images.labels(answer.branch).inc()
-        self._passes.inc(sum(answer.diagnostics["passes"] for answer in answers))
+        for branch, images in Counts(answer.branch for answer in answers).items():
+            self._images.labels(branch).inc(images)
+        self._passes.inc(sum(answer.passes for answer in answers))
         self._batch_images.observe(len(answers))
         self._batch_lists.observe(label_lists)
         self._batch_seconds.observe(seconds)

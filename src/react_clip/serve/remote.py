@@ -2,7 +2,7 @@
 
 Each HTTP process reads, decodes and answers requests; one process computes for all of them, in batches of images from
 all of them and with one copy of the weights. Pixels pass through shared memory. Everything else passes through a Unix
-socket as frames: two lengths, JSON, and in answers the 32-bit floats of features and probabilities.
+socket as frames: two lengths, JSON, and in answers the numbers of each image as 32-bit floats.
 
 The model's process does everything on one thread. A second one that runs Python code would take the interpreter for
 milliseconds after each of the hundreds of operations that a batch consists of.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
-from react_clip.serve.engine import Answer, Engine, Photo
+from react_clip.serve.engine import Answer, Engine, Photo, answers_of
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.labels import LabelList
 from react_clip.serve.memory import return_freed_memory
@@ -101,7 +101,7 @@ class _Frames(asyncio.Protocol):
             middle = start + _LENGTHS.size + text
             if end < middle + floats:
                 break
-            message = json.loads(self._buffer[start + _LENGTHS.size : middle])
+            message = json.loads(self._buffer[start + _LENGTHS.size : middle].decode())
             start = middle + floats
             self._receive(message, self._buffer[middle:start])
         del self._buffer[:start]
@@ -203,7 +203,7 @@ class _HttpProcess:
     def _submit(self, message: dict[str, Any], classes: ZeroShotClassifier) -> None:
         number = message["id"]
         images = zip(message["slots"], message["keys"], strict=True)
-        photos = [Photo(self._engine.to_device(self._pixels[slot]), key) for slot, key in images]
+        photos = [Photo(self._pixels[slot], key) for slot, key in images]
         try:
             futures = self._engine.submit(photos, classes, all_views=message["all_views"])
         except RequestError as error:
@@ -224,10 +224,7 @@ class _HttpProcess:
         except RequestError as error:
             self._refuse(number, error)
             return
-        tensors = [part for answer in answers for part in (answer.feature, answer.probs)]
-        floats = torch.cat(tensors).float().numpy().tobytes()
-        facts = [[len(answer.probs), answer.diagnostics, answer.branch] for answer in answers]
-        self.frames.send({"id": number, "answers": facts}, floats)
+        self.frames.send({"id": number}, b"".join(answer.row.float().numpy().tobytes() for answer in answers))
 
     def _refuse(self, number: int, error: RequestError) -> None:
         values = {"message": error.message, "kind": error.kind, "field": error.field, "headers": error.headers}
@@ -260,7 +257,7 @@ class RemoteEngine:
         self._memory, self._place, self._path = memory, place, str(Path(folder, SOCKET))
         self._pixels = memory.pixels(place, settings.queue, info.image_size)
         self._free = list(range(settings.queue))
-        self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
+        self._waiting: dict[int, tuple[list[int], asyncio.Future[list[Answer]]]] = {}
         self._numbers = count()
 
     async def connect(self) -> None:
@@ -292,7 +289,7 @@ class RemoteEngine:
             raise busy("the queue is full; try again soon")
         number, slots = next(self._numbers), [self._free.pop() for _ in photos]
         answers: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answers
+        self._waiting[number] = [len(labels.names)] * len(photos), answers
         try:
             for slot, photo in zip(slots, photos, strict=True):
                 self._pixels[slot].copy_(photo.pixels)
@@ -309,23 +306,21 @@ class RemoteEngine:
             self._free.extend(slots)
 
     def _receive(self, message: dict[str, Any], floats: bytearray) -> None:
-        waiting = self._waiting.get(message["id"])
-        if waiting is None or waiting.done():
+        classes, answers = self._waiting.get(message["id"], ([], None))
+        if answers is None or answers.done():
             return
         if "error" in message:
             error = message["error"]
-            waiting.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
+            answers.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
             return
-        sizes = [size for classes, _, _ in message["answers"] for size in (self.info.dim, classes)]
-        parts = iter(torch.split(torch.frombuffer(floats, dtype=torch.float32), sizes))
-        facts = message["answers"]
-        waiting.set_result([Answer(next(parts), next(parts), values, branch) for _, values, branch in facts])
+        rows = torch.frombuffer(floats, dtype=torch.float32).view(len(classes), -1)
+        answers.set_result(answers_of(rows, self.info.dim, classes))
 
     def _lost(self) -> None:
         self.alive = False
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(_ended())
+        for _, answers in self._waiting.values():
+            if not answers.done():
+                answers.set_exception(_ended())
         if not self._stopped:
             self._reconnecting = asyncio.create_task(self._reconnect())
 
