@@ -49,9 +49,7 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
     Transparent images are laid on white, as most viewers show them: colours under transparent pixels, which nobody
     sees, do not count.
     """
-    if isinstance(source, Image.Image):
-        return _to_rgb(source, "the image")
-    name, image = _open(source, limits)
+    name, image = ("the image", source) if isinstance(source, Image.Image) else open_image(source, limits)
     with _decoding(name, limits):
         image.load()
         return _to_rgb(image, name)
@@ -59,10 +57,10 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
 
 def check_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> None:
     """Raise what :func:`read_image` raises for a file by its length and header; no pixel is decoded."""
-    _open(path, limits)
+    open_image(path, limits)
 
 
-def _open(source: Path | str | bytes, limits: Limits) -> tuple[str, Image.Image]:
+def open_image(source: Path | str | bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[str, Image.Image]:
     """The name for messages and the image, of which only the header has been read."""
     name, data = _read_bytes(source, limits)
     if not data:

@@ -7,11 +7,13 @@ thread is checked before it starts: the number of JSON values, the format by its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from PIL import Image
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -19,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 
 from react_clip import noise
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Limits, Preprocessing, to_8bit
+from react_clip.preprocess import Limits, Preprocessing, open_image, to_8bit
 from react_clip.serve.engine import Photo
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.requests import ImageRequest, Request, request_error
@@ -33,6 +35,9 @@ _SIGNATURES = (
 
 _OTHER_FIELDS = 100
 """Parts of a form, or values in JSON, beside images and labels; it only bounds the work of parsing."""
+
+_SMALL_BYTES, _SMALL_PIXELS = 2**15, 2**18
+"""Largest image that is decoded on the event loop; other requests wait meanwhile."""
 
 T = TypeVar("T")
 
@@ -65,6 +70,13 @@ class Decoder:
 
     async def photos(self, images: list[bytes]) -> list[Photo]:
         """Pixels and noise keys of image files; cancelling this drops the files that still wait for a thread."""
+        if len(images) == 1 and len(images[0]) <= _SMALL_BYTES:
+            check_format(field := "images[0]", images[0])
+            with _named(field):
+                _, image = open_image(images[0], self._limits)
+            if image.width * image.height <= _SMALL_PIXELS:
+                # It takes a millisecond, and a fifth more in a thread.
+                return [self._decode(field, image)]
         jobs = [self._run(self._decode, f"images[{i}]", image) for i, image in enumerate(images)]
         return list(await asyncio.gather(*jobs))
 
@@ -75,13 +87,21 @@ class Decoder:
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    def _decode(self, field: str, image: bytes) -> Photo:
-        check_format(field, image)
-        try:
+    def _decode(self, field: str, image: bytes | Image.Image) -> Photo:
+        if isinstance(image, bytes):
+            check_format(field, image)
+        with _named(field):
             pixels = to_8bit(image, self._preprocessing, self._limits)
-        except ReactClipError as error:
-            raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
         return Photo(pixels, int(noise.stream_keys(pixels[None], self._secret)))
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Refuse the request if its image in this field cannot be read."""
+    try:
+        yield
+    except ReactClipError as error:
+        raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
 
 
 def check_format(field: str, data: bytes) -> None:
