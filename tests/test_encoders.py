@@ -367,11 +367,13 @@ class RecordsOnACPU(accelerate.Backend):
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, share: float = 1.0
+    ) -> torch.Tensor:
         self.rows.append(len(tensors[0]))
         return function(*tensors)
 
-    def records(self, rows: int, *tensors: torch.Tensor) -> bool:
+    def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
         return True
 
 

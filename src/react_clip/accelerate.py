@@ -19,8 +19,9 @@ from torch import Tensor
 from react_clip import augment, kernels, noise
 from react_clip.kernels import needs_gradients, runs_without_gradients, suit_kernels
 
-MAX_ROWS = 128
-"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
+MAX_ROWS = 144
+"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves. Of views that are
+smaller than images (``share`` of the work) a batch may have as many more."""
 
 _WARM_UPS = 3
 """Calls before a graph is recorded: libraries choose their kernels in the first ones."""
@@ -29,11 +30,14 @@ _WARM_UPS = 3
 class Backend:
     """Plain PyTorch."""
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """``function(*tensors)``; rows of the tensors and of the result are images."""
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, share: float = 1.0) -> Tensor:
+        """``function(*tensors)``; rows of the tensors and of the result are images.
+
+        ``share`` is the work for a row, as a share of that for a whole image.
+        """
         return function(*tensors)
 
-    def records(self, rows: int, *tensors: Tensor) -> bool:
+    def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
         """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
         return False
 
@@ -72,7 +76,7 @@ class AcceleratedBackend(Backend):
         self._lock = Lock()
         self._recording = False
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, share: float = 1.0) -> Tensor:
         """``function(*tensors)`` by a CUDA graph where the batch is small.
 
         ``function`` must be pure, hashable and free of host synchronisation, and what it reads beside its arguments
@@ -80,7 +84,7 @@ class AcceleratedBackend(Backend):
         all graphs share one set of buffers in the order of the default stream.
         """
         first = tensors[0]
-        if self._recording or not self.records(len(first), *tensors):
+        if self._recording or not self.records(len(first), *tensors, share=share):
             return function(*tensors)
         key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         with self._lock, torch.cuda.device(first.device), torch.no_grad():
@@ -96,13 +100,13 @@ class AcceleratedBackend(Backend):
             recording.graph.replay()
             return recording.output.clone()
 
-    def records(self, rows: int, *tensors: Tensor) -> bool:
-        """True for at most ``max_rows`` rows on the default stream of a GPU, without gradients.
+    def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
+        """True for the work of at most ``max_rows`` images on the default stream of a GPU, without gradients.
 
         Functions that call each other become one graph: calls from one that is being recorded are part of it.
         """
         device = tensors[0].device
-        suits = runs_without_gradients(*tensors) and 0 < rows <= self._max_rows
+        suits = runs_without_gradients(*tensors) and 0 < rows * share <= self._max_rows
         return suits and (self._recording or torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
@@ -151,9 +155,10 @@ class AcceleratedBackend(Backend):
 
     def _buffer(self, role: tuple[Any, ...], like: Tensor) -> Tensor:
         """A buffer shaped like a tensor; all batch sizes share its memory, because graphs run one after the other."""
-        key = (*role, like.device, like.dtype, like.shape[1:])
+        rows = -(-len(like) // self._max_rows) * self._max_rows
+        key = (*role, like.device, like.dtype, rows, like.shape[1:])
         if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self._max_rows, *like.shape[1:])
+            self._buffers[key] = like.new_empty(rows, *like.shape[1:])
         return self._buffers[key][: len(like)]
 
 

@@ -90,11 +90,13 @@ class ShapeRecorder(Backend):
     def __init__(self) -> None:
         self.recorded: set[tuple[Any, ...]] = set()
 
-    def __call__(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, share: float = 1.0
+    ) -> torch.Tensor:
         self.recorded.add((function, *(tensor.shape for tensor in tensors)))
         return super().__call__(function, *tensors)
 
-    def records(self, rows: int, *tensors: torch.Tensor) -> bool:
+    def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
         return True
 
 

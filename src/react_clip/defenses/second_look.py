@@ -293,8 +293,14 @@ class SecondLook(Defense):
         size, resize = self.moved_look_size(encoder), encoder.backend.smaller_copy
         moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), resize)
         then = _Extrapolation(self.alpha, self.blend)
-        tensors = pixels, _streams(pixels, keys)
-        out = encoder.make_and_encode((moved,), *tensors, max_batch=self.max_batch, then=then, given=(features,))
+        out = encoder.make_and_encode(
+            (moved,),
+            *(pixels, _streams(pixels, keys)),
+            max_batch=self.max_batch,
+            then=then,
+            given=(features,),
+            share=encoder.token_share(size),
+        )
         return out[:, 2:]
 
 
