@@ -291,10 +291,14 @@ def test_wrong_forms_get_one_clear_line(server: Any, photos: list[bytes]) -> Non
     check_error(post(b"", ""), 400, "boundary")
     check_error(server.client.post("/v1/classify", **as_form([b""])), 415, "images[0]")
     check_error(server.client.post("/v1/classify", files=[("photo", ("x", photos[0]))]), 422, "images is missing")
-    check_error(server.client.post("/v1/classify", **as_form([photos[0]] * 17)), 400, "number of files is 16")
-    check_error(server.client.post("/v1/classify", **as_form(photos[:1], labels="," * 500_000)), 400, "maximum size")
+    check_error(server.client.post("/v1/classify", **as_form([photos[0]] * 17)), 400, "more than 16 files")
+    check_error(
+        server.client.post("/v1/classify", **as_form(photos[:1], labels="," * 500_000)),
+        400,
+        "'labels' has more than 402,000 bytes",
+    )
     many = {"files": [("templates", (None, "{}"))] * 1200}
-    check_error(server.client.post("/v1/classify", **many), 400, "number of fields is 1100")
+    check_error(server.client.post("/v1/classify", **many), 400, "more than 1,100 fields")
 
 
 @pytest.mark.parametrize(
