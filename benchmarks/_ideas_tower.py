@@ -19,7 +19,7 @@ from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.vision import VisionEncoder, _first_tokens
-from react_clip.kernels import AddNorm, FusedQuickGELU
+from react_clip.kernels import AddNorm, FusedQuickGELU, Projections
 from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
@@ -287,29 +287,33 @@ def attention(setting: Setting) -> Entry:
 
 
 def qkv(setting: Setting) -> Entry:
-    """Queries, keys and values by one matrix product; on a GPU in the compiled tower."""
-    before, after = (setting.load(compile="tower" if setting.gpu else False) for _ in range(2))
-    blocks: Any = after.tower.vision_model["encoder"]["layers"]
-    for block in blocks[:-1]:  # the last one has few queries
-        parts = [block.self_attn[name] for name in ("q_proj", "k_proj", "v_proj")]
-        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        block._attend = partial(attend_by_one_product, block, weight, bias)
-    images = setting.clean[: setting.batch]
-    ways: Ways = {"before": lambda: before.encode_views(images), "after": lambda: after.encode_views(images)}
-    cosines = (before.encode_views(images) * after.encode_views(images)).sum(1)
+    """Queries, keys and values by one matrix product."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    for module in before.encoder.tower.modules():
+        if isinstance(module, Projections):
+            module._joint = None
+    speed = setting.compare(before, after)
     return setting.entry(
         "one product for queries, keys and values",
-        "Their three weight matrices joined; the plain encoder, on a GPU compiled.",
-        **setting.turns(ways, len(images)),
-        agreement={"smallest_cosine": cosines.min().item()},
+        "Their three weight matrices joined: one image, SecondLook.",
+        **speed["second look, batch 1"],
+        milliseconds=speed,
+        agreement=setting.agreement(after, before),
     )
 
 
-def attend_by_one_product(
-    block: Any, weight: Tensor, bias: Tensor, queries: Tensor, tokens: Tensor, shapes: object
-) -> Tensor:
-    projected = torch.nn.functional.linear(tokens, weight, bias).chunk(3, -1)
-    return block.self_attn["out_proj"](block._mix(*projected))  # type: ignore[no-any-return]
+def moving(setting: Setting) -> Entry:
+    """Moved copies by two Triton kernels."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before.encoder.backend.moved = Backend().moved  # type: ignore[method-assign]
+    speed = setting.compare(before, after)
+    return setting.entry(
+        "moved copies by two kernels",
+        "Hash of the pixels and motion by two Triton kernels instead of seventy operations: one image, SecondLook.",
+        **speed["second look, batch 1"],
+        milliseconds=speed,
+        agreement=setting.agreement(after, before),
+    )
 
 
 def last_block(setting: Setting) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled_or_interpreted = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or Triton's interpreter")
+VIEWS = ("noisy_view", "normalised", "smaller_copy", "moved", "hash_sums")
 # The interpreter computes with NumPy, which has no bf16, and slowly.
 half_precision = pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])])
 
@@ -87,6 +89,28 @@ def test_the_resize_kernel_agrees(side: int, size: int) -> None:
 
 
 @compiled_or_interpreted
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("size", [32, *([224] if GPU else [])])
+def test_the_motion_kernel_agrees(size: int, hashes: bool) -> None:
+    pixels = torch.rand(3, 3, size, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pixels[0, 0, :4] = -0.0
+    seeds = torch.tensor([7, -(2**62), 2**61 + 5], device=DEVICE)
+    sums = kernels.hash_sums(pixels, noise.hash_weights(pixels[0].numel(), pixels.device)) if hashes else None
+    for branch, motion in ((0, augment.Motion()), (1, augment.Motion(rotation=40.0, translation=0.3))):
+        keys = noise.keys_of_seeds(pixels, seeds) if hashes else seeds
+        exact = motion(pixels, noise.fork(keys, branch))
+        found = kernels.moved(
+            *(pixels, seeds, sums),
+            branch=branch,
+            rotation=math.radians(motion.rotation),
+            translation=motion.translation,
+            scale=motion.scale,
+        )
+        # A coordinate of 224 pixels has a rounding error of 1e-5, and so has what is read there.
+        assert torch.allclose(found, exact, rtol=0, atol=1e-4)
+
+
+@compiled_or_interpreted
 @half_precision
 @pytest.mark.parametrize(("rows", "width", "hidden"), [(1, 32, 64), (300, 136, 520), (4_200, 64, 264)])
 def test_the_linear_kernel_agrees(
@@ -143,25 +167,49 @@ def test_fused_layers_replace_those_of_any_tower(source: str, tiny_folder: Path)
     assert encoder.fingerprint() == fingerprint
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+def test_joint_projections_give_the_same_and_stay_joint(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "suit_kernels", lambda *tensors: not kernels.needs_gradients(*tensors))
+    torch.manual_seed(0)
+    layers = kernels.Projections(16).requires_grad_(requires_grad=False).to(device)
+    tokens = torch.rand(2, 5, 16, device=device)
+    separate = [layers(tokens, tokens), layers(tokens[:, :1], tokens)]
+    weights = {name: value.clone() for name, value in layers.state_dict().items()}
+    layers.join()
+    assert all(torch.equal(value, weights[name]) for name, value in layers.state_dict().items())
+    for queries, expected in zip((tokens, tokens[:, :1]), separate, strict=True):
+        for found, each in zip(layers(queries, tokens), expected, strict=True):
+            assert torch.allclose(found, each, atol=1e-6)
+    layers.double()
+    joint = layers._joint
+    assert joint is not None
+    assert joint[0].dtype == torch.float64
+    assert layers["q_proj"].weight.data_ptr() == joint[0].data_ptr()
+    layers["v_proj"].weight.zero_()  # in place, so the matrix changes too
+    assert torch.equal(layers(tokens.double(), tokens.double())[2][0, 0], layers["v_proj"].bias)
+    layers["q_proj"].weight.data = torch.zeros(16, 16, dtype=torch.float64, device=device)  # replaced: no longer joint
+    assert torch.equal(layers(tokens.double(), tokens.double())[0][0, 0], layers["q_proj"].bias)
+
+
 @on_a_gpu
 def test_a_gpu_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[str] = set()
     for owner, name in (
-        *((kernels, name) for name in ("noisy_view", "normalised", "smaller_copy")),
+        *((kernels, name) for name in VIEWS),
         *((each, "_fused") for each in (kernels.FusedQuickGELU, kernels.AddNorm)),
     ):
         function = getattr(owner, name)
 
-        def note(*args: object, function=function, label=f"{owner.__name__}.{name}") -> object:  # type: ignore[no-untyped-def]
+        def note(*args: object, function=function, label=f"{owner.__name__}.{name}", **more: object) -> object:  # type: ignore[no-untyped-def]
             used.add(label)
-            return function(*args)
+            return function(*args, **more)
 
         monkeypatch.setattr(owner, name, note)
     encoder = patch_encoder().cuda().to(torch.float16).accelerate()
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, 12))
     for guard in (rc.ReACT(), rc.SecondLook()):
         guard(clf, torch.rand(200, 3, 32, 32).cuda())
-    names = {f"react_clip.kernels.{name}" for name in ("noisy_view", "normalised", "smaller_copy")}
+    names = {f"react_clip.kernels.{name}" for name in VIEWS}
     names.add("AddNorm._fused")
     tma = torch.cuda.get_device_capability() >= (9, 0)
     assert used == names | ({"FusedQuickGELU._fused"} if tma else set())

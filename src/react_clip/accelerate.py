@@ -7,6 +7,7 @@ An encoder computes through a :class:`Backend`. The plain one runs PyTorch opera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -52,6 +53,11 @@ class Backend:
     def smaller_copy(self, pixels: Tensor, size: int) -> Tensor:
         """See :func:`react_clip.augment.smaller_copy`."""
         return augment.smaller_copy(pixels, size)
+
+    def moved(self, motion: augment.Motion, pixels: Tensor, streams: Tensor, branch: int, *, hashes: bool) -> Tensor:
+        """Images moved by a branch of their streams ``[B]``; with ``hashes`` by seeds, hashed with the pixels."""
+        streams = noise.keys_of_seeds(pixels, streams) if hashes else streams
+        return motion(pixels, noise.fork(streams, branch))
 
     def reset(self) -> None:
         """Drop what was recorded; the encoder calls it when its weights move."""
@@ -126,6 +132,19 @@ class AcceleratedBackend(Backend):
         if size >= pixels.shape[-1] or not _suits(pixels):
             return super().smaller_copy(pixels, size)
         return kernels.smaller_copy(pixels, size)
+
+    def moved(self, motion: augment.Motion, pixels: Tensor, streams: Tensor, branch: int, *, hashes: bool) -> Tensor:
+        """The same by two kernels, up to rounding."""
+        if type(motion) is not augment.Motion or not _suits(pixels):
+            return super().moved(motion, pixels, streams, branch, hashes=hashes)
+        weights = noise.hash_weights(pixels[0].numel(), pixels.device)
+        return kernels.moved(
+            *(pixels, streams, kernels.hash_sums(pixels, weights) if hashes else None),
+            branch=branch,
+            rotation=math.radians(motion.rotation),
+            translation=motion.translation,
+            scale=motion.scale,
+        )
 
     def reset(self) -> None:
         """Drop all graphs."""

@@ -6,9 +6,10 @@ where Triton or a C compiler is missing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -185,14 +186,135 @@ def _resize_kernel() -> Any:
     return kernel
 
 
+def hash_sums(pixels: Tensor, weights: Tensor) -> Tensor:
+    """Sums ``[B]`` of the bit patterns of fp32 pixels times weights: the first step of a key, with the same bits."""
+    pixels = pixels.contiguous()
+    sums, numbers = torch.zeros(len(pixels), dtype=torch.long, device=pixels.device), pixels[:1].numel()
+    with _device_of(pixels):
+        grid = (len(pixels), -(-numbers // (8 * _BLOCK)))
+        _hash_kernel()[grid](pixels, weights, sums, numbers, BLOCK=8 * _BLOCK)
+    return sums
+
+
+@cache
+def _hash_kernel() -> Any:
+    """The kernel for image ``program_id(0)`` and a block of its numbers."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(pixels, weights, sums, numbers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        image = tl.program_id(0).to(tl.int64)
+        here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = here < numbers
+        # Adding zero turns -0.0 into 0.0.
+        value = tl.load(pixels + image * numbers + here, mask=inside, other=0.0) + 0.0
+        bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.atomic_add(sums + image, tl.sum(bits * tl.load(weights + here, mask=inside, other=0), 0))
+
+    return kernel
+
+
+def moved(
+    pixels: Tensor,
+    streams: Tensor,
+    sums: Tensor | None,
+    *,
+    branch: int,
+    rotation: float,
+    translation: float,
+    scale: tuple[float, float],
+) -> Tensor:
+    """:class:`react_clip.augment.Motion` of fp32 pixels by a branch of their streams ``[B]``; equal up to rounding.
+
+    ``rotation`` is in radians. With ``sums`` from :func:`hash_sums` streams are seeds, hashed with the pixels.
+    """
+    pixels = pixels.contiguous()
+    views, (images, channels, height, width) = torch.empty_like(pixels), pixels.shape
+    tensors = pixels, streams.contiguous(), streams if sums is None else sums, views
+    ranges = rotation, 2.0 * translation, scale[0], scale[1] - scale[0]
+    with _device_of(pixels):
+        _motion_kernel()[(images, -(-height * width // _BLOCK))](
+            *(*tensors, height, width, *ranges),
+            **{"HASHED": sums is not None, "STEP": (branch + 1) * 0x9E3779B97F4A7C15 % 2**64},
+            **{"CHANNELS": channels, "BLOCK": _BLOCK, "enable_fp_fusion": False},
+        )
+    return views
+
+
+@cache
+def _motion_kernel() -> Any:
+    """The kernel for image ``program_id(0)`` and a block of its pixels."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["rotation", "shift", "least", "span"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(  # type: ignore[no-untyped-def]
+        pixels, streams, sums, views, height, width, rotation, shift, least, span,
+        HASHED: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        image = tl.program_id(0).to(tl.int64)
+        stream = tl.load(streams + image).to(tl.uint64)
+        # SplitMix64: the sum is mixed, joined with the seed and mixed; a stream's branch is mixed twice.
+        bits = stream
+        if HASHED:
+            bits = tl.load(sums + image).to(tl.uint64) + (height * width * CHANNELS).to(tl.uint64)
+        for step in tl.static_range(4):
+            if HASHED or step >= 2:
+                if step == 1:
+                    bits = bits ^ stream
+                if step == 3:
+                    bits = bits + STEP
+                bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+                bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+                bits = bits ^ (bits >> 31)
+        # Four uniform numbers.
+        number = tl.arange(0, 4)
+        bits = bits + (number + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+        bits = bits ^ (bits >> 31)
+        uniform = (bits >> 40).to(tl.float32) * 5.9604644775390625e-08
+        angle = rotation * (2.0 * tl.sum(tl.where(number == 0, uniform, 0.0), 0) - 1.0)
+        right = shift * (2.0 * tl.sum(tl.where(number == 1, uniform, 0.0), 0) - 1.0)
+        down = shift * (2.0 * tl.sum(tl.where(number == 2, uniform, 0.0), 0) - 1.0)
+        zoom = least + span * tl.sum(tl.where(number == 3, uniform, 0.0), 0)
+        cos, sin = tl.cos(angle) / zoom, tl.sin(angle) / zoom
+
+        here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = here < height * width
+        x = (2.0 * (here % width) + 1.0) / width - 1.0
+        y = (2.0 * (here // width) + 1.0) / height - 1.0
+        # Where the pixel comes from, in pixels; black outside.
+        across = ((cos * x + (right - sin * y) + 1.0) * width - 1.0) / 2.0
+        along = ((sin * x + (cos * y + down) + 1.0) * height - 1.0) / 2.0
+        left, top = tl.floor(across), tl.floor(along)
+        to_right, to_bottom = across - left, along - top
+        column, row = left.to(tl.int32), top.to(tl.int32)
+        for channel in tl.static_range(CHANNELS):
+            plane = (image * CHANNELS + channel) * height * width
+            value = tl.zeros((BLOCK,), tl.float32)
+            for below in tl.static_range(2):
+                for beside in tl.static_range(2):
+                    r, c = row + below, column + beside
+                    known = inside & (r >= 0) & (r < height) & (c >= 0) & (c < width)
+                    weight = (to_bottom if below else 1.0 - to_bottom) * (to_right if beside else 1.0 - to_right)
+                    value += weight * tl.load(pixels + plane + r * width + c, mask=known, other=0.0)
+            tl.store(views + plane + here, tl.minimum(tl.maximum(value, 0.0), 1.0), mask=inside)
+
+    return kernel
+
+
 # ---------------------------------------------------------------------- parts of a tower
 
 
 def fuse_operations(tower: nn.Module) -> None:
-    """Let the QuickGELUs of a tower (ours, transformers' or open_clip's) and our :class:`AddNorm` use their kernels."""
+    """Let QuickGELUs (ours, transformers' and open_clip's), :class:`AddNorm` and :class:`Projections` run faster."""
     for parent in [module for module in tower.modules() if not isinstance(module, FusedQuickGELU)]:
         if isinstance(parent, AddNorm):
             parent.fused = True
+        if isinstance(parent, Projections):
+            parent.join()
         children = dict(parent.named_children())
         first = "fc1" if "fc1" in children else "c_fc"
         for name, child in children.items():
@@ -322,6 +444,52 @@ def _quick_gelu_kernel() -> Any:
         tl.store(result + start + here, (hidden * gate).to(stored.dtype), mask=inside)
 
     return kernel
+
+
+class Projections(nn.ModuleDict):
+    """The linear layers of attention, with the names that transformers gives them.
+
+    After :func:`fuse_operations` the weights of queries, keys and values are parts of one matrix, and a GPU computes
+    all three by one product.
+    """
+
+    def __init__(self, width: int) -> None:
+        # Same order as transformers, so that a fingerprint over the parameters is the same for both.
+        super().__init__({name: nn.Linear(width, width) for name in ("k_proj", "v_proj", "q_proj", "out_proj")})
+        self._joint: tuple[Tensor, Tensor] | None = None
+
+    def join(self) -> None:
+        """Copy the weights into one matrix and the biases into one vector, of which the layers keep parts."""
+        layers: list[Any] = [self[name] for name in ("q_proj", "k_proj", "v_proj")]
+        weight, bias = (torch.cat([getattr(each, name).detach() for each in layers]) for name in ("weight", "bias"))
+        for layer, rows, numbers in zip(layers, weight.chunk(3), bias.chunk(3), strict=True):
+            layer.weight.data, layer.bias.data = rows, numbers
+        self._joint = weight, bias
+
+    def forward(self, queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of some tokens, keys and values of all of them."""
+        if self._joint is None or not self._suits(tokens):
+            return self["q_proj"](queries), self["k_proj"](tokens), self["v_proj"](tokens)
+        weight, bias = self._joint
+        width = weight.shape[1]
+        if queries is tokens:
+            q, k, v = F.linear(tokens, weight, bias).chunk(3, -1)
+        else:
+            q = F.linear(queries, weight[:width], bias[:width])
+            k, v = F.linear(tokens, weight[width:], bias[width:]).chunk(2, -1)
+        return q, k, v
+
+    def _suits(self, tokens: Tensor) -> bool:
+        """True on a GPU without gradients, if the layers still have the weights that were joined."""
+        first: Any = self["q_proj"]
+        same = self._joint is not None and first.weight.data_ptr() == self._joint[0].data_ptr()
+        return same and suit_kernels(tokens)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._joint is not None:
+            self.join()
+        return self
 
 
 class AddNorm(nn.Module):

@@ -142,7 +142,7 @@ def keys_of_seeds(images: Tensor, seeds: Tensor) -> Tensor:
     It is a multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device.
     """
     rows = _fp32_rows(images)
-    hashes = (rows.view(torch.int32) * _hash_weights(rows.shape[1], rows.device)).sum(dim=1)
+    hashes = (rows.view(torch.int32) * hash_weights(rows.shape[1], rows.device)).sum(dim=1)
     return _mix(_mix(hashes + rows.shape[1]) ^ seeds)
 
 
@@ -173,6 +173,6 @@ def _digest(image: Tensor, secret: bytes) -> int:
 
 
 @cache
-def _hash_weights(count: int, device: torch.device) -> Tensor:
-    """Kept for the life of the process: CUDA graphs hold their address."""
+def hash_weights(count: int, device: torch.device) -> Tensor:
+    """Weights ``[1, count]`` of :func:`keys_of_seeds`, kept for the life of the process: CUDA graphs hold addresses."""
     return _bits(torch.zeros(1, dtype=torch.long, device=device), count)

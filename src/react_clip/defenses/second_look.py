@@ -21,7 +21,6 @@ Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), which gates on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -30,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from react_clip import functional, noise
+from react_clip.accelerate import Backend
 from react_clip.augment import Motion
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
@@ -279,19 +279,19 @@ class SecondLook(Defense):
         """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
         size, hashes = self.look_size(encoder), isinstance(keys, int)
         smaller = size < encoder.image_size
-        resize = encoder.backend.smaller_copy
-        look = _SmallerCopy(size, resize) if smaller else _MovedCopy(self.motion, size, LOOK, hashes, resize)
+        backend = encoder.backend
+        look = _SmallerCopy(size, backend) if smaller else _MovedCopy(self.motion, size, LOOK, hashes, backend)
         tensors = (pixels,) if smaller and not at_once else (pixels, _streams(pixels, keys))
         if not at_once:
             return encoder.make_and_encode((_the_image, look), *tensors, max_batch=self.max_batch)
-        moved = _MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes, resize)
+        moved = _MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes, backend)
         then = _Extrapolation(self.alpha, self.blend)
         return encoder.make_and_encode((_the_image, look, moved), *tensors, max_batch=self.max_batch, then=then)
 
     def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, features: Tensor) -> Tensor:
         """Corrected features ``[n, 2, D]`` of steps 3 and 4, from those of image and look ``[n, 2, D]``."""
-        size, resize = self.moved_look_size(encoder), encoder.backend.smaller_copy
-        moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), resize)
+        size = self.moved_look_size(encoder)
+        moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
         then = _Extrapolation(self.alpha, self.blend)
         out = encoder.make_and_encode(
             (moved,),
@@ -320,10 +320,10 @@ class _SmallerCopy:
     """Makes copies of images, resized to ``size`` pixels a side."""
 
     size: int
-    resize: Callable[[Tensor, int], Tensor]
+    backend: Backend
 
     def __call__(self, pixels: Tensor, *_: Tensor) -> Tensor:
-        return self.resize(pixels, self.size)
+        return self.backend.smaller_copy(pixels, self.size)
 
 
 @dataclass(frozen=True)
@@ -337,11 +337,11 @@ class _MovedCopy:
     size: int
     branch: int
     hashes: bool
-    resize: Callable[[Tensor, int], Tensor]
+    backend: Backend
 
     def __call__(self, pixels: Tensor, streams: Tensor) -> Tensor:
-        streams = noise.keys_of_seeds(pixels, streams) if self.hashes else streams
-        return self.resize(self.motion(pixels, noise.fork(streams, self.branch)), self.size)
+        moved = self.backend.moved(self.motion, pixels, streams, self.branch, hashes=self.hashes)
+        return self.backend.smaller_copy(moved, self.size)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from react_clip.encoders.base import Encoder, embed_patches
 from react_clip.encoders.text import at_least_fp32
-from react_clip.kernels import AddNorm
+from react_clip.kernels import AddNorm, Projections
 
 
 class VisionEncoder(Encoder):
@@ -134,9 +134,7 @@ class _Block(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
-        # Same order as transformers, so that a fingerprint over the parameters is the same for both.
-        names = ("k_proj", "v_proj", "q_proj", "out_proj")
-        self.self_attn = nn.ModuleDict({name: nn.Linear(width, width) for name in names})
+        self.self_attn = Projections(width)
         self.layer_norm1 = AddNorm(width)
         layers = {"fc1": nn.Linear(width, hidden), "activation": QuickGELU(), "fc2": nn.Linear(hidden, width)}
         self.mlp = nn.ModuleDict(layers)
@@ -160,8 +158,7 @@ class _Block(nn.Module):
         return tokens, self.mlp["fc2"](self.mlp["activation"](self.mlp["fc1"](normalised)))
 
     def _attend(self, queries: Tensor, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None) -> Tensor:
-        q = self.self_attn["q_proj"](queries)
-        k, v = (self.self_attn[name](tokens) for name in ("k_proj", "v_proj"))
+        q, k, v = self.self_attn(queries, tokens)
         if shapes is None:
             mixed = self._mix(q, k, v)
         else:
