@@ -99,8 +99,8 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     "16 bits for SecondLook": (True, "`dtype` of `load`; fp16 is what the service takes on a GPU"),
     "one product for queries, keys and values": (
         True,
-        "in the offline tower with `load(..., compile=True)` and in the service, on a GPU: small batches need fewer, "
-        "larger products; large ones gain 1 %, a CPU nothing",
+        "in the offline tower with `load(..., compile=True)` and in the service: small batches get fewer and larger "
+        "products; large ones gain 1 to 2 %",
     ),
     "moved copies by two kernels": (
         True,

@@ -63,6 +63,7 @@ def performance(name: str, folder: Path) -> str:
     """One section of the document."""
     sections: dict[str, Callable[[Path], str]] = {
         "cost": cost,
+        "sets": sets,
         "aims": aims,
         "precision": precision,
         "compilation": compilation,
@@ -126,6 +127,27 @@ def cost(folder: Path) -> str:
     return "\n".join([*table(head, rows), "", note]) + "\n"
 
 
+def sets(folder: Path) -> str:
+    """Cost of SecondLook for the clean photos of each data set, with its own classes."""
+    found = _clean_traffic(folder)
+    if found is None:
+        return ""
+    rows = []
+    for row in found["sets"]:
+        times = row["second_look_ms"] / row["plain_ms"]
+        rows.append([row["dataset"], f"{row['classes']:,}", f"{row['passes']:.2f}", f"{times:.2f}"])
+    rows.append(["mean", "", f"{found['mean']['passes']:.2f}", f"{found['mean']['ratio']:.2f}"])
+    photos = max(row["photos"] for row in found["sets"])
+    place = f"{found['device']}, {found['dtype']}, batch {found['batch']}, {photos} test photos of each set"
+    note = f"*{place}. `benchmarks/results/bench/clean-traffic.json` by `{found['command']}`.*"
+    return "\n".join([*table(["photos", "classes", "passes", "SecondLook / plain"], rows), "", note]) + "\n"
+
+
+def _clean_traffic(folder: Path) -> dict[str, Any] | None:
+    path = folder / "clean-traffic.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def _photos(report: Report) -> str:
     """Clean or attacked photos, and their classes if these are not the usual ones."""
     classes = f", {report['classes']:,} classes" if report["classes"] != CLASSES else ""
@@ -182,6 +204,11 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
         least = {OURS: 1.7, PLAIN: 4.0} if report["attacked"] else {OURS: 2.3, PLAIN: 7.0}
         for other, limit in least.items():
             yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(found, other, LOOK))
+    if traffic := _clean_traffic(folder):
+        place = (
+            f"clean, {len(traffic['sets'])} sets, each with its classes, {traffic['device']}, batch {traffic['batch']}"
+        )
+        yield f"SecondLook / plain CLIP, {place}", *at_most(1.75, traffic["mean"]["ratio"])
     for axis, words in SWEPT.items():
         path = folder / f"gpu-vit-b-16-second-look-{axis}.json"
         if path.is_file():
@@ -198,7 +225,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
     for path in (
-        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-12", "-gpu-12-128", "-gpu-12-256")
+        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-16", "-gpu-16-128", "-gpu-16-256")
     ):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))

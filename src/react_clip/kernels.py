@@ -481,9 +481,10 @@ class Projections(nn.ModuleDict):
 
     def _suits(self, tokens: Tensor) -> bool:
         """True on a GPU without gradients, if the layers still have the weights that were joined."""
+        if self._joint is None or not suit_kernels(tokens):
+            return False
         first: Any = self["q_proj"]
-        same = self._joint is not None and first.weight.data_ptr() == self._joint[0].data_ptr()
-        return same and suit_kernels(tokens)
+        return bool(first.weight.data_ptr() == self._joint[0].data_ptr())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import io
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from PIL import Image
 from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_loop, record_batches
 
 import react_clip as rc
@@ -24,6 +26,7 @@ from react_clip.accelerate import Backend
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
 from react_clip.serve.app import DemoAttack, create_app
+from react_clip.serve.decoding import Decoder
 from react_clip.serve.engine import Answer, Engine, Photo
 from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelCache, LabelList
@@ -505,3 +508,42 @@ def test_requests_start_no_threads_of_the_framework(
 
     assert in_loop(ask()) == {200}
     assert calls == []
+
+
+def test_one_small_photo_is_decoded_without_a_thread(engine: Engine) -> None:
+    """Larger ones, and several of them, would delay other requests; from a thread they have the same pixels and keys."""
+    decoder = Decoder(engine.settings, preprocessing=engine.preprocessing, secret=SECRET)
+    threads: list[str] = []
+    decode = decoder._decode
+
+    def note(field: str, image: Any) -> Photo:
+        threads.append(threading.current_thread().name)
+        return decode(field, image)
+
+    decoder._decode = note  # type: ignore[method-assign]
+
+    def files(*sides: int) -> list[bytes]:
+        out = []
+        for side in sides:
+            stream = io.BytesIO()
+            Image.new("RGB", (side, side), "orange").save(stream, "PNG")
+            out.append(stream.getvalue())
+        return out
+
+    async def check() -> None:
+        loop = threading.current_thread().name
+        [small] = await decoder.photos(files(512))
+        assert threads.pop() == loop
+        [large] = await decoder.photos(files(513))
+        assert threads.pop() != loop
+        pair = await decoder.photos(files(512, 512))
+        assert loop not in threads
+        for photo in (large, *pair):
+            assert torch.equal(photo.pixels, small.pixels)
+            assert photo.key == small.key
+        damaged = files(512)[0][:-30]
+        with pytest.raises(RequestError, match=r"images\[0\] cannot be decoded"):
+            await decoder.photos([damaged])
+
+    in_loop(check())
+    decoder.close()
