@@ -511,7 +511,7 @@ def test_requests_start_no_threads_of_the_framework(
 
 
 def test_one_small_photo_is_decoded_without_a_thread(engine: Engine) -> None:
-    """Larger ones, and several of them, would delay other requests; from a thread they have the same pixels and keys."""
+    """Larger ones, and several of them, are decoded in threads: the same pixels and keys."""
     decoder = Decoder(engine.settings, preprocessing=engine.preprocessing, secret=SECRET)
     threads: list[str] = []
     decode = decoder._decode

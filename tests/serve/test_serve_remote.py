@@ -110,6 +110,25 @@ def test_requests_share_batches_and_slots_are_reused(run: Callable[[Check], None
     run(check)
 
 
+def test_images_of_a_request_in_batches_with_longer_label_lists(
+    run: Callable[[Check], None], photos: list[bytes]
+) -> None:
+    async def check(remote: RemoteEngine, engine: Engine) -> None:
+        engine.settings = engine.settings.model_copy(update={"batch": 4})
+        batches, images = record_batches(engine), prepared(engine, photos)[:5]
+        longer = LabelList(("boat", "zebra", "cup", "moon", "hat"))
+        await remote.ask(images[:1], longer)  # so that its classes are known
+        first, second = await asyncio.gather(remote.ask(images, PRESET), remote.ask(images[:3], longer))
+        assert batches[1:] == [(4, 1), (4, 2)]
+        for answers, labels in ((first, PRESET), (second, longer)):
+            for answer, image in zip(answers, images, strict=False):
+                [direct] = await engine.ask([image], labels)
+                assert len(answer.probs) == len(labels.names)
+                assert torch.allclose(answer.row, direct.row, atol=1e-5, equal_nan=True)
+
+    run(check)
+
+
 def test_refusals_reach_the_caller(run: Callable[[Check], None], photos: list[bytes]) -> None:
     async def check(remote: RemoteEngine, engine: Engine) -> None:
         images = prepared(engine, photos)

@@ -68,7 +68,7 @@ class Answer:
     numbers: Sequence[float]
     """Values of :data:`_NUMBERS`."""
     row: Tensor
-    """All of them, as :meth:`Engine._rows` gives them."""
+    """All of them, one after the other."""
 
     @property
     def branch(self) -> str:
@@ -137,11 +137,14 @@ class _Batch:
 
 def answers_of(rows: Tensor, dim: int, classes: Sequence[int]) -> list[Answer]:
     """Answers from rows as :meth:`Engine._rows` gives them; ``classes`` is the number of classes of each image."""
-    numbers = rows[:, -len(_NUMBERS) :].tolist()
-    return [
-        Answer(row[:dim], row[dim : dim + count], values, row)
-        for row, count, values in zip(rows.unbind(), classes, numbers, strict=True)
-    ]
+    numbers, most = rows[:, -len(_NUMBERS) :].tolist(), rows.shape[1] - len(_NUMBERS)
+    answers = []
+    for row, count, values in zip(rows.unbind(), classes, numbers, strict=True):
+        end = dim + count
+        # Other images of the batch may have more classes.
+        own = row if end == most else torch.cat([row[:end], row[most:]])
+        answers.append(Answer(own[:dim], own[dim:end], values, own))
+    return answers
 
 
 class Engine:
@@ -178,7 +181,7 @@ class Engine:
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
         self._preset_rows = partial(self._rows, logits_of(preset))
         self._scheduled = self._polls = False
-        self._computing: deque[_Batch] = deque(maxlen=2)
+        self._computing: deque[_Batch] = deque()
         self._batch_seconds: dict[int, float] = {}
         self._start_seconds = self._last_end = 0.0
 
