@@ -64,7 +64,7 @@ class Backend:
 
 
 class AcceleratedBackend(Backend):
-    """CUDA graphs for batches of at most ``max_rows`` images, and one Triton kernel for noisy views.
+    """CUDA graphs for batches of at most ``max_rows`` images, and Triton kernels for views.
 
     A tower has a few hundred kernels, and launching them takes the host longer than a GPU takes for one image. A graph
     launches all of them at once. Graphs have fixed shapes, so each batch size is recorded when it is first met; sizes
