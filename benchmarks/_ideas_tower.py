@@ -172,6 +172,15 @@ def compared(setting: Setting, idea: str, what: str, before: ZeroShotClassifier,
     )
 
 
+def compared_defended(
+    setting: Setting, idea: str, what: str, before: ZeroShotClassifier, after: ZeroShotClassifier, *, batch: int
+) -> Entry:
+    """The entry of a change that matters to SecondLook: times of both versions, and how often they answer alike."""
+    speed = setting.compare(before, after)
+    agreement = setting.agreement(after, before)
+    return setting.entry(idea, what, **speed[f"second look, batch {batch}"], milliseconds=speed, agreement=agreement)
+
+
 def activation(setting: Setting) -> Entry:
     """QuickGELU by one Triton kernel with the roundings of three operations."""
     before, after = (separate_activations(setting) for _ in range(2))
@@ -253,13 +262,12 @@ def resizing(setting: Setting) -> Entry:
     """Smaller copies by one Triton kernel."""
     before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
     before.encoder.backend.smaller_copy = smaller_copy  # type: ignore[method-assign]
-    speed = setting.compare(before, after)
-    return setting.entry(
+    return compared_defended(
+        setting,
         "smaller copies by a kernel",
         "The looks made by a Triton kernel instead of PyTorch's antialiased interpolation: SecondLook.",
-        **speed[f"second look, batch {setting.batch}"],
-        milliseconds=speed,
-        agreement=setting.agreement(after, before),
+        *(before, after),
+        batch=setting.batch,
     )
 
 
@@ -292,13 +300,12 @@ def qkv(setting: Setting) -> Entry:
     for module in before.encoder.tower.modules():
         if isinstance(module, Projections):
             module._joint = None
-    speed = setting.compare(before, after)
-    return setting.entry(
+    return compared_defended(
+        setting,
         "one product for queries, keys and values",
         "Their three weight matrices joined: one image, SecondLook.",
-        **speed["second look, batch 1"],
-        milliseconds=speed,
-        agreement=setting.agreement(after, before),
+        *(before, after),
+        batch=1,
     )
 
 
@@ -306,13 +313,12 @@ def moving(setting: Setting) -> Entry:
     """Moved copies by two Triton kernels."""
     before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
     before.encoder.backend.moved = Backend().moved  # type: ignore[method-assign]
-    speed = setting.compare(before, after)
-    return setting.entry(
+    return compared_defended(
+        setting,
         "moved copies by two kernels",
         "Hash of the pixels and motion by two Triton kernels instead of seventy operations: one image, SecondLook.",
-        **speed["second look, batch 1"],
-        milliseconds=speed,
-        agreement=setting.agreement(after, before),
+        *(before, after),
+        batch=1,
     )
 
 
