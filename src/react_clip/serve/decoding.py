@@ -77,7 +77,7 @@ class Decoder:
             with _named(field):
                 _, image = open_image(images[0], self._limits)
             if image.width * image.height <= _SMALL_PIXELS:
-                # It takes a millisecond, and a fifth more in a thread.
+                # About a millisecond of work, which is not worth a thread.
                 return [self._decode(field, image)]
         jobs = [self._run(self._decode, f"images[{i}]", image) for i, image in enumerate(images)]
         return list(await asyncio.gather(*jobs))
@@ -139,8 +139,8 @@ def _parse_json(model: type[Request], body: bytes, settings: Settings) -> Reques
 class _Form:
     """Fields of a multipart form by name, in memory: bytes of files, texts of fields, labels split at commas.
 
-    It takes what python-multipart calls back while it parses. Starlette's parser writes files to temporary ones and
-    takes twice the processor time.
+    It takes what python-multipart calls back while it parses. Starlette's parser puts files into temporary ones, which
+    takes more processor time.
     """
 
     def __init__(self, settings: Settings) -> None:
