@@ -127,7 +127,7 @@ def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     if isinstance(seed, bytes):
         if not seed:
             raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
-        return torch.tensor([_digest(image, seed) for image in _numbers_to_hash(images)], device=images.device)
+        return torch.tensor([secret_key(image, seed) for image in _numbers_to_hash(images)], device=images.device)
     return keys_of_seeds(images, seeds_like(images, seed))
 
 
@@ -164,8 +164,13 @@ def _numbers_to_hash(images: Tensor) -> Iterator[Tensor]:
     yield from (next(exact if flag else others) for flag in is_8bit.tolist())
 
 
-def _digest(image: Tensor, secret: bytes) -> int:
-    """Keyed digest of an image on the CPU."""
+def secret_key(image: Tensor, secret: bytes) -> int:
+    """Key of one image on the CPU: the HMAC of its numbers, uint8 or fp32. Of uint8 ones it is the stream's key.
+
+    >>> image = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    >>> secret_key(image, b"secret") == int(stream_keys(image[None], b"secret"))
+    True
+    """
     kind = b"8 bit" if image.dtype == torch.uint8 else b""
     code = hmac.new(secret, kind, "sha256")
     code.update(image.contiguous().numpy().data)

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from react_clip.errors import MissingFileError, ReactClipError, first_line
@@ -117,7 +117,8 @@ def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         raise ReactClipError(f"{name} has float pixels, whose range is not known; convert it to 8 or 16 bits")
-    image = ImageOps.exif_transpose(image)
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else it would be copied
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode == "I":
         # Pillow would clip 16-bit values at 255. Each becomes the nearest of 256 levels instead: round(v / 257), which
         # is (v + 128) // 257. All from 65407 up are white, and cut there the sum still has 16 bits.

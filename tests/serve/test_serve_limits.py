@@ -104,7 +104,7 @@ def test_a_head_may_come_in_pieces(guarded: Any) -> None:
 
 def test_all_bodies_together_are_bounded() -> None:
     settings = Settings(max_body=50, max_buffered=100)
-    guard = RequestGuard(lambda *_: None, settings=settings, keys=frozenset(), metrics=Metrics())  # type: ignore[arg-type, return-value]
+    guard = RequestGuard(lambda *_: None, settings=settings, keys=frozenset(), metrics=Metrics(), posts={})  # type: ignore[arg-type, return-value]
     guard.reserve(60)
     with pytest.raises(RequestError, match="60 of 100 bytes") as refused:
         guard.reserve(50)

@@ -94,7 +94,7 @@ class Decoder:
             check_format(field, image)
         with _named(field):
             pixels = to_8bit(image, self._preprocessing, self._limits)
-        return Photo(pixels, int(noise.stream_keys(pixels[None], self._secret)))
+        return Photo(pixels, noise.secret_key(pixels, self._secret))
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from react_clip.serve.errors import RequestError, busy, kind_of, late
@@ -27,21 +28,33 @@ DEMO_PATH = "/v1/demo/attack"
 """The path with a deadline of its own."""
 
 _HEADERS = {
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
+    b"x-content-type-options": b"nosniff",
+    b"cache-control": b"no-store",
+    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
 }
+"""Headers of answers that do not have their own."""
 _DISCARD_SECONDS = 1.0
 _METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 
 
 class RequestGuard:
-    """ASGI middleware that checks a request before and while it is handled, and turns every error into an answer."""
+    """ASGI middleware that checks a request before and while it is handled, and turns every error into an answer.
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, keys: frozenset[bytes], metrics: Metrics) -> None:
-        self._app, self.settings, self._keys, self._metrics = app, settings, keys, metrics
+    ``posts`` are the applications that answer POST at some paths instead of ``app``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        keys: frozenset[bytes],
+        metrics: Metrics,
+        posts: Mapping[str, ASGIApp],
+    ) -> None:
+        self._app, self._posts, self.settings, self._keys, self._metrics = app, posts, settings, keys, metrics
         self._buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +85,8 @@ class RequestGuard:
         try:
             self._check(scope)
             async with exchange.clock:
-                await self._app(scope, exchange.receive, exchange.send)
+                app = self._posts.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
+                await app(scope, exchange.receive, exchange.send)
             return None
         except RequestError as refusal:
             error = refusal
@@ -163,11 +177,10 @@ class _Exchange:
         """Send the answer, with the security headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
-                headers.setdefault(name, value)
+            headers = _HEADERS | dict(message["headers"])
             if not self.body_ended and not await self._discard_body():
-                headers["connection"] = "close"
+                headers[b"connection"] = b"close"
+            message = {**message, "headers": list(headers.items())}
             self._end_at(None)
         await self._send(message)
 
