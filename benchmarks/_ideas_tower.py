@@ -18,8 +18,8 @@ from react_clip.accelerate import Backend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
+from react_clip.encoders.layers import AddNorm, FusedQuickGELU, Projections
 from react_clip.encoders.vision import VisionEncoder, _first_tokens
-from react_clip.kernels import AddNorm, FusedQuickGELU, Projections
 from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
@@ -141,7 +141,7 @@ def compiled(setting: Setting) -> Entry:
 
 def patches(setting: Setting) -> Entry:
     """The patch embedding as a matrix product instead of a convolution."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     embeddings: Any = before.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
 
     def convolve(normalised: Tensor, positions: Tensor | None) -> Tensor:
@@ -157,6 +157,11 @@ def patches(setting: Setting) -> Entry:
             "The patch embedding as a matrix product instead of a convolution: the plain encoder.",
             *(before, after),
         )
+
+
+def accelerated_pair(setting: Setting) -> tuple[ZeroShotClassifier, ZeroShotClassifier]:
+    """Two accelerated classifiers with towers of their own, one of which an idea changes."""
+    return setting.classifier(setting.load(compile=True)), setting.classifier(setting.load(compile=True))
 
 
 def compared(setting: Setting, idea: str, what: str, before: ZeroShotClassifier, after: ZeroShotClassifier) -> Entry:
@@ -222,7 +227,7 @@ def first_layers(clf: ZeroShotClassifier) -> list[Any]:
 
 def normalising(setting: Setting) -> Entry:
     """Pixels normalised by one Triton kernel."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     before.encoder.backend.normalise = Backend().normalise  # type: ignore[method-assign]
     return compared(
         setting,
@@ -235,7 +240,7 @@ def normalising(setting: Setting) -> Entry:
 
 def positions_in_place(setting: Setting) -> Entry:
     """Patches added to the position embeddings in place."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     embeddings: Any = after.encoder.tower.vision_model["embeddings"]  # type: ignore[union-attr,index]
     embeddings.forward = partial(add_in_place, embeddings)
     return compared(
@@ -260,7 +265,7 @@ def add_in_place(embeddings: Any, normalised: Tensor, positions: Tensor | None) 
 
 def resizing(setting: Setting) -> Entry:
     """Smaller copies by one Triton kernel."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     before.encoder.backend.smaller_copy = smaller_copy  # type: ignore[method-assign]
     return compared_defended(
         setting,
@@ -296,7 +301,7 @@ def attention(setting: Setting) -> Entry:
 
 def qkv(setting: Setting) -> Entry:
     """Queries, keys and values by one matrix product."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     for module in before.encoder.tower.modules():
         if isinstance(module, Projections):
             module._joint = None
@@ -311,7 +316,7 @@ def qkv(setting: Setting) -> Entry:
 
 def moving(setting: Setting) -> Entry:
     """Moved copies by two Triton kernels."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     before.encoder.backend.moved = Backend().moved  # type: ignore[method-assign]
     return compared_defended(
         setting,
@@ -324,7 +329,7 @@ def moving(setting: Setting) -> Entry:
 
 def last_block(setting: Setting) -> Entry:
     """The last block for the class token only."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     last: Any = before.encoder.tower.vision_model["encoder"]["layers"][-1]  # type: ignore[union-attr,index]
     last.forward = partial(all_tokens, last.forward)
     return compared(
@@ -342,7 +347,7 @@ def all_tokens(forward: Callable[..., Any], *inputs: Any, first_only: bool) -> t
 
 def add_norm(setting: Setting) -> Entry:
     """Residual addition and LayerNorm by one Triton kernel."""
-    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before, after = accelerated_pair(setting)
     for module in before.encoder.tower.modules():
         if isinstance(module, AddNorm):
             module.fused = False

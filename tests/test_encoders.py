@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import react_clip as rc
 import tiny_clip
-from react_clip import accelerate, encoders, kernels
+from react_clip import accelerate, encoders
 from react_clip.defenses import second_look
 from react_clip.defenses.second_look import CORRECT
-from react_clip.encoders import base, offline
+from react_clip.encoders import base, layers, offline
 from react_clip.encoders.vision import VisionEncoder, VisionTower
 from toys import ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
@@ -314,7 +314,7 @@ def test_graphs_give_the_same_bits_on_a_gpu(tiny_folder: Path) -> None:
                 each.tower.vision_model.embeddings.position_embedding.weight.neg_()
     encoder.to(torch.bfloat16)
     plain.to(torch.bfloat16)
-    kernels.fuse_operations(plain.tower)  # in 16 bits they round elsewhere
+    layers.fuse_operations(plain.tower)  # in 16 bits they round elsewhere
     assert torch.equal(encoder(pixels[:2]), plain(pixels[:2])), "graphs of converted weights are dropped"
 
 

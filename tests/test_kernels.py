@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import react_clip as rc
 from react_clip import augment, kernels, noise
+from react_clip.encoders import layers
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD
 from react_clip.encoders.vision import QuickGELU
 from toys import on_a_gpu, patch_encoder
@@ -118,13 +119,13 @@ def test_the_linear_kernel_agrees(
 ) -> None:
     if GPU and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no TMA")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3)  # some programs compute several tiles
+    monkeypatch.setattr(layers, "_multiprocessors", lambda device: 3)  # some programs compute several tiles
     layer = nn.Linear(width, hidden).requires_grad_(requires_grad=False)
     layer.weight.copy_(normal(hidden, width, seed=1).cpu() / width**0.5)
     layer.bias.copy_(normal(hidden, seed=2).cpu())
     layer.to(DEVICE, dtype)
     tokens = normal(2, rows, width, seed=3).to(dtype)
-    found = kernels.FusedQuickGELU(layer, QuickGELU())._fused(tokens)
+    found = layers.FusedQuickGELU(layer, QuickGELU())._fused(tokens)
     exact = QuickGELU()(nn.functional.linear(tokens.double(), layer.weight.double(), layer.bias.double()))
     assert found.dtype == dtype
     assert torch.allclose(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
@@ -135,14 +136,14 @@ def test_the_linear_kernel_agrees(
 def test_the_activation_kernel_has_the_bits_of_pytorch(dtype: torch.dtype) -> None:
     for count in (1, 7, 5_000):
         hidden = 5.0 * normal(count, 303, seed=count).to(dtype)
-        assert torch.equal(kernels._quick_gelu(hidden), QuickGELU()(hidden))
+        assert torch.equal(layers._quick_gelu(hidden), QuickGELU()(hidden))
 
 
 @compiled_or_interpreted
 @half_precision
 def test_the_normalisation_kernel_agrees(dtype: torch.dtype) -> None:
     for rows, width in ((1, 12), (7, 768), *([(5_000, 1024)] if GPU else [])):
-        norm = kernels.AddNorm(width).requires_grad_(requires_grad=False)
+        norm = layers.AddNorm(width).requires_grad_(requires_grad=False)
         for seed, parameter in enumerate(norm.parameters()):
             parameter.copy_(normal(width, seed=seed).cpu())
         norm.to(DEVICE, dtype)
@@ -159,8 +160,8 @@ def test_fused_layers_replace_those_of_any_tower(source: str, tiny_folder: Path)
     pixels = torch.rand(2, 3, encoder.image_size, encoder.image_size)
     expected, fingerprint = encoder(pixels), encoder.fingerprint()
     for _ in range(2):  # the second time there is nothing left to replace
-        kernels.fuse_operations(encoder.tower)
-    fused = [module for module in encoder.tower.modules() if isinstance(module, kernels.FusedQuickGELU)]
+        layers.fuse_operations(encoder.tower)
+    fused = [module for module in encoder.tower.modules() if isinstance(module, layers.FusedQuickGELU)]
     assert len(fused) >= 1
     assert not any(isinstance(module.activation, nn.Identity) for module in fused)
     assert torch.equal(encoder(pixels), expected)
@@ -169,26 +170,27 @@ def test_fused_layers_replace_those_of_any_tower(source: str, tiny_folder: Path)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_joint_projections_give_the_same_and_stay_joint(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "suit_kernels", lambda *tensors: not kernels.needs_gradients(*tensors))
+    monkeypatch.setattr(layers, "suit_kernels", lambda *tensors: not kernels.needs_gradients(*tensors))
     torch.manual_seed(0)
-    layers = kernels.Projections(16).requires_grad_(requires_grad=False).to(device)
+    projections = layers.Projections(16).requires_grad_(requires_grad=False).to(device)
     tokens = torch.rand(2, 5, 16, device=device)
-    separate = [layers(tokens, tokens), layers(tokens[:, :1], tokens)]
-    weights = {name: value.clone() for name, value in layers.state_dict().items()}
-    layers.join()
-    assert all(torch.equal(value, weights[name]) for name, value in layers.state_dict().items())
+    separate = [projections(tokens, tokens), projections(tokens[:, :1], tokens)]
+    weights = {name: value.clone() for name, value in projections.state_dict().items()}
+    projections.join()
+    assert all(torch.equal(value, weights[name]) for name, value in projections.state_dict().items())
     for queries, expected in zip((tokens, tokens[:, :1]), separate, strict=True):
-        for found, each in zip(layers(queries, tokens), expected, strict=True):
+        for found, each in zip(projections(queries, tokens), expected, strict=True):
             assert torch.allclose(found, each, atol=1e-6)
-    layers.double()
-    joint = layers._joint
+    projections.double()
+    joint = projections._joint
     assert joint is not None
     assert joint[0].dtype == torch.float64
-    assert layers["q_proj"].weight.data_ptr() == joint[0].data_ptr()
-    layers["v_proj"].weight.zero_()  # in place, so the matrix changes too
-    assert torch.equal(layers(tokens.double(), tokens.double())[2][0, 0], layers["v_proj"].bias)
-    layers["q_proj"].weight.data = torch.zeros(16, 16, dtype=torch.float64, device=device)  # replaced: no longer joint
-    assert torch.equal(layers(tokens.double(), tokens.double())[0][0, 0], layers["q_proj"].bias)
+    assert projections["q_proj"].weight.data_ptr() == joint[0].data_ptr()
+    projections["v_proj"].weight.zero_()  # in place, so the matrix changes too
+    assert torch.equal(projections(tokens.double(), tokens.double())[2][0, 0], projections["v_proj"].bias)
+    # Replaced: no longer joint.
+    projections["q_proj"].weight.data = torch.zeros(16, 16, dtype=torch.float64, device=device)
+    assert torch.equal(projections(tokens.double(), tokens.double())[0][0, 0], projections["q_proj"].bias)
 
 
 @on_a_gpu
@@ -196,7 +198,7 @@ def test_a_gpu_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[str] = set()
     for owner, name in (
         *((kernels, name) for name in VIEWS),
-        *((each, "_fused") for each in (kernels.FusedQuickGELU, kernels.AddNorm)),
+        *((each, "_fused") for each in (layers.FusedQuickGELU, layers.AddNorm)),
     ):
         function = getattr(owner, name)
 

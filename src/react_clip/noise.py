@@ -165,7 +165,7 @@ def _numbers_to_hash(images: Tensor) -> Iterator[Tensor]:
 
 
 def secret_key(image: Tensor, secret: bytes) -> int:
-    """Key of one image on the CPU: the HMAC of its numbers, uint8 or fp32. Of uint8 ones it is the stream's key.
+    """Key of one image on the CPU: the HMAC-SHA256 of its pixels, which for uint8 is what :func:`stream_keys` gives.
 
     >>> image = torch.zeros(3, 2, 2, dtype=torch.uint8)
     >>> secret_key(image, b"secret") == int(stream_keys(image[None], b"secret"))

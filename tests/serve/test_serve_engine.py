@@ -25,9 +25,10 @@ from react_clip import noise
 from react_clip.accelerate import Backend
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
+from react_clip.serve.answers import Answer, Photo
 from react_clip.serve.app import DemoAttack, create_app
 from react_clip.serve.decoding import Decoder
-from react_clip.serve.engine import Answer, Engine, Photo
+from react_clip.serve.engine import Engine
 from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.remote import LoopExecutor

@@ -17,7 +17,8 @@ from serve_client import LABELS, SECOND_LOOK, in_loop, record_batches
 import react_clip as rc
 from react_clip import noise
 from react_clip.preprocess import to_8bit
-from react_clip.serve.engine import Answer, Engine, Photo
+from react_clip.serve.answers import Answer, Photo
+from react_clip.serve.engine import Engine
 from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelList
 from react_clip.serve.metrics import share_between_processes

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
 from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction
+from react_clip.encoders.layers import fuse_operations
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
-from react_clip.kernels import fuse_operations, kernels_work
+from react_clip.kernels import kernels_work
 from react_clip.preprocess import Images, Preprocessing, RangeCheck, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from react_clip.encoders.base import Encoder, embed_patches
+from react_clip.encoders.layers import AddNorm, Projections
 from react_clip.encoders.text import at_least_fp32
-from react_clip.kernels import AddNorm, Projections
 
 
 class VisionEncoder(Encoder):

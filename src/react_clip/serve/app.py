@@ -21,8 +21,9 @@ from react_clip import noise
 from react_clip.environment import __version__
 from react_clip.preprocess import data_uri, from_8bit, to_image
 from react_clip.serve import pages, requests, responses
+from react_clip.serve.answers import Answer, Photo
 from react_clip.serve.decoding import Decoder
-from react_clip.serve.engine import Answer, Engine, Photo
+from react_clip.serve.engine import Engine
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.labels import LabelList
 from react_clip.serve.memory import return_freed_memory

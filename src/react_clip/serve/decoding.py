@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from react_clip import noise
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Limits, Preprocessing, open_image, to_8bit
-from react_clip.serve.engine import Photo
+from react_clip.serve.answers import Photo
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.requests import ImageRequest, Request, request_error
 from react_clip.serve.settings import Settings

@@ -18,27 +18,23 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from react_clip.accelerate import MAX_ROWS
-from react_clip.defenses.base import MEASUREMENTS, diagnostics
 from react_clip.defenses.react import Logits, ReACT, logits_of
-from react_clip.defenses.second_look import BRANCHES, CORRECT, KEEP, SecondLook
+from react_clip.defenses.second_look import CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.preprocess import Preprocessing, from_8bit, to_float
+from react_clip.serve.answers import NUMBERS, Answer, Photo, answers_of
 from react_clip.serve.errors import busy, late
 from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
-
-_NUMBERS = ("branch", *MEASUREMENTS, "passes")
-"""Numbers of one image beside its feature and its probabilities."""
 
 _MAX_TASKS = 32
 """Functions given to :meth:`Engine.run` that may wait."""
@@ -47,50 +43,6 @@ _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Photo:
-    """One image for the engine: pixels ``[3, S, S]``, uint8 or floats in [0, 1], and the key of its noise stream."""
-
-    pixels: Tensor
-    key: int
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """Result for one image, on the CPU."""
-
-    feature: Tensor
-    """Defended unit feature ``[D]``."""
-    probs: Tensor
-    """Defended probabilities ``[K]``."""
-    numbers: Sequence[float]
-    """Values of :data:`_NUMBERS`."""
-    row: Tensor
-    """All of them, one after the other."""
-
-    @property
-    def branch(self) -> str:
-        """One of :data:`react_clip.defenses.second_look.BRANCHES`; ReACT has no ``blend``."""
-        return BRANCHES[int(self.numbers[_NUMBERS.index("branch")])]
-
-    @property
-    def passes(self) -> float:
-        """Encoder passes."""
-        return self.numbers[_NUMBERS.index("passes")]
-
-    @property
-    def diagnostics(self) -> dict[str, Any]:
-        """As :func:`react_clip.defenses.base.diagnostics` gives them."""
-        columns = dict(zip(_NUMBERS, torch.tensor(self.numbers)[:, None], strict=True))
-        [values] = diagnostics(SimpleNamespace(**columns | {"gated": columns["gated"].bool()}))
-        return values
-
-    @property
-    def suspicious(self) -> bool:
-        """True if the image counts as attacked: its score reached the threshold."""
-        return self.branch == BRANCHES[CORRECT]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,18 +85,6 @@ class _Batch:
         if not bool(torch.isfinite(self.rows[:, :dim]).all()):
             raise ArithmeticError("features are not finite")
         return answers_of(self.rows, dim, [len(image.classes.names) for image in self.images])
-
-
-def answers_of(rows: Tensor, dim: int, classes: Sequence[int]) -> list[Answer]:
-    """Answers from rows as :meth:`Engine._rows` gives them; ``classes`` is the number of classes of each image."""
-    numbers, most = rows[:, -len(_NUMBERS) :].tolist(), rows.shape[1] - len(_NUMBERS)
-    answers = []
-    for row, count, values in zip(rows.unbind(), classes, numbers, strict=True):
-        end = dim + count
-        # Other images of the batch may have more classes.
-        own = row if end == most else torch.cat([row[:end], row[most:]])
-        answers.append(Answer(own[:dim], own[dim:end], values, own))
-    return answers
 
 
 class Engine:
@@ -429,7 +369,7 @@ class Engine:
         return rows, torch.cuda.current_stream(self.encoder.device).record_event()
 
     def _rows(self, logits: Logits, pixels: Tensor, keys: Tensor, may_stop: Tensor | bool = False) -> Tensor:
-        """Feature, probabilities and :data:`_NUMBERS` of each image in one row: one copy to the CPU for all of them."""
+        """Feature, probabilities and :data:`NUMBERS` of each image in one row: one copy to the CPU for all of them."""
         pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
         out: Any
         if isinstance(self.guard, SecondLook):
@@ -441,7 +381,7 @@ class Engine:
         everyone = torch.arange(len(pixels), device=pixels.device)
         probs = self.encoder.similarity.probabilities(logits(everyone, out.features))
         unknown = torch.full_like(out.features[:, 0], torch.nan)
-        numbers = [branches, *(getattr(out, name, unknown) for name in _NUMBERS[1:])]
+        numbers = [branches, *(getattr(out, name, unknown) for name in NUMBERS[1:])]
         columns = torch.stack([values.to(out.features.dtype) for values in numbers], 1)
         return torch.cat([out.features, probs, columns], 1)
 

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from react_clip.defenses.second_look import BRANCHES
-from react_clip.serve.engine import Answer
+from react_clip.serve.answers import Answer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
-from react_clip.serve.engine import Answer, Engine, Photo, answers_of
+from react_clip.serve.answers import Answer, Photo, answers_of
+from react_clip.serve.engine import Engine
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.labels import LabelList
 from react_clip.serve.memory import return_freed_memory

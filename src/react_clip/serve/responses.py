@@ -18,7 +18,8 @@ from react_clip.defenses.second_look import SecondLook
 from react_clip.encoders.base import Encoder
 from react_clip.environment import __version__
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.engine import Answer, Engine
+from react_clip.serve.answers import Answer
+from react_clip.serve.engine import Engine
 from react_clip.serve.labels import label_source
 from react_clip.serve.requests import MAX_EPS, Schema
 
