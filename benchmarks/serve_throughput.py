@@ -153,6 +153,8 @@ class Service:
     served: Server
     requests: list[bytes]
     concurrency: int
+    start_seconds: float
+    """From the start of the process until it answers: weights, labels, and on a GPU its graphs."""
     latencies: list[float]
 
     @classmethod
@@ -160,7 +162,9 @@ class Service:
         """Start the server from ``source`` (by default this version) and send one request of each caller."""
         # A batch may take longer than the deadline that callers usually want.
         flags = ["--open-metrics", "--log-level", "warning", "--deadline", "900", *flags]
-        service = cls(Server.start(flags, source=source), requests, concurrency, [])
+        began = time.perf_counter()
+        served = Server.start(flags, source=source)
+        service = cls(served, requests, concurrency, time.perf_counter() - began, [])
         asyncio.run(answer_all(service.served.url, requests[:concurrency], concurrency=concurrency))
         return service
 
@@ -193,6 +197,7 @@ class Service:
         latencies = {"median": statistics.median(self.latencies), "most": max(self.latencies)}
         return {
             **{key: round(statistics.median(one[key] for one in rounds), 3) for key in rounds[0]},
+            "start_seconds": round(self.start_seconds, 3),
             "latency_seconds": {name: round(value, 3) for name, value in latencies.items()},
         }
 
