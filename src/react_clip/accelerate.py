@@ -28,6 +28,24 @@ _WARM_UPS = 3
 """Calls before a graph is recorded: libraries choose their kernels in the first ones."""
 
 
+class HostCopy:
+    """A copy of a tensor on the CPU. A GPU makes it behind its other work while the host goes on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=tensor.is_cuda)
+        self._made = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def is_done(self) -> bool:
+        """True if :meth:`wait` returns at once."""
+        return self._made is None or bool(self._made.query())
+
+    def wait(self) -> Tensor:
+        """The copy; waits for the GPU, and raises what its work has raised."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy
+
+
 class Backend:
     """Plain PyTorch."""
 

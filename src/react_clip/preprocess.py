@@ -22,6 +22,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from react_clip.accelerate import HostCopy
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 ImageSource = Image.Image | Path | str | bytes
@@ -265,27 +266,19 @@ class RangeCheck:
 
     def __init__(self, pixels: Tensor) -> None:
         self._pixels = pixels.detach()
-        self._copied: torch.cuda.Event | None = None
+        self._span: HostCopy | None = None
         if not pixels.is_cuda:
-            self._span = torch.stack(torch.aminmax(self._pixels))
-            self._raise_unless_in_range()
+            self.wait()
 
-    def start(self) -> None:
-        """On a GPU start the check without waiting for it."""
-        if self._pixels.is_cuda:
-            self._span = torch.stack(torch.aminmax(self._pixels)).to("cpu", non_blocking=True)
-            self._copied = torch.cuda.current_stream(self._pixels.device).record_event()
+    def start(self) -> HostCopy:
+        """Start the check without waiting for a GPU; returns the smallest and the largest pixel."""
+        if self._span is None:
+            self._span = HostCopy(torch.stack(torch.aminmax(self._pixels)))
+        return self._span
 
     def wait(self) -> None:
         """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
-        if self._copied is None:
-            self.start()
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._raise_unless_in_range()
-
-    def _raise_unless_in_range(self) -> None:
-        low, high = self._span.tolist()
+        low, high = self.start().wait().tolist()
         # Written so that NaN fails too.
         if not (low >= 0 and high <= 1):
             raise ReactClipError(

@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from react_clip import functional, noise
-from react_clip.accelerate import Backend
+from react_clip.accelerate import Backend, HostCopy
 from react_clip.augment import Motion
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
@@ -68,17 +68,12 @@ _CALIBRATED = {
 
 
 @dataclass(frozen=True, eq=False)
-class Correction:
-    """Features and diagnostics of :meth:`SecondLook.correct`, one row per image."""
+class Decision:
+    """Result of :meth:`SecondLook.decide`, one row per image."""
 
-    plain: Tensor
-    """Unit features before the correction, ``[B, D]``."""
-    features: Tensor
-    """Unit features of the answer."""
-    closed: Tensor
-    """Unit features of the answer if no image counts as attacked."""
-    opened: Tensor
-    """Unit features of the answer if every image counts as attacked; with ``lazy`` only those of attacked images."""
+    views: Tensor
+    """Unit features of image and look, ``[B, 2, D]``; where the moved look was encoded with them, followed by the
+    answers of steps 3 and 4, ``[B, 4, D]``."""
     drift: Tensor
     """Distance between the features of image and look."""
     instability: Tensor
@@ -87,6 +82,25 @@ class Correction:
     """Mask ``[B]``: where image and look have different best classes."""
     branch: Tensor
     """Index into :data:`BRANCHES`."""
+    on_host: HostCopy | None
+    """The branches, for the host to read; ``None`` where no moved look is missing."""
+
+    @property
+    def plain(self) -> Tensor:
+        """Unit features before the correction, ``[B, D]``."""
+        return self.views[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Correction(Decision):
+    """Features and diagnostics of :meth:`SecondLook.correct`, one row per image."""
+
+    features: Tensor
+    """Unit features of the answer."""
+    closed: Tensor
+    """Unit features of the answer if no image counts as attacked."""
+    opened: Tensor
+    """Unit features of the answer if every image counts as attacked; with ``lazy`` only those of attacked images."""
     passes: Tensor
     """Encoder passes; a look counts as its share of the tokens of a whole image."""
     look_size: int
@@ -210,10 +224,12 @@ class SecondLook(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = seed if isinstance(seed, bytes) else int(seed)  # NumPy's integers are no int
-            out = self.correct(encoder, pixels, keys, logits_of(clf))
+            decision = self.decide(encoder, pixels, keys, logits_of(clf))
+            check.start()  # a GPU does it while the host learns the decision
+            out = self.act(encoder, pixels, keys, decision)
             measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
             answers = answer(clf, out.features, passes=(out.passes, 0), **measured)
-            check.wait()  # when a GPU has all of its work
+            check.wait()
             return SecondLooked(
                 **vars(answers),
                 disagrees=out.disagrees,
@@ -225,7 +241,7 @@ class SecondLook(Defense):
     def correct(
         self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, logits: Logits | None = None
     ) -> Correction:
-        """The defence of images that may have different class lists, or none.
+        """The defence of images that may have different class lists, or none: :meth:`decide`, then :meth:`act`.
 
         Args:
             encoder: the image encoder.
@@ -234,43 +250,51 @@ class SecondLook(Defense):
                 only the streams of images that need them are computed.
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
         """
+        return self.act(encoder, pixels, keys, self.decide(encoder, pixels, keys, logits))
+
+    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, logits: Logits | None = None) -> Decision:
+        """Step 1, without waiting for a GPU; arguments as in :meth:`correct`."""
+        # The moved look is encoded too where that costs less than waiting for the decision. A secret is hashed with the
+        # pixels on the host, which costs more.
+        in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
+        at_once = not self.lazy or (in_one_graph and not isinstance(keys, bytes))
+        views = self._encode(encoder, pixels, keys, at_once=at_once)
+        drift = functional.drift(views[:, 0], views[:, 1])
+        both = None if logits is None else _logits_of_both(views, logits)
+        disagrees = (
+            torch.zeros_like(drift, dtype=torch.bool) if both is None else both[0].argmax(-1) != both[1].argmax(-1)
+        )
+        branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
+        on_host = None if at_once else HostCopy(branch)
+        # J after the decision: a GPU computes it while the host reads the branches.
+        instability = torch.full_like(drift, torch.nan) if both is None else encoder.similarity.instability(*both)
+        return Decision(views, drift, instability, disagrees, branch, on_host)
+
+    def act(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, decision: Decision) -> Correction:
+        """Steps 2 to 4: the moved look of the images that need it, and both answers of these images."""
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
         passes = 1.0 + encoder.token_share(size)
         passes_moved = passes + encoder.token_share(moved_size)
-
-        # Step 1: the image and the look; the moved look too where it costs less than waiting for the decision. A secret
-        # is hashed with the pixels on the host, which costs more.
-        in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
-        at_once = not self.lazy or (in_one_graph and not isinstance(keys, bytes))
-        features = self._encode(encoder, pixels, keys, at_once=at_once)
-        plain, look = features[:, 0], features[:, 1]
-        drift = functional.drift(plain, look)
-        disagrees, instability = _compare_answers(encoder, features[:, :2], logits)
-        branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
-
-        # Step 2: the moved look of the images that need it. Steps 3 and 4: both answers of these images.
-        if at_once:
-            opened, blended = features[:, 2:].unbind(1)
+        plain, drift, branch = decision.plain, decision.drift, decision.branch
+        if decision.on_host is None:
+            opened, blended = decision.views[:, 2:].unbind(1)
             spent = torch.full_like(drift, passes_moved, dtype=torch.float32)
         else:
-            rows = branch.nonzero().flatten()
+            rows = decision.on_host.wait().nonzero().flatten().to(plain.device, non_blocking=True)
             opened = blended = plain
             spent = torch.full_like(drift, passes, dtype=torch.float32)
             if len(rows):
                 keys = keys[rows] if isinstance(keys, Tensor) else keys
-                corrected = self._correct_rows(encoder, pixels[rows], keys, features[rows])
+                images, views = (tensor.index_select(0, rows) for tensor in (pixels, decision.views))
+                corrected = self._correct_rows(encoder, images, keys, views)
                 opened, blended = (plain.index_copy(0, rows, each) for each in corrected.unbind(1))
                 spent = spent.index_fill(0, rows, passes_moved)
-        closed = torch.where(disagrees[:, None], blended, plain)
+        closed = torch.where(decision.disagrees[:, None], blended, plain)
         return Correction(
-            plain=plain,
+            **vars(decision),
             features=torch.where((branch == CORRECT)[:, None], opened, closed),
             closed=closed,
             opened=opened,
-            drift=drift,
-            instability=instability,
-            disagrees=disagrees,
-            branch=branch,
             passes=spent,
             look_size=size,
         )
@@ -376,10 +400,8 @@ def _whole_patches(encoder: Encoder, share: float) -> int | None:
     return size
 
 
-def _compare_answers(encoder: Encoder, features: Tensor, logits: Logits | None) -> tuple[Tensor, Tensor]:
-    """Mask ``[B]``: which images have another best class in their look; and J ``[B]``, NaN without classes."""
-    rows = torch.arange(len(features), device=features.device)
-    if logits is None:
-        return torch.zeros_like(rows, dtype=torch.bool), torch.full_like(features[:, 0, 0], torch.nan)
-    one, other = logits(rows, features.detach()).unbind(1)
-    return one.argmax(-1) != other.argmax(-1), encoder.similarity.instability(one, other)
+def _logits_of_both(views: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+    """Logits ``[B, K]`` of the features of images and of their looks."""
+    rows = torch.arange(len(views), device=views.device)
+    image, look = logits(rows, views[:, :2].detach()).unbind(1)
+    return image, look

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from react_clip.accelerate import MAX_ROWS
+from react_clip.accelerate import MAX_ROWS, HostCopy
 from react_clip.defenses.react import Logits, ReACT, logits_of
 from react_clip.defenses.second_look import CORRECT, KEEP, SecondLook
 from react_clip.encoders.base import Encoder
@@ -56,35 +56,32 @@ class _QueuedImage:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """A batch that was given to the model, and its results, which are on the CPU when ``copied`` has happened."""
+    """A batch that was given to the model, and its results."""
 
     images: list[_QueuedImage]
-    rows: Tensor
-    """Results as :meth:`Engine._rows` gives them."""
-    copied: torch.cuda.Event | None
+    results: HostCopy
+    """What :meth:`Engine._rows` gives."""
     began: float
 
     def is_done(self) -> bool:
         """True if :meth:`wait` returns at once."""
         try:
-            return self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
+            return self.results.is_done()
         except RuntimeError:  # a failure of the GPU
             return True
 
     def wait(self) -> None:
         """Wait until the results are there, or the GPU has failed."""
-        if self.copied is not None:
-            with suppress(RuntimeError):
-                self.copied.synchronize()
+        with suppress(RuntimeError):
+            self.results.wait()
 
     def answers(self) -> list[Answer]:
         """One answer per image; raises if the GPU has failed."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        rows = self.results.wait()
         dim = self.images[0].classes.encoder.dim
-        if not bool(torch.isfinite(self.rows[:, :dim]).all()):
+        if not bool(torch.isfinite(rows[:, :dim]).all()):
             raise ArithmeticError("features are not finite")
-        return answers_of(self.rows, dim, [len(image.classes.names) for image in self.images])
+        return answers_of(rows, dim, [len(image.classes.names) for image in self.images])
 
 
 class Engine:
@@ -284,7 +281,7 @@ class Engine:
             return None
         began = time.monotonic()
         try:
-            batch = _Batch(images, *self._compute(images), began)
+            batch = _Batch(images, self._compute(images), began)
         except Exception as error:
             _fail(images, error)
             return None
@@ -355,18 +352,15 @@ class Engine:
         return pinned.to(self.encoder.device, non_blocking=True)
 
     @torch.no_grad()
-    def _compute(self, batch: list[_QueuedImage]) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Results of a batch as :meth:`_rows` gives them, and on a GPU the event after which they are on the CPU."""
+    def _compute(self, batch: list[_QueuedImage]) -> HostCopy:
+        """Results of a batch as :meth:`_rows` gives them."""
         inputs = self._inputs(batch)
         if isinstance(self.guard, SecondLook) and all(image.classes is self.preset for image in batch):
             rows = self.encoder.backend(self._preset_rows, *inputs)
         else:
             may_stop = self._to_device(torch.tensor([not one.all_views for one in batch], pin_memory=self._on_gpu))
             rows = self._rows(_logits_of(batch, self.encoder.device), *inputs, may_stop)
-        if not self._on_gpu:
-            return rows.cpu(), None
-        rows = rows.to("cpu", non_blocking=True)
-        return rows, torch.cuda.current_stream(self.encoder.device).record_event()
+        return HostCopy(rows)
 
     def _rows(self, logits: Logits, pixels: Tensor, keys: Tensor, may_stop: Tensor | bool = False) -> Tensor:
         """Feature, probabilities and :data:`NUMBERS` of each image in one row: one copy to the CPU for all of them."""
