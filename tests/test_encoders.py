@@ -368,10 +368,14 @@ class RecordsOnACPU(accelerate.Backend):
         self.rows: list[int] = []
 
     def __call__(
-        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, share: float = 1.0
+        self,
+        function: Callable[..., torch.Tensor],
+        *tensors: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        share: float = 1.0,
     ) -> torch.Tensor:
-        self.rows.append(len(tensors[0]))
-        return function(*tensors)
+        self.rows.append(len(tensors[0] if rows is None else rows))
+        return super().__call__(function, *tensors, rows=rows)
 
     def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
         return True

@@ -49,12 +49,15 @@ class HostCopy:
 class Backend:
     """Plain PyTorch."""
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, share: float = 1.0) -> Tensor:
+    def __call__(
+        self, function: Callable[..., Tensor], *tensors: Tensor, rows: Tensor | None = None, share: float = 1.0
+    ) -> Tensor:
         """``function(*tensors)``; rows of the tensors and of the result are images.
 
-        ``share`` is the work for a row, as a share of that for a whole image.
+        ``rows`` are the indices of those to compute, all by default. ``share`` is the work for a row, as a share of
+        that for a whole image.
         """
-        return function(*tensors)
+        return function(*tensors) if rows is None else function(*(tensor.index_select(0, rows) for tensor in tensors))
 
     def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
         """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
@@ -100,27 +103,33 @@ class AcceleratedBackend(Backend):
         self._lock = Lock()
         self._recording = False
 
-    def __call__(self, function: Callable[..., Tensor], *tensors: Tensor, share: float = 1.0) -> Tensor:
+    def __call__(
+        self, function: Callable[..., Tensor], *tensors: Tensor, rows: Tensor | None = None, share: float = 1.0
+    ) -> Tensor:
         """``function(*tensors)`` by a CUDA graph where the batch is small.
 
         ``function`` must be pure, hashable and free of host synchronisation, and what it reads beside its arguments
         (weights) must stay where it is: a graph holds addresses. Callers on a stream of their own get no graph, since
         all graphs share one set of buffers in the order of the default stream.
         """
-        first = tensors[0]
-        if self._recording or not self.records(len(first), *tensors, share=share):
-            return function(*tensors)
-        key = (function, first.device, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        with self._lock, torch.cuda.device(first.device), torch.no_grad():
-            if key not in self._recordings:
+        count, device = len(tensors[0] if rows is None else rows), tensors[0].device
+        if self._recording or not self.records(count, *tensors, share=share):
+            return super().__call__(function, *tensors, rows=rows)
+        key = (function, device, count, *((tensor.shape[1:], tensor.dtype) for tensor in tensors))
+        with self._lock, torch.cuda.device(device), torch.no_grad():
+            recording = self._recordings.get(key)
+            inputs = self._input_buffers(tensors, count) if recording is None else recording.inputs
+            for buffer, tensor in zip(inputs, tensors, strict=True):
+                if rows is None:
+                    buffer.copy_(tensor)
+                else:
+                    torch.index_select(tensor, 0, rows, out=buffer)
+            if recording is None:
                 self._recording = True
                 try:
-                    self._recordings[key] = self._record(function, tensors)
+                    recording = self._recordings[key] = self._record(function, inputs)
                 finally:
                     self._recording = False
-            recording = self._recordings[key]
-            for buffer, tensor in zip(recording.inputs, tensors, strict=True):
-                buffer.copy_(tensor)
             recording.graph.replay()
             return recording.output.clone()
 
@@ -171,17 +180,14 @@ class AcceleratedBackend(Backend):
             self._buffers.clear()
             self._pool = None
 
-    def _record(self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> _Recording:
-        inputs = tuple(self._buffer(("input", position), tensor) for position, tensor in enumerate(tensors))
-        for buffer, tensor in zip(inputs, tensors, strict=True):
-            buffer.copy_(tensor)
+    def _record(self, function: Callable[..., Tensor], inputs: list[Tensor]) -> _Recording:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 result = function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        output = self._buffer(("output",), result)
+        output = self._buffer(("output",), result, len(result))
         del result
         graph: Any = torch.cuda.CUDAGraph()
         # Thread-local, because other threads may use the GPU meanwhile.
@@ -190,19 +196,22 @@ class AcceleratedBackend(Backend):
         self._pool = graph.pool()
         return _Recording(graph, inputs, output)
 
-    def _buffer(self, role: tuple[Any, ...], like: Tensor) -> Tensor:
-        """A buffer shaped like a tensor; all batch sizes share its memory, because graphs run one after the other."""
-        rows = -(-len(like) // self._max_rows) * self._max_rows
+    def _input_buffers(self, tensors: tuple[Tensor, ...], count: int) -> list[Tensor]:
+        return [self._buffer(("input", position), tensor, count) for position, tensor in enumerate(tensors)]
+
+    def _buffer(self, role: tuple[Any, ...], like: Tensor, count: int) -> Tensor:
+        """``count`` rows shaped like a tensor's; all batch sizes share memory, because graphs run one after another."""
+        rows = -(-count // self._max_rows) * self._max_rows
         key = (*role, like.device, like.dtype, rows, like.shape[1:])
         if key not in self._buffers:
             self._buffers[key] = like.new_empty(rows, *like.shape[1:])
-        return self._buffers[key][: len(like)]
+        return self._buffers[key][:count]
 
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
     graph: Any
-    inputs: tuple[Tensor, ...]
+    inputs: list[Tensor]
     output: Tensor
 
 

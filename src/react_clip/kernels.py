@@ -132,10 +132,13 @@ def smaller_copy(pixels: Tensor, size: int) -> Tensor:
     images, channels, side, _ = pixels.shape
     copies = pixels.new_empty(images, channels, size, size)
     starts, weights = _sources(side, size, pixels.device)
-    grid = (images * channels, -(-size * size // _BLOCK))
+    # Measured on an H200: small blocks of many threads keep more reads on their way.
+    block = _BLOCK // 2
     with device_of(pixels):
-        tensors = pixels, starts, weights, copies
-        _resize_kernel()[grid](*tensors, side, size, TAPS=weights.shape[1], BLOCK=_BLOCK)
+        _resize_kernel()[(images, -(-size * size // block))](
+            *(pixels, starts, weights, copies, side, size),
+            **{"CHANNELS": channels, "TAPS": weights.shape[1], "BLOCK": block, "num_warps": block // 32},
+        )
     return copies
 
 
@@ -152,32 +155,36 @@ def _sources(side: int, size: int, device: torch.device) -> tuple[Tensor, Tensor
         taps = int(used.sum(1).max())
         starts = used.int().argmax(1).clamp(max=side - taps)
         weights = matrix.gather(1, starts[:, None] + torch.arange(taps))
-        return starts.to(device), weights.to(device)
+        return starts.int().to(device), weights.to(device)
 
 
 @cache
 def _resize_kernel() -> Any:
-    """The kernel for channel ``program_id(0)`` of all images and a block of its new pixels."""
+    """The kernel for image ``program_id(0)`` and a block of its new pixels."""
     import triton
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def kernel(pixels, starts, weights, copies, side, size, TAPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        channel = tl.program_id(0).to(tl.int64)
+    def kernel(  # type: ignore[no-untyped-def]
+        pixels, starts, weights, copies, side, size, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        image = tl.program_id(0).to(tl.int64)
         here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = here < size * size
         row, column = here // size, here % size
         top = tl.load(starts + row, mask=inside, other=0)
         left = tl.load(starts + column, mask=inside, other=0)
-        corner = pixels + channel * side * side + top * side + left
-        copy = tl.zeros((BLOCK,), tl.float32)
-        for down in tl.static_range(TAPS):
-            line = tl.zeros((BLOCK,), tl.float32)
-            for right in tl.static_range(TAPS):
-                weight = tl.load(weights + column * TAPS + right, mask=inside)
-                line += weight * tl.load(corner + down * side + right, mask=inside)
-            copy += tl.load(weights + row * TAPS + down, mask=inside) * line
-        tl.store(copies + channel * size * size + here, copy, mask=inside)
+        for channel in tl.static_range(CHANNELS):
+            plane = image * CHANNELS + channel
+            corner = pixels + plane * side * side + top * side + left
+            copy = tl.zeros((BLOCK,), tl.float32)
+            for down in tl.static_range(TAPS):
+                line = tl.zeros((BLOCK,), tl.float32)
+                for right in tl.static_range(TAPS):
+                    weight = tl.load(weights + column * TAPS + right, mask=inside)
+                    line += weight * tl.load(corner + down * side + right, mask=inside)
+                copy += tl.load(weights + row * TAPS + down, mask=inside) * line
+            tl.store(copies + plane * size * size + here, copy, mask=inside)
 
     return kernel
 

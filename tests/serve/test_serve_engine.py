@@ -95,10 +95,15 @@ class ShapeRecorder(Backend):
         self.recorded: set[tuple[Any, ...]] = set()
 
     def __call__(
-        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, share: float = 1.0
+        self,
+        function: Callable[..., torch.Tensor],
+        *tensors: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        share: float = 1.0,
     ) -> torch.Tensor:
-        self.recorded.add((function, *(tensor.shape for tensor in tensors)))
-        return super().__call__(function, *tensors)
+        count = len(tensors[0] if rows is None else rows)
+        self.recorded.add((function, count, *(tensor.shape[1:] for tensor in tensors)))
+        return super().__call__(function, *tensors, rows=rows)
 
     def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
         return True

@@ -82,8 +82,9 @@ class Decision:
     """Mask ``[B]``: where image and look have different best classes."""
     branch: Tensor
     """Index into :data:`BRANCHES`."""
-    on_host: HostCopy | None
-    """The branches, for the host to read; ``None`` where no moved look is missing."""
+    missing: tuple[Tensor, HostCopy] | None
+    """Indices of the images, those that need a moved look first, and their number, for the host to read; ``None`` where
+    all of them have one."""
 
     @property
     def plain(self) -> Tensor:
@@ -265,30 +266,41 @@ class SecondLook(Defense):
             torch.zeros_like(drift, dtype=torch.bool) if both is None else both[0].argmax(-1) != both[1].argmax(-1)
         )
         branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
-        on_host = None if at_once else HostCopy(branch)
-        # J after the decision: a GPU computes it while the host reads the branches.
+        # J after the decision: a GPU computes it while the host reads how many images need a moved look.
+        missing = None if at_once else _first_and_count(branch != KEEP)
         instability = torch.full_like(drift, torch.nan) if both is None else encoder.similarity.instability(*both)
-        return Decision(views, drift, instability, disagrees, branch, on_host)
+        return Decision(views, drift, instability, disagrees, branch, missing)
 
     def act(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, decision: Decision) -> Correction:
         """Steps 2 to 4: the moved look of the images that need it, and both answers of these images."""
         size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
+        share = encoder.token_share(moved_size)
         passes = 1.0 + encoder.token_share(size)
-        passes_moved = passes + encoder.token_share(moved_size)
         plain, drift, branch = decision.plain, decision.drift, decision.branch
-        if decision.on_host is None:
+        if decision.missing is None:
             opened, blended = decision.views[:, 2:].unbind(1)
-            spent = torch.full_like(drift, passes_moved, dtype=torch.float32)
+            spent = torch.full_like(drift, passes + share, dtype=torch.float32)
         else:
-            rows = decision.on_host.wait().nonzero().flatten().to(plain.device, non_blocking=True)
             opened = blended = plain
             spent = torch.full_like(drift, passes, dtype=torch.float32)
+            streams = _streams(pixels, 0 if isinstance(keys, bytes) else keys)
+            moved = _MovedCopy(self.motion, moved_size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
+            order, count = decision.missing
+            rows = order[: int(count.wait())]
             if len(rows):
-                keys = keys[rows] if isinstance(keys, Tensor) else keys
-                images, views = (tensor.index_select(0, rows) for tensor in (pixels, decision.views))
-                corrected = self._correct_rows(encoder, images, keys, views)
-                opened, blended = (plain.index_copy(0, rows, each) for each in corrected.unbind(1))
-                spent = spent.index_fill(0, rows, passes_moved)
+                if isinstance(keys, bytes):
+                    streams = streams.index_copy(0, rows, _streams(pixels.index_select(0, rows), keys))
+                corrected = encoder.make_and_encode(
+                    (moved,),
+                    *(pixels, streams),
+                    max_batch=self.max_batch,
+                    then=_Extrapolation(self.alpha, self.blend),
+                    given=(decision.views,),
+                    rows=rows,
+                    share=share,
+                )
+                opened, blended = (plain.index_copy(0, rows, each) for each in corrected[:, 2:].unbind(1))
+                spent = spent.index_fill(0, rows, passes + share)
         closed = torch.where(decision.disagrees[:, None], blended, plain)
         return Correction(
             **vars(decision),
@@ -312,20 +324,11 @@ class SecondLook(Defense):
         then = _Extrapolation(self.alpha, self.blend)
         return encoder.make_and_encode((_the_image, look, moved), *tensors, max_batch=self.max_batch, then=then)
 
-    def _correct_rows(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, features: Tensor) -> Tensor:
-        """Corrected features ``[n, 2, D]`` of steps 3 and 4, from those of image and look ``[n, 2, D]``."""
-        size = self.moved_look_size(encoder)
-        moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
-        then = _Extrapolation(self.alpha, self.blend)
-        out = encoder.make_and_encode(
-            (moved,),
-            *(pixels, _streams(pixels, keys)),
-            max_batch=self.max_batch,
-            then=then,
-            given=(features,),
-            share=encoder.token_share(size),
-        )
-        return out[:, 2:]
+
+def _first_and_count(mask: Tensor) -> tuple[Tensor, HostCopy]:
+    """Indices ``[B]``, those in the mask first, and the number of those."""
+    count = HostCopy(mask.sum())
+    return mask.argsort(descending=True, stable=True), count
 
 
 def _streams(pixels: Tensor, keys: Tensor | Seed) -> Tensor:

@@ -168,24 +168,30 @@ class Encoder(nn.Module):
         max_batch: int,
         then: Callable[..., Tensor] = _unchanged,
         given: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None,
         share: float = 1.0,
     ) -> Tensor:
         """Unit features ``[B, len(makers), dim]`` of the views ``make(*tensors)``, for ``max_batch`` images at a time.
 
         With ``then``, a pure and hashable function, the result is ``then(features, *given)``; rows of ``given`` are
-        images too. On an accelerated GPU all of it is one CUDA graph for a small batch; ``share`` is the size of the
-        views as a share of an image's tokens.
+        images too. ``rows`` are the indices of the images to encode, all by default. On an accelerated GPU all of it is
+        one CUDA graph for a small batch; ``share`` is the size of the views as a share of an image's tokens.
         """
-        if not self.backend.records(min(tensors[0].shape[0], max_batch), *tensors, *given, share=share):
+        count = tensors[0].shape[0] if rows is None else rows.shape[0]
+        if not self.backend.records(min(count, max_batch), *tensors, *given, share=share):
+            if rows is not None:
+                tensors, given = (tuple(each.index_select(0, rows) for each in group) for group in (tensors, given))
             return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
         # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
         for size in self._tables:
             self.update_positions(size)
         known = (makers, then, len(tensors))
         compute = self._joint_functions.setdefault(known, partial(self._make_and_compute, *known))
-        parts = list(zip(*(torch.split(tensor, max_batch) for tensor in (*tensors, *given)), strict=True))
-        results = [self.backend(compute, *part, share=share) for part in parts]
-        return results[0] if len(results) == 1 else torch.cat(results)
+        if count <= max_batch:
+            return self.backend(compute, *tensors, *given, rows=rows, share=share)
+        rows = torch.arange(count, device=tensors[0].device) if rows is None else rows
+        parts = torch.split(rows, max_batch)
+        return torch.cat([self.backend(compute, *tensors, *given, rows=part, share=share) for part in parts])
 
     def _encode_each(
         self,
