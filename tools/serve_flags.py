@@ -22,7 +22,7 @@ def table() -> str:
     lines = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
     for name, setting in Settings.model_fields.items():
         option = "" if name in FLAGLESS else f"`{flag(name)}`"
-        default = {None: "", False: "off"}.get(setting.default, f"`{setting.default}`")
+        default = "" if setting.default is None else "off" if setting.default is False else f"`{setting.default}`"
         lines.append(
             f"| {option} | `{setting.validation_alias or variable(name)}` | {default} | {setting.description} |"
         )

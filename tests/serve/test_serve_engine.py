@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import io
 import os
 import threading
@@ -494,6 +495,15 @@ def test_freed_memory_is_returned_while_the_service_runs(engine: Engine, monkeyp
         in_loop(run_until_returned())
     for block in left:
         libc.free(block)
+
+
+def test_garbage_collections_leave_out_what_is_loaded() -> None:
+    looked_at = len(gc.get_objects())
+    try:
+        memory.spare_loaded_objects()
+        assert len(gc.get_objects()) < looked_at / 10
+    finally:
+        gc.unfreeze()
 
 
 def test_requests_start_no_threads_of_the_framework(

@@ -45,9 +45,10 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
                 os.chdir(directory)  # flags may name files relative to it
             return build()
 
+    needed = resources(settings, has_gpus)
     options: dict[str, Any] = {
         "name": "replica",
-        "ray_actor_options": resources(settings, has_gpus),
+        "ray_actor_options": needed,
         # The engine batches and refuses requests itself; Ray's default limit of a few requests would starve it.
         "max_ongoing_requests": settings.max_connections,
         "max_queued_requests": settings.max_connections,
@@ -60,7 +61,8 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
         options["autoscaling_config"] = {
             "min_replicas": settings.replicas,
             "max_replicas": settings.max_replicas,
-            "target_ongoing_requests": settings.batch,  # grow when more than one full batch waits
+            # Grow when more than one full batch waits.
+            "target_ongoing_requests": settings.largest_batch(on_gpu=bool(needed["num_gpus"])),
         }
     else:
         options["num_replicas"] = settings.replicas

@@ -104,6 +104,7 @@ class Engine:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
         self._on_gpu = encoder.device.type == "cuda"
+        self._largest_batch = settings.largest_batch(on_gpu=self._on_gpu)
         all_passes = settings.constant_work or (isinstance(guard, SecondLook) and self._on_gpu)
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
@@ -315,7 +316,7 @@ class Engine:
     def _batch_limit(self) -> int:
         """Largest next batch: fewer than ``batch`` images where that many would take too long for the deadline."""
         in_time = _BATCH_SHARE * self._deadline / max(self._seconds_per_image, 1e-9)
-        return max(1, int(min(self.settings.batch, in_time)))
+        return max(1, int(min(self._largest_batch, in_time)))
 
     def _drop_expired(self, images: list[_QueuedImage]) -> list[_QueuedImage]:
         """Fail images that have waited too long and return the rest; while stopping, return all of them."""
@@ -328,7 +329,7 @@ class Engine:
     @torch.no_grad()
     def _record_graphs(self, photo: Photo) -> None:
         """Compute batches of every size, so that no request waits for a new CUDA graph."""
-        for size in range(min(self.settings.batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
+        for size in range(min(self._largest_batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
             pixels, keys = self._inputs(batch)
             # Other label lists than the preset need the graphs of the passes alone. With ReACT the number of images

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Preprocessing
+from react_clip.serve.memory import spare_loaded_objects
 from react_clip.serve.server import STOP_SIGNALS, address, open_socket, serve, stopped_by_signal
 from react_clip.serve.settings import Settings
 
@@ -163,6 +164,7 @@ class _Group:
 
         engine = self.build()
         server = ModelServer(engine, self.memory, self.folder)
+        spare_loaded_objects()
 
         async def answer_until_stopped() -> None:
             stopped = asyncio.Event()
@@ -219,6 +221,7 @@ def serve_in_processes(
         from react_clip.serve.remote import SharedMemory
 
         group = _Group(build, secret, keys, settings, listener, SharedMemory(settings.processes), folder)
+        spare_loaded_objects()
         with stopped_by_signal():
             try:
                 group.start_all()

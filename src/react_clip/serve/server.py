@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from react_clip.errors import ReactClipError
+from react_clip.serve.memory import spare_loaded_objects
 from react_clip.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def serve(
     # catches a signal that arrives before uvicorn has installed its own handler.
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
+    spare_loaded_objects()
     listener.listen()  # from now on connections wait for uvicorn instead of being refused
     announce()
     server.run(sockets=[listener])

@@ -88,8 +88,8 @@ class Settings(BaseSettings):
     """processes that read, decode and answer requests; more than 1 (Linux) share one model in a process of its own"""
     threads: int = Field(0, ge=0)
     """CPU threads of the model; 0 for torch's own choice, or 1 where it is on a GPU"""
-    batch: Count = 32
-    """largest number of images in a batch"""
+    batch: Count | None = None
+    """largest number of images in a batch (64 on a GPU, else 32)"""
     max_wait: Duration = 4.0
     """milliseconds to wait for images that are being read or decoded when a batch is not full (one process only)"""
     queue: Count = 256
@@ -181,6 +181,14 @@ class Settings(BaseSettings):
                 "--processes or --demo out"
             )
         return self
+
+    def largest_batch(self, *, on_gpu: bool) -> int:
+        """``batch``, or its default on this kind of device.
+
+        >>> Settings().largest_batch(on_gpu=True), Settings(batch=8).largest_batch(on_gpu=True)
+        (64, 8)
+        """
+        return self.batch or (64 if on_gpu else 32)
 
     @property
     def sends_diagnostics(self) -> bool:
