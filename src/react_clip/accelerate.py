@@ -24,10 +24,6 @@ MAX_ROWS = 144
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves. Of views that are
 smaller than images (``share`` of the work) a batch may have as many more."""
 
-_WARM_UPS = 3
-"""Calls before a graph is recorded: libraries choose their kernels in the first ones."""
-
-
 class HostCopy:
     """A copy of a tensor on the CPU. A GPU makes it behind its other work while the host goes on."""
 
@@ -184,8 +180,7 @@ class AcceleratedBackend(Backend):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                result = function(*inputs)
+            result = function(*inputs)  # libraries choose and compile their kernels in the first call
         torch.cuda.current_stream().wait_stream(stream)
         output = self._buffer(("output",), result, len(result))
         del result
