@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -337,12 +338,12 @@ def test_an_accelerated_defence_gives_the_same_answers(tiny_folder: Path, tau: f
 @on_a_gpu
 @pytest.mark.parametrize("compile_tower", [False, True])
 def test_an_accelerated_second_look_gives_the_same_answers(compile_tower: bool) -> None:
-    images = torch.rand(70, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
+    images = torch.rand(150, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
     plain, fast = patch_encoder().cuda(), patch_encoder().cuda().accelerate(compile_tower=compile_tower)
     classifiers = [rc.ZeroShotClassifier.from_features(each, list("ab"), torch.eye(2, 12)) for each in (plain, fast)]
-    for threshold in (0.0, 2.0):
-        guard = rc.SecondLook(threshold=threshold, max_batch=65)
-        for count in (1, 3, 64, 65, 70, 3):
+    for threshold, max_batch in product((0.0, 2.0), (65, 150)):
+        guard = rc.SecondLook(threshold=threshold, max_batch=max_batch)
+        for count in (1, 3, 64, 65, 70, 150, 3):
             expected, found = (guard(clf, images[:count]) for clf in classifiers)
             assert torch.equal(expected.branch == CORRECT, found.branch == CORRECT)
             assert torch.allclose(expected.drift, found.drift, atol=1e-3)

@@ -8,7 +8,7 @@ An encoder computes through a :class:`Backend`. The plain one runs PyTorch opera
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import FunctionType
@@ -23,6 +23,7 @@ from react_clip.kernels import needs_gradients, runs_without_gradients, suit_ker
 MAX_ROWS = 144
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves. Of views that are
 smaller than images (``share`` of the work) a batch may have as many more."""
+
 
 class HostCopy:
     """A copy of a tensor on the CPU. A GPU makes it behind its other work while the host goes on."""
@@ -58,6 +59,10 @@ class Backend:
     def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
         """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
         return False
+
+    def side_by_side(self, functions: Sequence[Callable[[], Tensor]], like: Tensor) -> list[Tensor]:
+        """Results of functions that do not depend on each other; ``like`` is one of the tensors that they read."""
+        return [function() for function in functions]
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """See :func:`react_clip.noise.noisy_view`."""
@@ -96,6 +101,7 @@ class AcceleratedBackend(Backend):
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
+        self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
         self._lock = Lock()
         self._recording = False
 
@@ -137,6 +143,26 @@ class AcceleratedBackend(Backend):
         device = tensors[0].device
         suits = runs_without_gradients(*tensors) and 0 < rows * share <= self._max_rows
         return suits and (self._recording or torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
+
+    def side_by_side(self, functions: Sequence[Callable[[], Tensor]], like: Tensor) -> list[Tensor]:
+        """The same; a GPU computes all but the first on streams of their own.
+
+        Kernels of one stream fill the multiprocessors that the last blocks of another stream's kernel leave idle.
+        """
+        if self._recording or not runs_without_gradients(like):
+            return super().side_by_side(functions, like)
+        main = torch.cuda.current_stream(like.device)
+        results = []
+        for number, function in enumerate(functions[1:]):
+            stream = self._stream(like.device, number)
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                results.append(function())
+        results.insert(0, functions[0]())
+        for number, result in enumerate(results[1:]):
+            main.wait_stream(self._stream(like.device, number))
+            result.record_stream(main)
+        return results
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""
@@ -190,6 +216,11 @@ class AcceleratedBackend(Backend):
             output.copy_(function(*inputs))
         self._pool = graph.pool()
         return _Recording(graph, inputs, output)
+
+    def _stream(self, device: torch.device, number: int) -> torch.cuda.Stream:
+        if (device, number) not in self._streams:
+            self._streams[device, number] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device, number]
 
     def _input_buffers(self, tensors: tuple[Tensor, ...], count: int) -> list[Tensor]:
         return [self._buffer(("input", position), tensor, count) for position, tensor in enumerate(tensors)]

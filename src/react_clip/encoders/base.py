@@ -208,7 +208,8 @@ class Encoder(nn.Module):
                 len(tensors[0]), max_batch, lambda i, k: make(*(tensor[i:k] for tensor in tensors))
             )
 
-        return then(torch.stack([encode(make) for make in makers], 1), *given)
+        features = self.backend.side_by_side([partial(encode, make) for make in makers], tensors[0])
+        return then(torch.stack(features, 1), *given)
 
     def _make_and_compute(
         self, makers: tuple[ViewMaker, ...], then: Callable[..., Tensor], count: int, *tensors: Tensor
