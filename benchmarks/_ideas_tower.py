@@ -17,9 +17,10 @@ from react_clip import functional
 from react_clip.accelerate import Backend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
+from react_clip.encoders import layers
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.layers import AddNorm, FusedQuickGELU, Projections
-from react_clip.encoders.vision import VisionEncoder, _first_tokens
+from react_clip.encoders.vision import VisionEncoder, first_tokens
 from react_clip.zeroshot import ZeroShotClassifier
 
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
@@ -327,6 +328,37 @@ def moving(setting: Setting) -> Entry:
     )
 
 
+def one_attention(setting: Setting) -> Entry:
+    """Attention of all sizes of a small batch by one kernel."""
+    before, after = accelerated_pair(setting)
+    limit = layers.MOST_PACKED_TOKENS
+    # Graphs are recorded in the first calls.
+    layers.MOST_PACKED_TOKENS = 0
+    for batch in setting.batches:
+        setting.defended(before, setting.clean[:batch], batch)()
+    layers.MOST_PACKED_TOKENS = limit
+    return compared_defended(
+        setting,
+        "attention of all sizes by one kernel",
+        "Attention for sequences of different lengths instead of one kernel per size: one image, SecondLook.",
+        *(before, after),
+        batch=1,
+    )
+
+
+def side_by_side(setting: Setting) -> Entry:
+    """Image and look of a large batch on two streams."""
+    before, after = accelerated_pair(setting)
+    before.encoder.backend.side_by_side = Backend().side_by_side  # type: ignore[method-assign]
+    return compared_defended(
+        setting,
+        "image and look side by side",
+        "Both passes of a large batch on two CUDA streams instead of one after the other: SecondLook.",
+        *(before, after),
+        batch=setting.batch,
+    )
+
+
 def last_block(setting: Setting) -> Entry:
     """The last block for the class token only."""
     before, after = accelerated_pair(setting)
@@ -342,7 +374,7 @@ def last_block(setting: Setting) -> Entry:
 
 def all_tokens(forward: Callable[..., Any], *inputs: Any, first_only: bool) -> tuple[Tensor, ...]:
     tokens, update = forward(*inputs)
-    return tuple(_first_tokens(each, inputs[-1]) for each in (tokens, update))
+    return tuple(first_tokens(each, inputs[-1]) for each in (tokens, update))
 
 
 def add_norm(setting: Setting) -> Entry:

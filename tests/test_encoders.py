@@ -352,6 +352,21 @@ def test_an_accelerated_second_look_gives_the_same_answers(compile_tower: bool) 
 
 
 @on_a_gpu
+@pytest.mark.parametrize("limit", [0, layers.MOST_PACKED_TOKENS], ids=["size by size", "one kernel"])
+def test_attention_of_several_sizes_in_half_precision(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MOST_PACKED_TOKENS", limit)
+    encoder = patch_encoder(torch.float16).cuda().accelerate()
+    images = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
+    views = [images, images[..., :24, :24].contiguous(), images[1:, :, :20, :20].contiguous()]
+    with torch.no_grad():
+        separately = [encoder.raw_features(view) for view in views]
+        together = encoder._compute_views(views)
+    for one, other in zip(separately, together, strict=True):
+        assert torch.cosine_similarity(one, other).min() > 0.9999
+    assert torch.cosine_similarity(*separately[:2]).max() < 0.999, "views that all look alike prove nothing"
+
+
+@on_a_gpu
 def test_a_defence_on_a_gpu_refuses_pixels_out_of_range(tiny_folder: Path) -> None:
     encoder = rc.load(tiny_folder, device="cuda")
     clf = rc.ZeroShotClassifier.from_features(encoder, list("ab"), torch.eye(2, encoder.dim))

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -200,6 +201,72 @@ class Projections(nn.ModuleDict):
         if self._joint is not None:
             self.join()
         return self
+
+
+MOST_PACKED_TOKENS = 10_000
+"""Rows of the largest :class:`Packing` whose attention is one kernel; more are faster size by size on an H200."""
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    """Attention of queries ``[B, Q, width]`` to keys and values ``[B, T, width]``."""
+    q, k, v = (torch.unflatten(each, -1, (heads, -1)).transpose(1, 2) for each in (queries, keys, values))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Images of several sizes whose tokens are the rows of one matrix ``[tokens, width]``."""
+
+    shapes: Sequence[tuple[int, int]]
+    """For each size the number of images and the tokens of one."""
+    starts: Tensor | None
+    """First row of each image, then the number of rows, ``[images + 1]``; ``None`` if attention is not one kernel."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> Self:
+        """The packing of these tokens."""
+        half = tokens.dtype in (torch.float16, torch.bfloat16)
+        if len(tokens) > MOST_PACKED_TOKENS or not (half and suit_kernels(tokens) and _varlen_attention(tokens.device)):
+            return cls(shapes, None)
+        # Computed on the device: a graph that is being recorded cannot copy numbers from the host.
+        lengths = [tokens.new_full((images,), length, dtype=torch.int32) for images, length in shapes]
+        return cls(shapes, F.pad(torch.cat(lengths).cumsum(0, dtype=torch.int32), (1, 0)))
+
+    def first_tokens(self, tokens: Tensor) -> Tensor:
+        """The first token of each image, ``[images, width]``."""
+        if self.starts is not None:
+            return tokens.index_select(0, self.starts[:-1])
+        return torch.cat([part[:, 0] for part in _unpack(tokens, self.shapes)])
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+        """Attention inside each image; queries are all tokens, or the first one of each image."""
+        first_only = len(queries) < len(keys)
+        if self.starts is not None:
+            longest = max(length for _, length in self.shapes)
+            rows = torch.arange(len(self.starts), dtype=torch.int32, device=keys.device) if first_only else self.starts
+            q, k, v = (torch.unflatten(each, -1, (heads, -1)) for each in (queries, keys, values))
+            attention = _varlen_attention(keys.device)
+            mixed: Tensor = attention(q, k, v, rows, self.starts, 1 if first_only else longest, longest)
+            return mixed.flatten(1)
+        of_queries = [(images, 1) for images, _ in self.shapes] if first_only else self.shapes
+        parts = zip(_unpack(queries, of_queries), _unpack(keys, self.shapes), _unpack(values, self.shapes), strict=True)
+        return torch.cat([attend(q, k, v, heads).flatten(0, 1) for q, k, v in parts])
+
+
+def _unpack(tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Rows ``[tokens, width]`` as one tensor ``[images, tokens of an image, width]`` per size."""
+    parts = torch.split(tokens, [images * length for images, length in shapes])
+    return [part.reshape(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@cache
+def _varlen_attention(device: torch.device) -> Any:
+    """PyTorch's attention for sequences of different lengths; None before PyTorch 2.10 and on GPUs before Ampere."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if torch.cuda.get_device_capability(device) >= (8, 0) else None
 
 
 class AddNorm(nn.Module):

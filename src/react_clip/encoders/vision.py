@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from react_clip.encoders.base import Encoder, embed_patches
-from react_clip.encoders.layers import AddNorm, Projections
+from react_clip.encoders.layers import AddNorm, Packing, Projections, attend
 from react_clip.encoders.text import at_least_fp32
 
 
@@ -70,34 +69,23 @@ class VisionTower(nn.Module):
     def packed(self, images: Sequence[Tensor], positions: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`forward` of images of several sizes, with the tokens of all of them in one matrix ``[tokens, width]``.
 
-        Only attention is computed size by size. A small batch of two sizes takes a GPU little longer than one size.
+        A small batch of two sizes takes a GPU little longer than one size.
         """
         model = self.vision_model
         grids = [model["embeddings"](each, table) for each, table in zip(images, positions, strict=True)]
         shapes = [(grid.shape[0], grid.shape[1]) for grid in grids]
         tokens: Tensor = model["pre_layrnorm"](torch.cat([grid.flatten(0, 1) for grid in grids]))
-        return list(torch.split(self._features(tokens, shapes), [count for count, _ in shapes]))
+        return list(torch.split(self._features(tokens, Packing.of(tokens, shapes)), [count for count, _ in shapes]))
 
-    def _features(self, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    def _features(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         """Features of the class tokens, ``[B, 1, dim]``, or of packed tokens ``[images, dim]``."""
         *blocks, last = self.vision_model["encoder"]["layers"]  # type: ignore[index]
         update = None
         for block in blocks:
-            tokens, update = block(tokens, update, shapes)
-        tokens, update = last(tokens, update, shapes, first_only=True)
+            tokens, update = block(tokens, update, packing)
+        tokens, update = last(tokens, update, packing, first_only=True)
         features: Tensor = self.visual_projection(self.vision_model["post_layernorm"](tokens + update))
         return features
-
-
-def _unpack(tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Rows ``[tokens, width]`` as one tensor ``[images, tokens of an image, width]`` per shape."""
-    parts = torch.split(tokens, [images * length for images, length in shapes])
-    return [part.reshape(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _first_tokens(tokens: Tensor, shapes: Sequence[tuple[int, int]] | None) -> Tensor:
-    """The first token of each image: ``[B, 1, width]``, or of packed tokens ``[images, width]``."""
-    return tokens[:, :1] if shapes is None else torch.cat([part[:, 0] for part in _unpack(tokens, shapes)])
 
 
 class _Embeddings(nn.Module):
@@ -145,31 +133,21 @@ class _Block(nn.Module):
         self,
         tokens: Tensor,
         update: Tensor | None,
-        shapes: Sequence[tuple[int, int]] | None = None,
+        packing: Packing | None = None,
         *,
         first_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
         tokens, normalised = self.layer_norm1(tokens, update)
         if first_only:
-            tokens, queries = _first_tokens(tokens, shapes), _first_tokens(normalised, shapes)
+            tokens, queries = (first_tokens(each, packing) for each in (tokens, normalised))
         else:
             queries = normalised
-        tokens, normalised = self.layer_norm2(tokens, self._attend(queries, normalised, shapes))
+        q, k, v = self.self_attn(queries, normalised)
+        mixed = (attend if packing is None else packing.attend)(q, k, v, self._heads)
+        tokens, normalised = self.layer_norm2(tokens, self.self_attn["out_proj"](mixed))
         return tokens, self.mlp["fc2"](self.mlp["activation"](self.mlp["fc1"](normalised)))
 
-    def _attend(self, queries: Tensor, tokens: Tensor, shapes: Sequence[tuple[int, int]] | None) -> Tensor:
-        q, k, v = self.self_attn(queries, tokens)
-        if shapes is None:
-            mixed = self._mix(q, k, v)
-        else:
-            one_each = len(queries) < len(tokens)
-            of_queries = [(images, 1) for images, _ in shapes] if one_each else shapes
-            parts = zip(_unpack(q, of_queries), _unpack(k, shapes), _unpack(v, shapes), strict=True)
-            mixed = torch.cat([self._mix(*part).flatten(0, 1) for part in parts])
-        attended: Tensor = self.self_attn["out_proj"](mixed)
-        return attended
 
-    def _mix(self, *projected: Tensor) -> Tensor:
-        """Attention of queries ``[B, Q, width]`` to keys and values ``[B, T, width]``."""
-        q, k, v = (torch.unflatten(each, -1, (self._heads, -1)).transpose(1, 2) for each in projected)
-        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+def first_tokens(tokens: Tensor, packing: Packing | None) -> Tensor:
+    """The first token of each image: ``[B, 1, width]``, or of packed tokens ``[images, width]``."""
+    return tokens[:, :1] if packing is None else packing.first_tokens(tokens)
