@@ -129,23 +129,27 @@ def cost(folder: Path) -> str:
 
 def sets(folder: Path) -> str:
     """Cost of SecondLook for the clean photos of each data set, with its own classes."""
-    found = _clean_traffic(folder)
-    if found is None:
+    runs = _clean_traffic(folder)
+    if not runs:
         return ""
-    rows = []
-    for row in found["sets"]:
-        times = row["second_look_ms"] / row["plain_ms"]
-        rows.append([row["dataset"], f"{row['classes']:,}", f"{row['passes']:.2f}", f"{times:.2f}"])
-    rows.append(["mean", "", f"{found['mean']['passes']:.2f}", f"{found['mean']['ratio']:.2f}"])
+    found, rows = next(iter(runs.values())), []
+    for same in zip(*(run["sets"] for run in runs.values()), strict=True):
+        times = [f"{row['second_look_ms'] / row['plain_ms']:.2f}" for row in same]
+        rows.append([same[0]["dataset"], f"{same[0]['classes']:,}", f"{same[0]['passes']:.2f}", *times])
+    means = [f"{run['mean']['ratio']:.2f}" for run in runs.values()]
+    rows.append(["mean", "", f"{found['mean']['passes']:.2f}", *means])
     photos = max(row["photos"] for row in found["sets"])
     place = f"{found['device']}, {found['dtype']}, batch {found['batch']}, {photos} test photos of each set"
-    note = f"*{place}. `benchmarks/results/bench/clean-traffic.json` by `{found['command']}`.*"
-    return "\n".join([*table(["photos", "classes", "passes", "SecondLook / plain"], rows), "", note]) + "\n"
+    files = " and ".join(f"`{name}`" for name in runs)
+    note = f"*{place}. `benchmarks/results/bench`: {files} by `{found['command']}`.*"
+    head = ["photos", "classes", "passes", *(f"SecondLook / plain, run {number}" for number in range(1, 1 + len(runs)))]
+    return "\n".join([*table(head, rows), "", note]) + "\n"
 
 
-def _clean_traffic(folder: Path) -> dict[str, Any] | None:
-    path = folder / "clean-traffic.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _clean_traffic(folder: Path) -> dict[str, dict[str, Any]]:
+    """By file name the runs of benchmarks/clean_traffic.py, each on a machine of its own."""
+    paths = sorted(folder.glob("clean-traffic*.json"), key=lambda path: len(path.name))
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def _photos(report: Report) -> str:
@@ -204,10 +208,9 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
         least = {OURS: 1.7, PLAIN: 4.0} if report["attacked"] else {OURS: 2.3, PLAIN: 7.0}
         for other, limit in least.items():
             yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(found, other, LOOK))
-    if traffic := _clean_traffic(folder):
-        place = (
-            f"clean, {len(traffic['sets'])} sets, each with its classes, {traffic['device']}, batch {traffic['batch']}"
-        )
+    for number, traffic in enumerate(_clean_traffic(folder).values(), 1):
+        sets = f"clean, {len(traffic['sets'])} sets, each with its classes"
+        place = f"{sets}, {traffic['device']}, batch {traffic['batch']}, run {number}"
         yield f"SecondLook / plain CLIP, {place}", *at_most(1.75, traffic["mean"]["ratio"])
     for axis, words in SWEPT.items():
         path = folder / f"gpu-vit-b-16-second-look-{axis}.json"
@@ -224,9 +227,8 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
-    for path in (
-        folder.parent / f"serve-throughput{part}.json" for part in ("-aarch64", "-gpu-16", "-gpu-16-128", "-gpu-16-256")
-    ):
+    services = ("-aarch64", "-gpu-12", "-gpu-12-128", "-gpu-16-128", "-gpu-16-256")
+    for path in (folder.parent / f"serve-throughput{part}.json" for part in services):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
             words = f"service / library, time per image, {service_setting(report)}, {report['device']}"
