@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import react_clip as rc
 from react_clip import noise
+from react_clip.bench.timing import peak_memory
 from react_clip.bench.workload import gate_scores, open_gate_for
 from react_clip.defenses.react import FIRST_VIEWS
+from react_clip.encoders.vision import VisionTower
 from toys import on_a_gpu, patch_encoder, toy_classifier, toy_images
 
 IMAGES = 8
@@ -24,6 +26,8 @@ READS = 3
 """Values that the host waits for: the range check at the door, and between two stages the rows that go on."""
 UPLOADS = 0
 """Blocking copies to the device; the augmentation's colour matrices are sent once in the life of a process."""
+PEAK = 19.0
+"""Tensors of all tokens that the tower holds at once; hidden layers count as four, and QuickGELU has three of them."""
 UPLOADING = {"tensor", "as_tensor", "new_tensor"}
 READING = {"nonzero", "_local_scalar_dense", "masked_select", "equal", "_unique2", "unique_dim"}
 """Operators whose result the host must read before it can go on."""
@@ -132,6 +136,15 @@ def test_second_look_waits_once_and_draws_numbers_only_for_moved_images(monkeypa
         assert hashed == ([moved] if moved else [])
         assert host_syncs(lambda guard=guard: guard(clf, images)) == ["tolist", "_local_scalar_dense"]
     assert moved == IMAGES
+
+
+def test_a_block_frees_its_attention_before_the_perceptron() -> None:
+    """Peak memory of the tower, in tensors of all its tokens."""
+    width, images = 64, torch.rand(8, 3, 64, 64)
+    tower = VisionTower(width=width, hidden=4 * width, layers=3, heads=2, size=64, patch=4, dim=16)
+    with torch.no_grad():
+        peak = peak_memory(lambda: tower(images), torch.device("cpu"))
+    assert peak / (4 * 8 * 257 * width) < PEAK
 
 
 def test_the_number_of_images_does_not_make_the_host_wait_more_often() -> None:

@@ -142,10 +142,14 @@ class _Block(nn.Module):
             tokens, queries = (first_tokens(each, packing) for each in (tokens, normalised))
         else:
             queries = normalised
-        q, k, v = self.self_attn(queries, normalised)
-        mixed = (attend if packing is None else packing.attend)(q, k, v, self._heads)
-        tokens, normalised = self.layer_norm2(tokens, self.self_attn["out_proj"](mixed))
+        tokens, normalised = self.layer_norm2(tokens, self._attend(queries, normalised, packing))
         return tokens, self.mlp["fc2"](self.mlp["activation"](self.mlp["fc1"](normalised)))
+
+    def _attend(self, queries: Tensor, tokens: Tensor, packing: Packing | None) -> Tensor:
+        """A method of its own, so that queries, keys and values are freed before the perceptron needs their memory."""
+        q, k, v = self.self_attn(queries, tokens)
+        attended: Tensor = self.self_attn["out_proj"]((packing.attend if packing else attend)(q, k, v, self._heads))
+        return attended
 
 
 def first_tokens(tokens: Tensor, packing: Packing | None) -> Tensor:
