@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ def test_every_contender_answers_the_same_images_equally_often() -> None:
     assert other.overhead_range == pytest.approx((min(ratios) / 7, max(ratios) / 7))
     assert other.milliseconds == pytest.approx(1000 / other.images_per_second)
     assert other.latency_p50 <= other.latency_p99
+
+
+def test_no_contender_always_follows_the_same_one() -> None:
+    labels = ("bare", "one", "two")
+    turns: list[str] = []
+
+    def contender(label: str) -> Answer:
+        def answer(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            turns.append(label)
+            return torch.ones(len(pixels)), torch.zeros(len(pixels))
+
+        return answer
+
+    compare({label: contender(label) for label in labels}, toy_images(1), batch=1, rounds=6)
+    rounds = [turns[start : start + 3] for start in range(len(turns) - 18, len(turns), 3)]
+    assert [each[0] for each in rounds] == ["bare", "two", "one", "bare", "two", "one"]
+    followed = [pair for each in rounds for pair in pairwise(each)]
+    assert all(followed.count((a, b)) == 2 for a, b in permutations(labels, 2))
 
 
 def test_the_lineup_spends_the_passes_it_reports() -> None:

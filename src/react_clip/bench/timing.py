@@ -79,10 +79,13 @@ class Comparison:
         """Every contender once on some of the images; ``first`` begins a new round."""
         if first:
             self._rounds.append(np.zeros((len(self.contenders), 4)))
-        # Another contender begins each round: a GPU lowers its clock under load, which slows the ones that follow.
-        begin = (len(self._rounds) - 1) % len(self.contenders)
+        # A GPU lowers its clock under load, which slows the ones that follow: each order is also taken in reverse, and
+        # then another contender begins.
+        begin, backwards = divmod(len(self._rounds) - 1, 2)
+        begin %= len(self.contenders)
         numbered = list(enumerate(self.contenders.items()))
-        for number, (label, answer) in numbered[begin:] + numbered[:begin]:
+        order = numbered[begin:] + numbered[:begin]
+        for number, (label, answer) in order[::-1] if backwards else order:
             progress(f"round {len(self._rounds)}: {label}")
             self._rounds[-1][number] += self._run(answer, chunk)
 
