@@ -104,7 +104,6 @@ class Engine:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
         self._on_gpu = encoder.device.type == "cuda"
-        self._largest_batch = settings.largest_batch(on_gpu=self._on_gpu)
         all_passes = settings.constant_work or (isinstance(guard, SecondLook) and self._on_gpu)
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
@@ -311,6 +310,10 @@ class Engine:
             images = [self._queue.popleft() for _ in range(min(self._batch_limit, len(self._queue)))]
             self.on_queue(self.waiting)
         return [image for image in images if image.future.set_running_or_notify_cancel()]
+
+    @property
+    def _largest_batch(self) -> int:
+        return self.settings.largest_batch(on_gpu=self._on_gpu)
 
     @property
     def _batch_limit(self) -> int:
