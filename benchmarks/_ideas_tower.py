@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _setting import SIZES, Entry, Setting, Ways
@@ -331,12 +332,9 @@ def moving(setting: Setting) -> Entry:
 def one_attention(setting: Setting) -> Entry:
     """Attention of all sizes of a small batch by one kernel."""
     before, after = accelerated_pair(setting)
-    limit = layers.MOST_PACKED_TOKENS
-    # Graphs are recorded in the first calls.
-    layers.MOST_PACKED_TOKENS = 0
-    for batch in setting.batches:
-        setting.defended(before, setting.clean[:batch], batch)()
-    layers.MOST_PACKED_TOKENS = limit
+    with patch.object(layers, "MOST_PACKED_TOKENS", 0):  # when the graphs of `before` are recorded
+        for batch in setting.batches:
+            setting.defended(before, setting.clean[:batch], batch)()
     return compared_defended(
         setting,
         "attention of all sizes by one kernel",

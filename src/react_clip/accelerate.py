@@ -1,4 +1,4 @@
-"""Acceleration for those who ask for it: CUDA graphs of small batches, Triton kernels, torch.compile.
+"""Acceleration for those who ask for it: CUDA graphs of small batches, streams, Triton kernels, torch.compile.
 
 An encoder computes through a :class:`Backend`. The plain one runs PyTorch operation by operation and compiles nothing.
 ``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place, and
@@ -152,17 +152,18 @@ class AcceleratedBackend(Backend):
         if self._recording or not runs_without_gradients(like):
             return super().side_by_side(functions, like)
         main = torch.cuda.current_stream(like.device)
+        first, *others = functions
+        streams = [self._stream(like.device, number) for number in range(len(others))]
         results = []
-        for number, function in enumerate(functions[1:]):
-            stream = self._stream(like.device, number)
+        for function, stream in zip(others, streams, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 results.append(function())
-        results.insert(0, functions[0]())
-        for number, result in enumerate(results[1:]):
-            main.wait_stream(self._stream(like.device, number))
+        result_of_first = first()
+        for result, stream in zip(results, streams, strict=True):
+            main.wait_stream(stream)
             result.record_stream(main)
-        return results
+        return [result_of_first, *results]
 
     def noisy_view(self, pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
         """Noisy views by one kernel; they equal those of :func:`react_clip.noise.noisy_view` up to rounding."""

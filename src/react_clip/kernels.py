@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 512
-"""Pairs of pixels that one program of the noise kernel computes, and pixels of those of smaller and moved copies."""
+"""Pairs of pixels that one program of the noise kernel computes, and pixels of that of moved copies."""
 
 
 def runs_without_gradients(*tensors: Tensor) -> bool:

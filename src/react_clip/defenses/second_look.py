@@ -288,7 +288,7 @@ class SecondLook(Defense):
             order, count = decision.missing
             rows = order[: int(count.wait())]
             if len(rows):
-                if isinstance(keys, bytes):
+                if isinstance(keys, bytes):  # hashing on the host is slow: only the images that need it
                     streams = streams.index_copy(0, rows, _streams(pixels.index_select(0, rows), keys))
                 corrected = encoder.make_and_encode(
                     (moved,),

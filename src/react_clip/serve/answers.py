@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: photos, and answers from rows of numbers.
+"""Inputs and outputs of the engine: a photo with its random key, and the answer for it, read from a row of numbers.
 
 A row has everything about one image: a GPU copies all rows of a batch at once, and processes exchange them as they are.
 """

@@ -60,7 +60,7 @@ class _Batch:
 
     images: list[_QueuedImage]
     results: HostCopy
-    """What :meth:`Engine._rows` gives."""
+    """One row of numbers per image, ``[B, D + K + len(NUMBERS)]``, see :meth:`Engine._rows`."""
     began: float
 
     def is_done(self) -> bool:
