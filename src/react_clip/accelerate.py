@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from react_clip.kernels import needs_gradients, runs_without_gradients, suit_ker
 MAX_ROWS = 144
 """Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves. Of views that are
 smaller than images (``share`` of the work) a batch may have as many more."""
+
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 class HostCopy:
@@ -47,14 +49,20 @@ class Backend:
     """Plain PyTorch."""
 
     def __call__(
-        self, function: Callable[..., Tensor], *tensors: Tensor, rows: Tensor | None = None, share: float = 1.0
-    ) -> Tensor:
-        """``function(*tensors)``; rows of the tensors and of the result are images.
+        self,
+        function: Callable[..., Result],
+        *tensors: Tensor,
+        constants: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None,
+        share: float = 1.0,
+    ) -> Result:
+        """``function(*tensors, *constants)``; rows of the tensors and of the result are images.
 
-        ``rows`` are the indices of those to compute, all by default. ``share`` is the work for a row, as a share of
-        that for a whole image.
+        ``constants`` are whole tensors, such as the features of all classes. ``rows`` are the indices of the images to
+        compute, all by default. ``share`` is the work for a row, as a share of that for a whole image.
         """
-        return function(*tensors) if rows is None else function(*(tensor.index_select(0, rows) for tensor in tensors))
+        parts = tensors if rows is None else tuple(tensor.index_select(0, rows) for tensor in tensors)
+        return function(*parts, *constants)
 
     def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
         """True if a call with ``rows`` rows of these tensors runs as a CUDA graph."""
@@ -106,34 +114,43 @@ class AcceleratedBackend(Backend):
         self._recording = False
 
     def __call__(
-        self, function: Callable[..., Tensor], *tensors: Tensor, rows: Tensor | None = None, share: float = 1.0
-    ) -> Tensor:
-        """``function(*tensors)`` by a CUDA graph where the batch is small.
+        self,
+        function: Callable[..., Result],
+        *tensors: Tensor,
+        constants: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None,
+        share: float = 1.0,
+    ) -> Result:
+        """The same by a CUDA graph where the batch is small.
 
         ``function`` must be pure, hashable and free of host synchronisation, and what it reads beside its arguments
         (weights) must stay where it is: a graph holds addresses. Callers on a stream of their own get no graph, since
         all graphs share one set of buffers in the order of the default stream.
         """
         count, device = len(tensors[0] if rows is None else rows), tensors[0].device
-        if self._recording or not self.records(count, *tensors, share=share):
-            return super().__call__(function, *tensors, rows=rows)
-        key = (function, device, count, *((tensor.shape[1:], tensor.dtype) for tensor in tensors))
+        if self._recording or not self.records(count, *tensors, *constants, share=share):
+            return super().__call__(function, *tensors, constants=constants, rows=rows)
+        inputs = (*tensors, *constants)
+        shapes = [*((count, *each.shape[1:]) for each in tensors), *(tuple(each.shape) for each in constants)]
+        key = (function, device, *shapes, *(each.dtype for each in inputs))
         with self._lock, torch.cuda.device(device), torch.no_grad():
             recording = self._recordings.get(key)
-            inputs = self._input_buffers(tensors, count) if recording is None else recording.inputs
-            for buffer, tensor in zip(inputs, tensors, strict=True):
-                if rows is None:
-                    buffer.copy_(tensor)
-                else:
+            buffers = self._buffers_of("input", inputs, shapes) if recording is None else recording.inputs
+            for number, (buffer, tensor) in enumerate(zip(buffers, inputs, strict=True)):
+                if rows is not None and number < len(tensors):
                     torch.index_select(tensor, 0, rows, out=buffer)
+                else:
+                    buffer.copy_(tensor)
             if recording is None:
                 self._recording = True
                 try:
-                    recording = self._recordings[key] = self._record(function, inputs)
+                    recording = self._recordings[key] = self._record(function, buffers)
                 finally:
                     self._recording = False
             recording.graph.replay()
-            return recording.output.clone()
+            copies: Any = tuple(output.clone() for output in recording.outputs)
+            result: Result = copies if recording.several else copies[0]
+            return result
 
     def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
         """True for the work of at most ``max_rows`` images on the default stream of a GPU, without gradients.
@@ -203,43 +220,52 @@ class AcceleratedBackend(Backend):
             self._buffers.clear()
             self._pool = None
 
-    def _record(self, function: Callable[..., Tensor], inputs: list[Tensor]) -> _Recording:
+    def _record(self, function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> _Recording:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             result = function(*inputs)  # libraries choose and compile their kernels in the first call
         torch.cuda.current_stream().wait_stream(stream)
-        output = self._buffer(("output",), result, len(result))
-        del result
+        several = not isinstance(result, Tensor)
+        results = _tensors(result)
+        outputs = self._buffers_of("output", results, [tuple(each.shape) for each in results])
+        del result, results
         graph: Any = torch.cuda.CUDAGraph()
         # Thread-local, because other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output.copy_(function(*inputs))
+            for output, each in zip(outputs, _tensors(function(*inputs)), strict=True):
+                output.copy_(each)
         self._pool = graph.pool()
-        return _Recording(graph, inputs, output)
+        return _Recording(graph, inputs, outputs, several)
 
     def _stream(self, device: torch.device, number: int) -> torch.cuda.Stream:
         if (device, number) not in self._streams:
             self._streams[device, number] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device, number]
 
-    def _input_buffers(self, tensors: tuple[Tensor, ...], count: int) -> list[Tensor]:
-        return [self._buffer(("input", position), tensor, count) for position, tensor in enumerate(tensors)]
-
-    def _buffer(self, role: tuple[Any, ...], like: Tensor, count: int) -> Tensor:
-        """``count`` rows shaped like a tensor's; all batch sizes share memory, because graphs run one after another."""
-        rows = -(-count // self._max_rows) * self._max_rows
-        key = (*role, like.device, like.dtype, rows, like.shape[1:])
-        if key not in self._buffers:
-            self._buffers[key] = like.new_empty(rows, *like.shape[1:])
-        return self._buffers[key][:count]
+    def _buffers_of(self, role: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Memory of these shapes, of the dtypes of the tensors. Batches of all sizes share it: graphs run in turn."""
+        buffers = []
+        for number, (like, (count, *others)) in enumerate(zip(tensors, shapes, strict=True)):
+            rows = -(-count // self._max_rows) * self._max_rows
+            key = (role, number, like.device, like.dtype, rows, *others)
+            if key not in self._buffers:
+                self._buffers[key] = like.new_empty(rows, *others)
+            buffers.append(self._buffers[key][:count])
+        return buffers
 
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
     graph: Any
     inputs: list[Tensor]
-    output: Tensor
+    outputs: list[Tensor]
+    several: bool
+    """True if the function returns a tuple."""
+
+
+def _tensors(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
 def _suits(pixels: Tensor, *others: Tensor) -> bool:

@@ -225,18 +225,27 @@ class SecondLook(Defense):
         pixels, check = encoder.start_prepare(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             keys = seed if isinstance(seed, bytes) else int(seed)  # NumPy's integers are no int
-            decision = self.decide(encoder, pixels, keys, logits_of(clf))
-            check.start()  # a GPU does it while the host learns the decision
-            out = self.act(encoder, pixels, keys, decision)
-            measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "gated")}
-            answers = answer(clf, out.features, passes=(out.passes, 0), **measured)
+            answers: tuple[Tensor, ...]
+            if self._encodes_all(encoder, pixels, keys):
+                check.start()
+                views = self._encode(encoder, pixels, keys, at_once=True)
+                answers = encoder.backend(_Answers(self, encoder), views, constants=(clf.class_features,))
+            else:
+                decision = self.decide(encoder, pixels, keys, logits_of(clf))
+                check.start()  # a GPU does it while the host learns the decision
+                out = self.act(encoder, pixels, keys, decision)
+                answers = _answers(out, clf.logits(out.features))
+            features, logits, passes, drift, instability, disagrees, branch = answers
+            measured = {"drift": drift, "instability": instability, "score": drift, "gated": branch != KEEP}
+            defended = answer(clf, features, logits=logits, passes=(passes, 0), **measured)
             check.wait()
+            size = self.look_size(encoder)
             return SecondLooked(
-                **vars(answers),
-                disagrees=out.disagrees,
-                branch=out.branch,
-                look_size=out.look_size,
-                look_is_smaller=out.look_size < encoder.image_size,
+                **vars(defended),
+                disagrees=disagrees,
+                branch=branch,
+                look_size=size,
+                look_is_smaller=size < encoder.image_size,
             )
 
     def correct(
@@ -255,11 +264,44 @@ class SecondLook(Defense):
 
     def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, logits: Logits | None = None) -> Decision:
         """Step 1, without waiting for a GPU; arguments as in :meth:`correct`."""
-        # The moved look is encoded too where that costs less than waiting for the decision. A secret is hashed with the
-        # pixels on the host, which costs more.
+        views = self._encode(encoder, pixels, keys, at_once=self._encodes_all(encoder, pixels, keys))
+        return self._decision(encoder, views, logits)
+
+    def act(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, decision: Decision) -> Correction:
+        """Steps 2 to 4: the moved look of the images that need it, and both answers of these images."""
+        if decision.missing is None:
+            return self._correction(encoder, decision, decision.views)
+        streams = _streams(pixels, 0 if isinstance(keys, bytes) else keys)
+        size = self.moved_look_size(encoder)
+        moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
+        views = torch.cat([decision.views, decision.views[:, :1].expand(-1, 2, -1)], 1)
+        order, count = decision.missing
+        rows = order[: int(count.wait())]
+        if len(rows):
+            if isinstance(keys, bytes):  # hashing on the host is slow: only the images that need it
+                streams = streams.index_copy(0, rows, _streams(pixels.index_select(0, rows), keys))
+            corrected = encoder.make_and_encode(
+                (moved,),
+                *(pixels, streams),
+                max_batch=self.max_batch,
+                then=_Extrapolation(self.alpha, self.blend),
+                given=(decision.views,),
+                rows=rows,
+                share=encoder.token_share(size),
+            )
+            views = views.index_copy(0, rows, corrected)
+        return self._correction(encoder, decision, views)
+
+    def _encodes_all(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed) -> bool:
+        """True if the moved looks of all images are encoded: where that costs less than waiting for the decision.
+
+        A secret is hashed with the pixels on the host, which costs more.
+        """
         in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
-        at_once = not self.lazy or (in_one_graph and not isinstance(keys, bytes))
-        views = self._encode(encoder, pixels, keys, at_once=at_once)
+        return not self.lazy or (in_one_graph and not isinstance(keys, bytes))
+
+    def _decision(self, encoder: Encoder, views: Tensor, logits: Logits | None) -> Decision:
+        """Drift, best classes and branch from the features of :meth:`_encode`."""
         drift = functional.drift(views[:, 0], views[:, 1])
         both = None if logits is None else _logits_of_both(views, logits)
         disagrees = (
@@ -267,47 +309,23 @@ class SecondLook(Defense):
         )
         branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
         # J after the decision: a GPU computes it while the host reads how many images need a moved look.
-        missing = None if at_once else _first_and_count(branch != KEEP)
+        missing = _first_and_count(branch != KEEP) if views.shape[1] == 2 else None
         instability = torch.full_like(drift, torch.nan) if both is None else encoder.similarity.instability(*both)
         return Decision(views, drift, instability, disagrees, branch, missing)
 
-    def act(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, decision: Decision) -> Correction:
-        """Steps 2 to 4: the moved look of the images that need it, and both answers of these images."""
-        size, moved_size = self.look_size(encoder), self.moved_look_size(encoder)
-        share = encoder.token_share(moved_size)
-        passes = 1.0 + encoder.token_share(size)
-        plain, drift, branch = decision.plain, decision.drift, decision.branch
-        if decision.missing is None:
-            opened, blended = decision.views[:, 2:].unbind(1)
-            spent = torch.full_like(drift, passes + share, dtype=torch.float32)
-        else:
-            opened = blended = plain
-            spent = torch.full_like(drift, passes, dtype=torch.float32)
-            streams = _streams(pixels, 0 if isinstance(keys, bytes) else keys)
-            moved = _MovedCopy(self.motion, moved_size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
-            order, count = decision.missing
-            rows = order[: int(count.wait())]
-            if len(rows):
-                if isinstance(keys, bytes):  # hashing on the host is slow: only the images that need it
-                    streams = streams.index_copy(0, rows, _streams(pixels.index_select(0, rows), keys))
-                corrected = encoder.make_and_encode(
-                    (moved,),
-                    *(pixels, streams),
-                    max_batch=self.max_batch,
-                    then=_Extrapolation(self.alpha, self.blend),
-                    given=(decision.views,),
-                    rows=rows,
-                    share=share,
-                )
-                opened, blended = (plain.index_copy(0, rows, each) for each in corrected[:, 2:].unbind(1))
-                spent = spent.index_fill(0, rows, passes + share)
+    def _correction(self, encoder: Encoder, decision: Decision, views: Tensor) -> Correction:
+        """The answers of images whose features of image, look, and steps 3 and 4 are ``views``, ``[B, 4, D]``."""
+        size, branch = self.look_size(encoder), decision.branch
+        plain, _, opened, blended = views.unbind(1)
         closed = torch.where(decision.disagrees[:, None], blended, plain)
+        passes = 1.0 + encoder.token_share(size)
+        passes_of_moved = passes + encoder.token_share(self.moved_look_size(encoder))
         return Correction(
             **vars(decision),
             features=torch.where((branch == CORRECT)[:, None], opened, closed),
             closed=closed,
             opened=opened,
-            passes=spent,
+            passes=torch.where(branch >= (KEEP if decision.missing is None else BLEND), passes_of_moved, passes),
             look_size=size,
         )
 
@@ -386,6 +404,30 @@ class _Extrapolation:
         anchors = functional.anchor(torch.stack([look, moved], 1))
         answers = [functional.extrapolate(plain, anchors, strength) for strength in (self.alpha, self.blend)]
         return torch.stack([plain, look, *answers], 1)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """From the features of all views ``[B, 4, D]`` and of the classes ``[K, D]`` to :func:`_answers`.
+
+    A function of tensors alone, so that it can be a CUDA graph: forty small operations.
+    """
+
+    guard: SecondLook
+    encoder: Encoder
+
+    def __call__(self, views: Tensor, class_features: Tensor) -> tuple[Tensor, ...]:
+        def logits(_: Tensor, features: Tensor) -> Tensor:
+            return self.encoder.similarity.logits(features, class_features.to(features.dtype))
+
+        decision = self.guard._decision(self.encoder, views, logits)
+        out = self.guard._correction(self.encoder, decision, views)
+        return _answers(out, logits(views, out.features))
+
+
+def _answers(out: Correction, logits: Tensor) -> tuple[Tensor, ...]:
+    """What an answer has of a correction: features, logits, passes, drift, J, disagreement and branch."""
+    return out.features, logits, out.passes, out.drift, out.instability, out.disagrees, out.branch
 
 
 def _whole_patches(encoder: Encoder, share: float) -> int | None:
