@@ -44,7 +44,7 @@ def one_graph(setting: Setting) -> Entry:
     """Image and look of a small batch made and encoded by one CUDA graph."""
     before = setting.classifier(setting.load(compile=True))
     after = setting.classifier(setting.load(compile=True))
-    separately = partial(Encoder._compute_views, after.encoder)  # sizes one after the other in both
+    separately = partial(one_by_one, after.encoder)  # sizes one after the other in both
     with (
         replaced(before.encoder, "make_and_encode", before.encoder._encode_each),
         replaced(after.encoder, "_compute_views", separately),
@@ -63,7 +63,7 @@ def packed(setting: Setting) -> Entry:
     before, after = (setting.load(compile=True) for _ in range(2))
 
     def way(encoder: VisionEncoder, batch: int, together: bool) -> Callable[[], object]:
-        compute = encoder._compute_views if together else partial(Encoder._compute_views, encoder)
+        compute = encoder._compute_packed if together else partial(one_by_one, encoder)
         pixels = setting.clean[:batch]
 
         def features(pixels: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def packed(setting: Setting) -> Entry:
         speed[f"batch {batch}"] = setting.turns(ways, batch)
     one, other = (
         torch.stack(compute(views_of(setting.clean[:8])), 1)
-        for compute in (partial(Encoder._compute_views, before), before._compute_views)
+        for compute in (partial(one_by_one, before), before._compute_packed)
     )
     return setting.entry(
         "both sizes in one pass",
@@ -89,6 +89,11 @@ def packed(setting: Setting) -> Entry:
         milliseconds=speed,
         agreement={"smallest_cosine": torch.cosine_similarity(one, other, dim=-1).min().item()},
     )
+
+
+def one_by_one(encoder: Encoder, views: list[Tensor]) -> list[Tensor]:
+    """Features of the views, by one pass after the other."""
+    return [encoder._tower_function(view) for view in views]
 
 
 def views_of(pixels: Tensor) -> list[Tensor]:
@@ -332,7 +337,7 @@ def moving(setting: Setting) -> Entry:
 def one_attention(setting: Setting) -> Entry:
     """Attention of all sizes of a small batch by one kernel."""
     before, after = accelerated_pair(setting)
-    with patch.object(layers, "MOST_PACKED_TOKENS", 0):  # when the graphs of `before` are recorded
+    with patch.object(layers, "_varlen_attention", lambda device: None):  # when the graphs of `before` are recorded
         for batch in setting.batches:
             setting.defended(before, setting.clean[:batch], batch)()
     return compared_defended(
@@ -345,13 +350,13 @@ def one_attention(setting: Setting) -> Entry:
 
 
 def side_by_side(setting: Setting) -> Entry:
-    """Image and look of a large batch on two streams."""
+    """Image and look of a batch of more than 16 images on two streams."""
     before, after = accelerated_pair(setting)
-    before.encoder.backend.side_by_side = Backend().side_by_side  # type: ignore[method-assign]
+    before.encoder._compute_views = before.encoder._compute_packed
     return compared_defended(
         setting,
         "image and look side by side",
-        "Both passes of a large batch on two CUDA streams instead of one after the other: SecondLook.",
+        "Both passes on two CUDA streams of one graph instead of the tokens of both in one matrix: SecondLook.",
         *(before, after),
         batch=setting.batch,
     )

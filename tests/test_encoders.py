@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from react_clip.defenses import second_look
 from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, layers, offline
 from react_clip.encoders.vision import VisionEncoder, VisionTower
-from toys import ToyEncoder, on_a_gpu, patch_encoder, toy_images
+from toys import RecordsOnACPU, ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
 
 def test_transformers_and_open_clip_agree_on_the_same_weights(tiny_folder: Path, open_clip_name: str) -> None:
@@ -355,9 +354,10 @@ def test_an_accelerated_second_look_gives_the_same_answers(compile_tower: bool) 
 
 
 @on_a_gpu
-@pytest.mark.parametrize("limit", [0, layers.MOST_PACKED_TOKENS], ids=["size by size", "one kernel"])
-def test_attention_of_several_sizes_in_half_precision(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MOST_PACKED_TOKENS", limit)
+@pytest.mark.parametrize("one_kernel", [False, True], ids=["size by size", "one kernel"])
+def test_attention_of_several_sizes_in_half_precision(one_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not one_kernel:
+        monkeypatch.setattr(layers, "_varlen_attention", lambda device: None)
     encoder = patch_encoder(torch.float16).cuda().accelerate()
     images = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
     views = [images, images[..., :24, :24].contiguous(), images[1:, :, :20, :20].contiguous()]
@@ -380,27 +380,6 @@ def test_a_defence_on_a_gpu_refuses_pixels_out_of_range(tiny_folder: Path) -> No
             rc.ReACT()(clf, images)
 
 
-class RecordsOnACPU(accelerate.Backend):
-    """Calls functions as a backend with CUDA graphs does, without a GPU."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def __call__(
-        self,
-        function: Callable[..., accelerate.Result],
-        *tensors: torch.Tensor,
-        constants: tuple[torch.Tensor, ...] = (),
-        rows: torch.Tensor | None = None,
-        share: float = 1.0,
-    ) -> accelerate.Result:
-        self.rows.append(len(tensors[0] if rows is None else rows))
-        return super().__call__(function, *tensors, constants=constants, rows=rows)
-
-    def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 @pytest.mark.parametrize("at_once", [0, 16])
 def test_views_of_several_sizes_in_one_pass_give_the_same_features(
@@ -409,17 +388,18 @@ def test_views_of_several_sizes_in_one_pass_give_the_same_features(
     monkeypatch.setattr(second_look, "AT_ONCE", at_once)
     encoder, images = patch_encoder(torch.float64), torch.rand(7, 3, 32, 32, dtype=torch.float64)
     clf = rc.ZeroShotClassifier.from_features(encoder, list("abc"), torch.eye(3, 12, dtype=torch.float64))
-    guard = rc.SecondLook(threshold=threshold, max_batch=4)
+    guard = rc.SecondLook(threshold=threshold)
     plain = guard(clf, images)
-    encoder.backend = backend = RecordsOnACPU()
+    encoder.backend = backend = RecordsOnACPU(max_rows=4)
     for _ in range(2):
         packed = guard(clf, images)
         assert torch.equal(packed.branch, plain.branch)
         assert torch.allclose(packed.features, plain.features, rtol=0, atol=1e-12)
         assert torch.allclose(packed.drift, plain.drift, rtol=0, atol=1e-12)
     moved = int(plain.gated.sum())
-    assert backend.rows[:2] == [4, 3], "the views of an image share a call"
-    assert sum(backend.rows) == 2 * (7 + (7 if at_once else moved)), "the answers of a small batch are a call too"
+    rows = [count for _, count, *_ in backend.calls]
+    assert rows[:2] == [4, 3], "the views of an image share a call"
+    assert sum(rows) == 2 * (7 + (7 if at_once else moved)), "the answers of a small batch are a call too"
     all_views = (
         1.0 + encoder.token_share(guard.look_size(encoder)) + encoder.token_share(guard.moved_look_size(encoder))
     )

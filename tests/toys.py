@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from react_clip import Encoder, ZeroShotClassifier
+from react_clip.accelerate import Backend, Result
 from react_clip.encoders.vision import VisionEncoder, VisionTower
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -34,6 +37,31 @@ class ToyEncoder(Encoder):
         self.encoded += len(normalised)
         self.calls += 1
         return self.tower(normalised)
+
+
+class RecordsOnACPU(Backend):
+    """Calls functions as a backend with CUDA graphs does, without a GPU, and notes what it would record."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.calls: list[tuple[Any, ...]] = []
+        """Function, number of rows and shapes of the arguments."""
+
+    def __call__(
+        self,
+        function: Callable[..., Result],
+        *tensors: Tensor,
+        constants: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None,
+        share: float = 1.0,
+    ) -> Result:
+        count = len(tensors[0] if rows is None else rows)
+        shapes = (*(tensor.shape[1:] for tensor in tensors), *(tensor.shape for tensor in constants))
+        self.calls.append((function, count, *shapes))
+        return super().__call__(function, *tensors, constants=constants, rows=rows)
+
+    def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
+        return True
 
 
 def patch_encoder(dtype: torch.dtype = torch.float32) -> VisionEncoder:

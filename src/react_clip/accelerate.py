@@ -21,8 +21,7 @@ from react_clip import augment, kernels, noise
 from react_clip.kernels import needs_gradients, runs_without_gradients, suit_kernels
 
 MAX_ROWS = 144
-"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves. Of views that are
-smaller than images (``share`` of the work) a batch may have as many more."""
+"""Images in the largest batch that gets a CUDA graph; larger ones keep a GPU busy by themselves."""
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
@@ -47,6 +46,10 @@ class HostCopy:
 
 class Backend:
     """Plain PyTorch."""
+
+    max_rows = 0
+    """Images in the largest batch that runs as a CUDA graph. Of views that are smaller than images (``share`` of the
+    work) a batch may have as many more."""
 
     def __call__(
         self,
@@ -105,7 +108,7 @@ class AcceleratedBackend(Backend):
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pool: Any = None
@@ -158,15 +161,15 @@ class AcceleratedBackend(Backend):
         Functions that call each other become one graph: calls from one that is being recorded are part of it.
         """
         device = tensors[0].device
-        suits = runs_without_gradients(*tensors) and 0 < rows * share <= self._max_rows
+        suits = runs_without_gradients(*tensors) and 0 < rows * share <= self.max_rows
         return suits and (self._recording or torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
 
     def side_by_side(self, functions: Sequence[Callable[[], Tensor]], like: Tensor) -> list[Tensor]:
-        """The same; a GPU computes all but the first on streams of their own.
+        """The same; a GPU computes all but the first on streams of their own, which a graph records as branches.
 
         Kernels of one stream fill the multiprocessors that the last blocks of another stream's kernel leave idle.
         """
-        if self._recording or not runs_without_gradients(like):
+        if not runs_without_gradients(like):
             return super().side_by_side(functions, like)
         main = torch.cuda.current_stream(like.device)
         first, *others = functions
@@ -247,7 +250,7 @@ class AcceleratedBackend(Backend):
         """Memory of these shapes, of the dtypes of the tensors. Batches of all sizes share it: graphs run in turn."""
         buffers = []
         for number, (like, (count, *others)) in enumerate(zip(tensors, shapes, strict=True)):
-            rows = -(-count // self._max_rows) * self._max_rows
+            rows = -(-count // self.max_rows) * self.max_rows
             key = (role, number, like.device, like.dtype, rows, *others)
             if key not in self._buffers:
                 self._buffers[key] = like.new_empty(rows, *others)

@@ -23,7 +23,7 @@ from serve_client import GUARD, LABELS, SECOND_LOOK, as_form, check_error, in_lo
 
 import react_clip as rc
 from react_clip import noise
-from react_clip.accelerate import Backend, HostCopy
+from react_clip.accelerate import HostCopy
 from react_clip.preprocess import to_pixels
 from react_clip.serve import memory
 from react_clip.serve.answers import Answer, Photo
@@ -34,7 +34,7 @@ from react_clip.serve.errors import RequestError
 from react_clip.serve.labels import LabelCache, LabelList
 from react_clip.serve.remote import LoopExecutor
 from react_clip.serve.settings import Settings
-from toys import on_a_gpu, patch_encoder
+from toys import RecordsOnACPU, on_a_gpu, patch_encoder
 
 SECRET = b"some secret bytes"
 
@@ -89,31 +89,10 @@ def test_images_of_different_lists_share_a_batch_and_keep_their_answers(
         assert (answer.diagnostics["gated"], passes(answer)) == (bool(alone.gated[0]), int(alone.passes[0]))
 
 
-class ShapeRecorder(Backend):
-    """Notes what a backend with CUDA graphs would record: a function and the shapes of its arguments."""
-
-    def __init__(self) -> None:
-        self.recorded: set[tuple[Any, ...]] = set()
-
-    def __call__(
-        self,
-        function: Callable[..., torch.Tensor],
-        *tensors: torch.Tensor,
-        rows: torch.Tensor | None = None,
-        share: float = 1.0,
-    ) -> torch.Tensor:
-        count = len(tensors[0] if rows is None else rows)
-        self.recorded.add((function, count, *(tensor.shape[1:] for tensor in tensors)))
-        return super().__call__(function, *tensors, rows=rows)
-
-    def records(self, rows: int, *tensors: torch.Tensor, share: float = 1.0) -> bool:
-        return True
-
-
 def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
     encoder: rc.Encoder, photos: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = ShapeRecorder()
+    backend = RecordsOnACPU(max_rows=144)
     monkeypatch.setattr(encoder, "backend", backend)
     settings = Settings(batch=5, deadline=1e6, constant_work=True)  # as on a GPU
     preset, other = (rc.ZeroShotClassifier(encoder, names) for names in (LABELS, LABELS[::-1]))
@@ -121,7 +100,7 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
     ready = prepared(photos)
     try:
         engine.run(lambda: engine._record_graphs(ready[0])).result()
-        at_start, branches = set(backend.recorded), set()
+        at_start, branches = set(backend.calls), set()
         assert at_start
         for size in range(1, 6):
             for first in range(len(ready) - size + 1):
@@ -131,7 +110,7 @@ def test_no_batch_needs_a_graph_that_the_start_has_not_recorded(
     finally:
         engine.stop()
     assert len(branches) > 1, "batches must differ in the number of images that need more views"
-    assert backend.recorded == at_start
+    assert set(backend.calls) == at_start
 
 
 @on_a_gpu

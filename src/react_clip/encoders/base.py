@@ -175,10 +175,11 @@ class Encoder(nn.Module):
 
         With ``then``, a pure and hashable function, the result is ``then(features, *given)``; rows of ``given`` are
         images too. ``rows`` are the indices of the images to encode, all by default. On an accelerated GPU all of it is
-        one CUDA graph for a small batch; ``share`` is the size of the views as a share of an image's tokens.
+        one CUDA graph, or a few for a large batch; ``share`` is the size of the views as a share of an image's tokens.
         """
         count = tensors[0].shape[0] if rows is None else rows.shape[0]
-        if not self.backend.records(min(count, max_batch), *tensors, *given, share=share):
+        most = min(max_batch, int(self.backend.max_rows / share))
+        if not self.backend.records(min(count, most), *tensors, *given, share=share):
             if rows is not None:
                 tensors, given = (tuple(each.index_select(0, rows) for each in group) for group in (tensors, given))
             return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
@@ -187,10 +188,10 @@ class Encoder(nn.Module):
             self.update_positions(size)
         known = (makers, then, len(tensors))
         compute = self._joint_functions.setdefault(known, partial(self._make_and_compute, *known))
-        if count <= max_batch:
+        if count <= most:
             return self.backend(compute, *tensors, *given, rows=rows, share=share)
         rows = torch.arange(count, device=tensors[0].device) if rows is None else rows
-        parts = torch.split(rows, max_batch)
+        parts = torch.tensor_split(rows, -(-count // most))
         return torch.cat([self.backend(compute, *tensors, *given, rows=part, share=share) for part in parts])
 
     def _encode_each(
@@ -223,7 +224,7 @@ class Encoder(nn.Module):
 
     def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Projected features of views whose sizes differ, in at least fp32; overridden where one pass can do it."""
-        return [self._tower_function(view) for view in views]
+        return self.backend.side_by_side([partial(self._tower_function, view) for view in views], views[0])
 
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""

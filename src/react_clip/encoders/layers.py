@@ -203,10 +203,6 @@ class Projections(nn.ModuleDict):
         return self
 
 
-MOST_PACKED_TOKENS = 10_000
-"""Rows of the largest :class:`Packing` whose attention is one kernel; more are faster size by size on an H200."""
-
-
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Attention of queries ``[B, Q, width]`` to keys and values ``[B, T, width]``."""
     q, k, v = (torch.unflatten(each, -1, (heads, -1)).transpose(1, 2) for each in (queries, keys, values))
@@ -226,7 +222,7 @@ class Packing:
     def of(cls, tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> Self:
         """The packing of these tokens."""
         half = tokens.dtype in (torch.float16, torch.bfloat16)
-        if len(tokens) > MOST_PACKED_TOKENS or not (half and suit_kernels(tokens) and _varlen_attention(tokens.device)):
+        if not (half and suit_kernels(tokens) and _varlen_attention(tokens.device)):
             return cls(shapes, None)
         # Computed on the device: a graph that is being recorded cannot copy numbers from the host.
         lengths = [tokens.new_full((images,), length, dtype=torch.int32) for images, length in shapes]

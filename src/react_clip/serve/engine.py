@@ -104,7 +104,6 @@ class Engine:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
         # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
         self._on_gpu = encoder.device.type == "cuda"
-        self._copying = torch.cuda.Stream(encoder.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         all_passes = settings.constant_work or (isinstance(guard, SecondLook) and self._on_gpu)
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
@@ -353,15 +352,8 @@ class Engine:
         return self._to_device(pixels), self._to_device(keys)
 
     def _to_device(self, pinned: Tensor) -> Tensor:
-        """Values on the model's device. A GPU copies them while it computes the last batch, and nobody waits for it."""
-        if self._copying is None:
-            return pinned.to(self.encoder.device)
-        with torch.cuda.stream(self._copying):
-            values = pinned.to(self.encoder.device, non_blocking=True)
-        computing = torch.cuda.current_stream(self.encoder.device)
-        computing.wait_stream(self._copying)
-        values.record_stream(computing)
-        return values
+        """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
+        return pinned.to(self.encoder.device, non_blocking=True)
 
     @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> HostCopy:
