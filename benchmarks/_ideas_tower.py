@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from react_clip import functional
-from react_clip.accelerate import Backend
+from react_clip.accelerate import AcceleratedBackend, Backend
 from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders import layers
@@ -359,6 +359,26 @@ def side_by_side(setting: Setting) -> Entry:
         "Both passes on two CUDA streams of one graph instead of the tokens of both in one matrix: SecondLook.",
         *(before, after),
         batch=setting.batch,
+    )
+
+
+class GraphsOfTheEncoder(AcceleratedBackend):
+    """CUDA graphs for functions of pixels alone."""
+
+    def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
+        return tensors[0].ndim == 4 and super().records(rows, *tensors, share=share)
+
+
+def comparison(setting: Setting) -> Entry:
+    """Decision and answers of a small batch as a CUDA graph."""
+    before, after = accelerated_pair(setting)
+    before.encoder.backend = GraphsOfTheEncoder()
+    return compared_defended(
+        setting,
+        "graph of the comparison",
+        "One image: decision and answers, forty small operations, as a CUDA graph instead of one by one.",
+        *(before, after),
+        batch=1,
     )
 
 

@@ -51,12 +51,13 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "both sizes in one pass": (
         True,
-        "in the same graph: one image does not keep a GPU busy, so the look's tokens cost little beside it; large "
-        "batches gain 1 % and take two passes",
+        "in the same graph, for at most 16 images: one image does not keep a GPU busy, so the look's tokens cost little "
+        "beside it; larger batches are faster side by side",
     ),
     "graph of the comparison": (
-        False,
-        "the host launches these operations while the GPU is still encoding, so hardly anything is gained",
+        True,
+        "with `load(..., compile=True)`, for at most 16 images: since the GPU encodes an image in less than a "
+        "millisecond, the host launches these operations too slowly one by one",
     ),
     "patches by a matrix product": (
         True,
@@ -108,13 +109,14 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "attention of all sizes by one kernel": (
         True,
-        "in the offline tower with `load(..., compile=True)` and in the service, in 16 bits, for up to 24 images with "
-        "three views; larger batches are up to 2 % faster size by size; needs PyTorch 2.10",
+        "in the offline tower with `load(..., compile=True)` and in the service, in 16 bits, for at most 16 images; "
+        "needs PyTorch 2.10",
     ),
     "image and look side by side": (
         True,
-        "with `load(..., compile=True)` for more than 144 images: one pass fills the multiprocessors that the last "
-        "blocks of the other's kernels leave idle; the same bits",
+        "with `load(..., compile=True)` and in the service, for more than 16 images: one pass fills the "
+        "multiprocessors that the last blocks of the other's kernels leave idle; each view has the bits of a pass of "
+        "its own",
     ),
     "class token alone in the last block": (
         True,
@@ -135,6 +137,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "decoding": cpu.decoding,
     "keyed-hash": cpu.keyed_hash,
     "one-graph": tower.one_graph,
+    "comparison": tower.comparison,
     "packed": tower.packed,
     "patches": tower.patches,
     "activation": tower.activation,
