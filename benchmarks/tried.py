@@ -51,8 +51,8 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "both sizes in one pass": (
         True,
-        "in the same graph, for at most 16 images: one image does not keep a GPU busy, so the look's tokens cost little "
-        "beside it; larger batches are faster side by side",
+        "in the same graph, for at most 16 images: one image does not keep a GPU busy, so the look's tokens cost "
+        "little beside it; larger batches are faster side by side",
     ),
     "graph of the comparison": (
         True,
