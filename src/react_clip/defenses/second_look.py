@@ -13,7 +13,7 @@ photo keeps its feature in them.
 
 Most clean photos end at step 1, after one pass and a look that costs two thirds of one. Without classes there is no
 best class: the distance decides alone. An accelerated GPU (``load(..., compile=True)``) encodes all three views of up
-to 16 images at once, which takes less time than waiting for the decision.
+to 16 images at once, which takes less time than waiting for the decision; decision and answers are one graph then.
 
 Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), which gates on the distance to a low-pass copy, and AGC
 (:mod:`react_clip.defenses.agc`), which moves the feature through the mean of views.
@@ -227,7 +227,7 @@ class SecondLook(Defense):
             keys = seed if isinstance(seed, bytes) else int(seed)  # NumPy's integers are no int
             answers: tuple[Tensor, ...]
             if self._encodes_all(encoder, pixels, keys):
-                check.start()
+                check.start()  # first, so that its result is there while a GPU still encodes
                 views = self._encode(encoder, pixels, keys, at_once=True)
                 answers = encoder.backend(_Answers(self, encoder), views, constants=(clf.class_features,))
             else:
@@ -274,6 +274,7 @@ class SecondLook(Defense):
         streams = _streams(pixels, 0 if isinstance(keys, bytes) else keys)
         size = self.moved_look_size(encoder)
         moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
+        # Images without a moved look keep their feature in both answers.
         views = torch.cat([decision.views, decision.views[:, :1].expand(-1, 2, -1)], 1)
         order, count = decision.missing
         rows = order[: int(count.wait())]
@@ -410,7 +411,7 @@ class _Extrapolation:
 class _Answers:
     """From the features of all views ``[B, 4, D]`` and of the classes ``[K, D]`` to :func:`_answers`.
 
-    A function of tensors alone, so that it can be a CUDA graph: forty small operations.
+    It depends on tensors alone, so these forty small operations can be one CUDA graph.
     """
 
     guard: SecondLook
