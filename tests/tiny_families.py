@@ -40,7 +40,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 _OPEN_CLIP_TEXT = {"context_length": 77, "vocab_size": 49408, "width": WIDTH, "heads": 2, "layers": 1}
 OPEN_CLIP: dict[str, dict[str, Any]] = {
-    "sigmoid": {"timm_model_name": "vit_pwee_patch16_reg1_gap_256", "timm_pool": "", "timm_proj": "linear"},
+    "sigmoid": {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"},
     "eva": {"timm_model_name": "eva02_tiny_patch14_224", "timm_pool": "token", "timm_proj": "linear"},
     "convnext": {"timm_model_name": "convnext_atto", "timm_pool": "", "timm_proj": "linear"},
     "mobileclip": {"timm_model_name": "fastvit_t8", "timm_pool": "avg", "timm_proj": "linear"},
@@ -102,7 +102,7 @@ def write_open_clip(folder: Path, family: str) -> str:
     import open_clip
 
     name = f"tiny-{family}"
-    size = {"eva": 224, "sigmoid": 256}.get(family, SIZE)
+    size = {"eva": 224, "sigmoid": 160}.get(family, SIZE)
     config: dict[str, Any] = {"embed_dim": WIDTH, "vision_cfg": {"image_size": size, **OPEN_CLIP[family]}}
     config["text_cfg"] = _OPEN_CLIP_TEXT
     if family == "sigmoid":
