@@ -28,11 +28,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from react_clip import functional, noise
-from react_clip.accelerate import Backend, HostCopy
+from react_clip import functional
+from react_clip.accelerate import HostCopy
 from react_clip.augment import Motion
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defended, Defense, answer
+from react_clip.defenses.looks import LOOK, MOVED_LOOK, Extrapolation, MovedCopy, SmallerCopy, streams_of, the_image
 from react_clip.defenses.react import Logits, logits_of
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from react_clip.defenses.look_calibration import LookCalibration, Photos
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-
-LOOK, MOVED_LOOK = range(2)
-"""Branches of an image's random stream: the motion of the look (for encoders that take one size only, whose look is a
-moved view), and the motion of the moved look."""
 
 BRANCHES = ("keep", "blend", "correct")
 """Names of the branches: steps 1, 4 and 3."""
@@ -104,8 +101,6 @@ class Correction(Decision):
     """Unit features of the answer if every image counts as attacked; with ``lazy`` only those of attacked images."""
     passes: Tensor
     """Encoder passes; a look counts as its share of the tokens of a whole image."""
-    look_size: int
-    """Side of the look in pixels; that of the image where it is a moved view."""
 
     @property
     def score(self) -> Tensor:
@@ -231,7 +226,8 @@ class SecondLook(Defense):
                 views = self._encode(encoder, pixels, keys, at_once=True)
                 answers = encoder.backend(_Answers(self, encoder), views, constants=(clf.class_features,))
             else:
-                decision = self.decide(encoder, pixels, keys, logits_of(clf))
+                views = self._encode(encoder, pixels, keys, at_once=False)
+                decision = self.decide(encoder, views, logits_of(clf))
                 check.start()  # a GPU does it while the host learns the decision
                 out = self.act(encoder, pixels, keys, decision)
                 answers = _answers(out, clf.logits(out.features))
@@ -260,35 +256,46 @@ class SecondLook(Defense):
                 only the streams of images that need them are computed.
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
         """
-        return self.act(encoder, pixels, keys, self.decide(encoder, pixels, keys, logits))
-
-    def decide(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, logits: Logits | None = None) -> Decision:
-        """Step 1, without waiting for a GPU; arguments as in :meth:`correct`."""
         views = self._encode(encoder, pixels, keys, at_once=self._encodes_all(encoder, pixels, keys))
-        return self._decision(encoder, views, logits)
+        return self.act(encoder, pixels, keys, self.decide(encoder, views, logits))
+
+    def decide(self, encoder: Encoder, views: Tensor, logits: Logits | None) -> Decision:
+        """The branch of each image, from the features ``views`` of step 1; it does not wait for a GPU.
+
+        ``views`` are those of image and look ``[B, 2, D]``, or all of :attr:`Decision.views`.
+        """
+        drift = functional.drift(views[:, 0], views[:, 1])
+        both = None if logits is None else _logits_of_both(views, logits)
+        disagrees = (
+            torch.zeros_like(drift, dtype=torch.bool) if both is None else both[0].argmax(-1) != both[1].argmax(-1)
+        )
+        branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
+        # J after the decision: a GPU computes it while the host reads how many images need a moved look.
+        missing = _first_and_count(branch != KEEP) if views.shape[1] == 2 else None
+        instability = torch.full_like(drift, torch.nan) if both is None else encoder.similarity.instability(*both)
+        return Decision(views, drift, instability, disagrees, branch, missing)
 
     def act(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, decision: Decision) -> Correction:
         """Steps 2 to 4: the moved look of the images that need it, and both answers of these images."""
         if decision.missing is None:
             return self._correction(encoder, decision, decision.views)
-        streams = _streams(pixels, 0 if isinstance(keys, bytes) else keys)
-        size = self.moved_look_size(encoder)
-        moved = _MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
+        streams = streams_of(pixels, 0 if isinstance(keys, bytes) else keys)
+        moved = self._moved_look(encoder, keys)
         # Images without a moved look keep their feature in both answers.
         views = torch.cat([decision.views, decision.views[:, :1].expand(-1, 2, -1)], 1)
         order, count = decision.missing
         rows = order[: int(count.wait())]
         if len(rows):
             if isinstance(keys, bytes):  # hashing on the host is slow: only the images that need it
-                streams = streams.index_copy(0, rows, _streams(pixels.index_select(0, rows), keys))
+                streams = streams.index_copy(0, rows, streams_of(pixels.index_select(0, rows), keys))
             corrected = encoder.make_and_encode(
                 (moved,),
                 *(pixels, streams),
                 max_batch=self.max_batch,
-                then=_Extrapolation(self.alpha, self.blend),
+                then=Extrapolation(self.alpha, self.blend),
                 given=(decision.views,),
                 rows=rows,
-                share=encoder.token_share(size),
+                share=encoder.token_share(moved.size),
             )
             views = views.index_copy(0, rows, corrected)
         return self._correction(encoder, decision, views)
@@ -301,47 +308,39 @@ class SecondLook(Defense):
         in_one_graph = len(pixels) <= AT_ONCE and encoder.backend.records(len(pixels), pixels)
         return not self.lazy or (in_one_graph and not isinstance(keys, bytes))
 
-    def _decision(self, encoder: Encoder, views: Tensor, logits: Logits | None) -> Decision:
-        """Drift, best classes and branch from the features of :meth:`_encode`."""
-        drift = functional.drift(views[:, 0], views[:, 1])
-        both = None if logits is None else _logits_of_both(views, logits)
-        disagrees = (
-            torch.zeros_like(drift, dtype=torch.bool) if both is None else both[0].argmax(-1) != both[1].argmax(-1)
-        )
-        branch = torch.where(drift >= self.threshold, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
-        # J after the decision: a GPU computes it while the host reads how many images need a moved look.
-        missing = _first_and_count(branch != KEEP) if views.shape[1] == 2 else None
-        instability = torch.full_like(drift, torch.nan) if both is None else encoder.similarity.instability(*both)
-        return Decision(views, drift, instability, disagrees, branch, missing)
-
     def _correction(self, encoder: Encoder, decision: Decision, views: Tensor) -> Correction:
         """The answers of images whose features of image, look, and steps 3 and 4 are ``views``, ``[B, 4, D]``."""
-        size, branch = self.look_size(encoder), decision.branch
+        branch = decision.branch
         plain, _, opened, blended = views.unbind(1)
         closed = torch.where(decision.disagrees[:, None], blended, plain)
-        passes = 1.0 + encoder.token_share(size)
-        passes_of_moved = passes + encoder.token_share(self.moved_look_size(encoder))
+        has_moved_look = torch.ones_like(decision.disagrees) if decision.missing is None else branch != KEEP
+        two = 1.0 + encoder.token_share(self.look_size(encoder))
+        three = two + encoder.token_share(self.moved_look_size(encoder))
         return Correction(
             **vars(decision),
             features=torch.where((branch == CORRECT)[:, None], opened, closed),
             closed=closed,
             opened=opened,
-            passes=torch.where(branch >= (KEEP if decision.missing is None else BLEND), passes_of_moved, passes),
-            look_size=size,
+            passes=torch.where(has_moved_look, three, two),
         )
 
     def _encode(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed, *, at_once: bool) -> Tensor:
         """Features of image and look ``[B, 2, D]``; ``at_once`` adds those of steps 3 and 4, ``[B, 4, D]``."""
-        size, hashes = self.look_size(encoder), isinstance(keys, int)
+        size, backend = self.look_size(encoder), encoder.backend
         smaller = size < encoder.image_size
-        backend = encoder.backend
-        look = _SmallerCopy(size, backend) if smaller else _MovedCopy(self.motion, size, LOOK, hashes, backend)
-        tensors = (pixels,) if smaller and not at_once else (pixels, _streams(pixels, keys))
+        hashes = isinstance(keys, int)
+        look = SmallerCopy(size, backend) if smaller else MovedCopy(self.motion, size, LOOK, hashes, backend)
+        tensors = (pixels,) if smaller and not at_once else (pixels, streams_of(pixels, keys))
         if not at_once:
-            return encoder.make_and_encode((_the_image, look), *tensors, max_batch=self.max_batch)
-        moved = _MovedCopy(self.motion, self.moved_look_size(encoder), MOVED_LOOK, hashes, backend)
-        then = _Extrapolation(self.alpha, self.blend)
-        return encoder.make_and_encode((_the_image, look, moved), *tensors, max_batch=self.max_batch, then=then)
+            return encoder.make_and_encode((the_image, look), *tensors, max_batch=self.max_batch)
+        views = (the_image, look, self._moved_look(encoder, keys))
+        then = Extrapolation(self.alpha, self.blend)
+        return encoder.make_and_encode(views, *tensors, max_batch=self.max_batch, then=then)
+
+    def _moved_look(self, encoder: Encoder, keys: Tensor | Seed) -> MovedCopy:
+        """The function that makes the moved look."""
+        size = self.moved_look_size(encoder)
+        return MovedCopy(self.motion, size, MOVED_LOOK, isinstance(keys, int), encoder.backend)
 
 
 def _first_and_count(mask: Tensor) -> tuple[Tensor, HostCopy]:
@@ -350,66 +349,9 @@ def _first_and_count(mask: Tensor) -> tuple[Tensor, HostCopy]:
     return mask.argsort(descending=True, stable=True), count
 
 
-def _streams(pixels: Tensor, keys: Tensor | Seed) -> Tensor:
-    """Random streams ``[B]``; of a seed that is a number, the seeds that :class:`_MovedCopy` hashes with the pixels."""
-    if isinstance(keys, int):
-        return noise.seeds_like(pixels, keys)
-    return noise.stream_keys(pixels, keys) if isinstance(keys, bytes) else keys
-
-
-def _the_image(pixels: Tensor, *_: Tensor) -> Tensor:
-    return pixels
-
-
-@dataclass(frozen=True)
-class _SmallerCopy:
-    """Makes copies of images, resized to ``size`` pixels a side."""
-
-    size: int
-    backend: Backend
-
-    def __call__(self, pixels: Tensor, *_: Tensor) -> Tensor:
-        return self.backend.smaller_copy(pixels, self.size)
-
-
-@dataclass(frozen=True)
-class _MovedCopy:
-    """Moves images ``[B, 3, S, S]`` by a branch of their streams ``[B]`` and resizes them to ``size`` pixels a side.
-
-    With ``hashes`` it gets seeds instead of streams.
-    """
-
-    motion: Motion
-    size: int
-    branch: int
-    hashes: bool
-    backend: Backend
-
-    def __call__(self, pixels: Tensor, streams: Tensor) -> Tensor:
-        moved = self.backend.moved(self.motion, pixels, streams, self.branch, hashes=self.hashes)
-        return self.backend.smaller_copy(moved, self.size)
-
-
-@dataclass(frozen=True)
-class _Extrapolation:
-    """From features of image, look and moved look ``[B, 3, D]`` to image, look, and answers with alpha and beta.
-
-    Features that are known already are ``given``: image and look ``[B, 2, D]``.
-    """
-
-    alpha: float
-    blend: float
-
-    def __call__(self, features: Tensor, given: Tensor | None = None) -> Tensor:
-        plain, look, moved = (features if given is None else torch.cat([given, features], 1)).unbind(1)
-        anchors = functional.anchor(torch.stack([look, moved], 1))
-        answers = [functional.extrapolate(plain, anchors, strength) for strength in (self.alpha, self.blend)]
-        return torch.stack([plain, look, *answers], 1)
-
-
 @dataclass(frozen=True)
 class _Answers:
-    """From the features of all views ``[B, 4, D]`` and of the classes ``[K, D]`` to :func:`_answers`.
+    """A function from ``Decision.views`` ``[B, 4, D]`` and class features ``[K, D]`` to the result of :func:`_answers`.
 
     It depends on tensors alone, so these forty small operations can be one CUDA graph.
     """
@@ -421,13 +363,13 @@ class _Answers:
         def logits(_: Tensor, features: Tensor) -> Tensor:
             return self.encoder.similarity.logits(features, class_features.to(features.dtype))
 
-        decision = self.guard._decision(self.encoder, views, logits)
+        decision = self.guard.decide(self.encoder, views, logits)
         out = self.guard._correction(self.encoder, decision, views)
         return _answers(out, logits(views, out.features))
 
 
 def _answers(out: Correction, logits: Tensor) -> tuple[Tensor, ...]:
-    """What an answer has of a correction: features, logits, passes, drift, J, disagreement and branch."""
+    """Features ``[B, D]``, logits ``[B, K]``, and ``[B]`` each: passes, drift, J, mask of disagreements, branch."""
     return out.features, logits, out.passes, out.drift, out.instability, out.disagrees, out.branch
 
 
