@@ -531,8 +531,8 @@ def _share_above(drift: Tensor, clean: Tensor) -> float:
 
 def forward_to(tower: Any, depth: int, normalised: Tensor, positions: Tensor) -> Tensor:
     """The tower without the layers after ``depth``."""
-    tokens = tower.vision_model["pre_layrnorm"](tower.vision_model["embeddings"](normalised, positions))
-    update = None
+    tokens, update = tower._embed(normalised, positions), None
     for block in tower.vision_model["encoder"]["layers"][:depth]:
         tokens, update = block(tokens, update)
-    return tower.visual_projection(tower.vision_model["post_layernorm"]((tokens + update)[:, 0]))  # type: ignore[no-any-return]
+    _, features = tower.vision_model["post_layernorm"](tokens[:, 0], update[:, 0])
+    return tower.visual_projection(features)  # type: ignore[no-any-return]

@@ -148,10 +148,11 @@ def test_the_normalisation_kernel_agrees(dtype: torch.dtype) -> None:
             parameter.copy_(normal(width, seed=seed).cpu())
         norm.to(DEVICE, dtype)
         tokens, update = (normal(2, rows, width, seed=3) * 3.0 + 1.0).to(dtype)
-        total, normalised = norm(tokens, update)
-        fused_total, fused = norm._fused(tokens, update)
-        assert torch.equal(total, fused_total)
-        assert torch.allclose(normalised, fused, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+        for images, added in ((tokens, update), (tokens.expand(3, -1, -1).contiguous(), update), (tokens, None)):
+            total, normalised = norm(images, added)
+            fused_total, fused = norm._fused(images, added)
+            assert torch.equal(total, fused_total)
+            assert torch.allclose(normalised, fused, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("source", ["offline", "transformers"])

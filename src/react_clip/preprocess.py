@@ -225,7 +225,7 @@ def to_8bit(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAU
 def from_8bit(pixels: Tensor) -> Tensor:
     """Float pixels in [0, 1] of uint8 pixels, bit by bit the same on every device: random numbers depend on them."""
     # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
-    return pixels.float().div_(torch.full((), 255.0, device=pixels.device))
+    return pixels / torch.full((), 255.0, dtype=torch.float32, device=pixels.device)
 
 
 def as_pixels(images: Images, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:

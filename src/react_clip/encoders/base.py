@@ -406,8 +406,8 @@ def interpolate_positions(positions: Tensor, side: int) -> Tensor:
     return torch.cat([first, planes[0].flatten(1).T.to(positions.dtype)])
 
 
-def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tensor, positions: Tensor) -> Tensor:
-    """Tokens ``[B, 1 + patches, width]`` of normalised pixels: the class token and the patches, positions added.
+def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tensor) -> Tensor:
+    """Tokens ``[B, 1 + patches, width]`` of normalised pixels: the class token and the patches, without positions.
 
     Patches do not overlap, so the convolution is one matrix product, which a GPU computes faster.
     """
@@ -417,7 +417,7 @@ def embed_patches(normalised: Tensor, patches: nn.Conv2d, class_embedding: Tenso
     grid = normalised.reshape(images, channels, rows, side, rows, side).permute(0, 2, 4, 1, 3, 5)
     tokens = F.linear(grid.flatten(3).flatten(1, 2), patches.weight.flatten(1), patches.bias)
     first = class_embedding.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
-    return torch.cat([first, tokens], 1) + positions.to(tokens.dtype)
+    return torch.cat([first, tokens], 1)
 
 
 def read_similarity(model: Any) -> functional.Similarity:

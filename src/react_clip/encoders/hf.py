@@ -63,8 +63,9 @@ class HFEncoder(Encoder):
         model: Any = self.tower
         vision = model.vision_model
         embeddings = vision.embeddings
-        tokens = embed_patches(normalised, embeddings.patch_embedding, embeddings.class_embedding, positions)
-        hidden = vision.encoder(inputs_embeds=vision.pre_layrnorm(tokens)).last_hidden_state
+        tokens = embed_patches(normalised, embeddings.patch_embedding, embeddings.class_embedding)
+        tokens = vision.pre_layrnorm(tokens + positions.to(tokens.dtype))
+        hidden = vision.encoder(inputs_embeds=tokens).last_hidden_state
         features: Tensor = model.visual_projection(vision.post_layernorm(hidden[:, 0]))
         return features
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -224,9 +225,7 @@ class Packing:
         half = tokens.dtype in (torch.float16, torch.bfloat16)
         if not (half and suit_kernels(tokens) and _varlen_attention(tokens.device)):
             return cls(shapes, None)
-        # Computed on the device: a graph that is being recorded cannot copy numbers from the host.
-        lengths = [tokens.new_full((images,), length, dtype=torch.int32) for images, length in shapes]
-        return cls(shapes, F.pad(torch.cat(lengths).cumsum(0, dtype=torch.int32), (1, 0)))
+        return cls(shapes, _starts(tuple(shapes), tokens.device))
 
     def first_tokens(self, tokens: Tensor) -> Tensor:
         """The first token of each image, ``[images, width]``."""
@@ -247,6 +246,14 @@ class Packing:
         of_queries = [(images, 1) for images, _ in self.shapes] if first_only else self.shapes
         parts = zip(_unpack(queries, of_queries), _unpack(keys, self.shapes), _unpack(values, self.shapes), strict=True)
         return torch.cat([attend(q, k, v, heads).flatten(0, 1) for q, k, v in parts])
+
+
+@cache
+def _starts(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """:attr:`Packing.starts`, made once and kept: CUDA graphs hold its address."""
+    lengths = [0] + [length for images, length in shapes for _ in range(images)]
+    with torch.inference_mode(False):
+        return torch.tensor(list(accumulate(lengths)), dtype=torch.int32, device=device)
 
 
 def _unpack(tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -280,48 +287,53 @@ class AddNorm(nn.Module):
         self.fused = False
 
     def forward(self, tokens: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum and its normalisation; without an update the tokens and theirs."""
-        if update is not None and self._suits(tokens, update):
+        """The sum and its normalisation; without an update the tokens and theirs.
+
+        The update has the shape of the tokens, or is the same for all images: ``[T, width]``.
+        """
+        if self._suits(tokens) and (update is None or self._suits(update)):
             return self._fused(tokens, update)
         tokens = tokens if update is None else tokens + update
         return tokens, nn.functional.layer_norm(tokens, self.weight.shape, self.weight, self.bias, self.EPS)
 
-    def _suits(self, *tensors: Tensor) -> bool:
-        """True if the kernel takes these tensors."""
+    def _suits(self, tensor: Tensor) -> bool:
+        """True if the kernel takes this tensor."""
         half = self.weight.dtype in (torch.float16, torch.bfloat16)
-        alike = all(tensor.dtype == self.weight.dtype for tensor in tensors)
-        return self.fused and half and alike and suit_kernels(*tensors)
+        return self.fused and half and tensor.dtype == self.weight.dtype and suit_kernels(tensor)
 
-    def _fused(self, tokens: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        total, normalised, width = torch.empty_like(tokens), torch.empty_like(tokens), len(self.weight)
+    def _fused(self, tokens: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, normalised = tokens if update is None else torch.empty_like(tokens), torch.empty_like(tokens)
+        width, rows = len(self.weight), 1 if update is None else update.numel() // len(self.weight)
         tensors = tokens, update, self.weight, self.bias, total, normalised
         with device_of(tokens):
             block = 1 << (width - 1).bit_length()
-            _add_norm_kernel()[(tokens.numel() // width,)](*tensors, width, self.EPS, BLOCK=block)
+            _add_norm_kernel()[(tokens.numel() // width,)](*tensors, width, rows, self.EPS, BLOCK=block)
         return total, normalised
 
 
 @cache
 def _add_norm_kernel() -> Any:
-    """The kernel for row ``program_id(0)``."""
+    """The kernel for row ``program_id(0)``; an update has ``rows`` rows, which are added again and again."""
     import triton
     import triton.language as tl
 
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def kernel(tokens, update, weight, bias, total, normalised, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        start = tl.program_id(0).to(tl.int64) * width
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
+    def kernel(tokens, update, weight, bias, total, normalised, width, rows, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        start = row * width
         column = tl.arange(0, BLOCK)
         inside = column < width
-        old = tl.load(tokens + start + column, mask=inside, other=0.0)
-        new = tl.load(update + start + column, mask=inside, other=0.0)
-        rounded = (old.to(tl.float32) + new.to(tl.float32)).to(old.dtype)
-        tl.store(total + start + column, rounded, mask=inside)
-        values = rounded.to(tl.float32)
+        stored = tl.load(tokens + start + column, mask=inside, other=0.0)
+        if update is not None:
+            new = tl.load(update + row % rows * width + column, mask=inside, other=0.0)
+            stored = (stored.to(tl.float32) + new.to(tl.float32)).to(stored.dtype)
+            tl.store(total + start + column, stored, mask=inside)
+        values = stored.to(tl.float32)
         centred = tl.where(inside, values - tl.sum(values, 0) / width, 0.0)
         scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         result = centred * scale * gain + shift
-        tl.store(normalised + start + column, result.to(old.dtype), mask=inside)
+        tl.store(normalised + start + column, result.to(stored.dtype), mask=inside)
 
     return kernel

@@ -46,8 +46,8 @@ class OpenCLIPEncoder(Encoder):
     def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
         model: Any = self.tower
         visual = model.visual
-        tokens = embed_patches(normalised, visual.conv1, visual.class_embedding, positions)
-        hidden = visual.transformer(visual.ln_pre(tokens))
+        tokens = embed_patches(normalised, visual.conv1, visual.class_embedding)
+        hidden = visual.transformer(visual.ln_pre(tokens + positions.to(tokens.dtype)))
         features: Tensor = visual.ln_post(hidden[:, 0]) @ visual.proj
         return features
 

@@ -52,9 +52,9 @@ class VisionTower(nn.Module):
         blocks = nn.ModuleList(_Block(width, hidden, heads) for _ in range(layers))
         parts: dict[str, nn.Module] = {
             "embeddings": _Embeddings(width, size, patch),
-            "pre_layrnorm": nn.LayerNorm(width),  # the published spelling
+            "pre_layrnorm": AddNorm(width),  # the published spelling
             "encoder": nn.ModuleDict({"layers": blocks}),
-            "post_layernorm": nn.LayerNorm(width),
+            "post_layernorm": AddNorm(width),
         }
         self.vision_model = nn.ModuleDict(parts)
         self.visual_projection = nn.Linear(width, dim, bias=False)
@@ -68,20 +68,23 @@ class VisionTower(nn.Module):
 
     def forward(self, normalised: Tensor, positions: Tensor | None = None) -> Tensor:
         """Features of the class token; images of another size need position embeddings of that size."""
-        model = self.vision_model
-        tokens: Tensor = model["pre_layrnorm"](model["embeddings"](normalised, positions))
-        return self._features(tokens)[:, 0]
+        return self._features(self._embed(normalised, positions))[:, 0]
 
     def packed(self, images: Sequence[Tensor], positions: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`forward` of images of several sizes, with the tokens of all of them in one matrix ``[tokens, width]``.
 
         A small batch of two sizes takes a GPU little longer than one size.
         """
-        model = self.vision_model
-        grids = [model["embeddings"](each, table) for each, table in zip(images, positions, strict=True)]
+        grids = [self._embed(each, table) for each, table in zip(images, positions, strict=True)]
         shapes = [(grid.shape[0], grid.shape[1]) for grid in grids]
-        tokens: Tensor = model["pre_layrnorm"](torch.cat([grid.flatten(0, 1) for grid in grids]))
+        tokens = torch.cat([grid.flatten(0, 1) for grid in grids])
         return list(torch.split(self._features(tokens, Packing.of(tokens, shapes)), [count for count, _ in shapes]))
+
+    def _embed(self, normalised: Tensor, positions: Tensor | None) -> Tensor:
+        """Tokens ``[B, 1 + patches, width]`` before the first block."""
+        tokens: Tensor
+        _, tokens = self.vision_model["pre_layrnorm"](*self.vision_model["embeddings"](normalised, positions))
+        return tokens
 
     def _features(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         """Features of the class tokens, ``[B, 1, dim]``, or of packed tokens ``[images, dim]``."""
@@ -90,12 +93,13 @@ class VisionTower(nn.Module):
         for block in blocks:
             tokens, update = block(tokens, update, packing)
         tokens, update = last(tokens, update, packing, first_only=True)
-        features: Tensor = self.visual_projection(self.vision_model["post_layernorm"](tokens + update))
+        _, normalised = self.vision_model["post_layernorm"](tokens, update)
+        features: Tensor = self.visual_projection(normalised)
         return features
 
 
 class _Embeddings(nn.Module):
-    """Patches and the class token ``[B, 1 + patches, width]``, with positions added."""
+    """The class token and patches ``[B, 1 + patches, width]``, and the positions to add, ``[1 + patches, width]``."""
 
     def __init__(self, width: int, size: int, patch: int) -> None:
         super().__init__()
@@ -105,9 +109,10 @@ class _Embeddings(nn.Module):
         positions = torch.empty(1 + (size // patch) ** 2, width)
         self.position_embedding = nn.Embedding.from_pretrained(positions, freeze=False)  # type: ignore[no-untyped-call]
 
-    def forward(self, normalised: Tensor, positions: Tensor | None) -> Tensor:
+    def forward(self, normalised: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         positions = self.position_embedding.weight if positions is None else positions
-        return embed_patches(normalised, self.patch_embedding, self.class_embedding, positions)
+        tokens = embed_patches(normalised, self.patch_embedding, self.class_embedding)
+        return tokens, positions.to(tokens.dtype)
 
 
 class QuickGELU(nn.Module):
