@@ -256,16 +256,8 @@ class SecondLook(Defense):
                 only the streams of images that need them are computed.
             logits: the logits of rows over their own classes; without it no best classes are compared and J is NaN.
         """
-        views = self.encode(encoder, pixels, keys)
+        views = self._encode(encoder, pixels, keys, at_once=self._encodes_all(encoder, pixels, keys))
         return self.act(encoder, pixels, keys, self.decide(encoder, views, logits))
-
-    def encode(self, encoder: Encoder, pixels: Tensor, keys: Tensor | Seed) -> Tensor:
-        """The features that :meth:`decide` takes; with ``lazy=False`` those that :meth:`correct_views` takes."""
-        return self._encode(encoder, pixels, keys, at_once=self._encodes_all(encoder, pixels, keys))
-
-    def correct_views(self, encoder: Encoder, views: Tensor, logits: Logits | None = None) -> Correction:
-        """:meth:`correct` from the features of image, look, and steps 3 and 4, ``[B, 4, D]``, without another pass."""
-        return self._correction(encoder, self.decide(encoder, views, logits), views)
 
     def decide(self, encoder: Encoder, views: Tensor, logits: Logits | None) -> Decision:
         """The branch of each image, from the features ``views`` of step 1; it does not wait for a GPU.
@@ -371,7 +363,8 @@ class _Answers:
         def logits(_: Tensor, features: Tensor) -> Tensor:
             return self.encoder.similarity.logits(features, class_features.to(features.dtype))
 
-        out = self.guard.correct_views(self.encoder, views, logits)
+        decision = self.guard.decide(self.encoder, views, logits)
+        out = self.guard._correction(self.encoder, decision, views)
         return _answers(out, logits(views, out.features))
 
 

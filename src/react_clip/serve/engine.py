@@ -120,6 +120,7 @@ class Engine:
         self._changed = threading.Condition()
         self._task_slots = threading.Semaphore(_MAX_TASKS)
         self._thread: Executor = ThreadPoolExecutor(1, "react-clip-engine")
+        self._preset_rows = partial(self._rows, logits_of(preset))
         self._scheduled = self._polls = False
         self._computing: deque[_Batch] = deque()
         self._batch_seconds: dict[int, float] = {}
@@ -337,22 +338,22 @@ class Engine:
         """Compute batches of every size, so that no request waits for a new CUDA graph."""
         for size in range(min(self._largest_batch, MAX_ROWS), 0, -1):  # large ones first: small ones fit their memory
             batch = [_QueuedImage(photo, self.preset, all_views=True)] * size
+            pixels, keys = self._inputs(batch)
+            # Other label lists than the preset need the graphs of the passes alone. With ReACT the number of images
+            # that need more views is as random as the size of a batch.
+            self.guard.replace(lazy=False).correct(self.encoder, from_8bit(pixels), keys, logits_of(self.preset))
             if isinstance(self.guard, SecondLook):
                 self._compute(batch)
-            else:  # the number of images that need more views is as random as the size of a batch
-                all_passes, (pixels, keys) = self.guard.replace(lazy=False), self._inputs(batch)
-                all_passes.correct(self.encoder, pixels, keys, logits_of(self.preset))
 
     def _inputs(self, batch: list[_QueuedImage]) -> tuple[Tensor, Tensor]:
-        """Pixels ``[B, 3, S, S]`` in [0, 1] and keys ``[B]`` of a batch."""
+        """Pixels ``[B, 3, S, S]`` and keys ``[B]`` of a batch."""
         images = [image.photo.pixels for image in batch]
         if any(image.is_floating_point() for image in images):  # of the demo
             images = [to_float(image) for image in images]
         pixels = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype, pin_memory=self._on_gpu)
         torch.stack(images, out=pixels)
         keys = torch.tensor([image.photo.key for image in batch], pin_memory=self._on_gpu)
-        pixels = self._to_device(pixels)
-        return from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels, self._to_device(keys)
+        return self._to_device(pixels), self._to_device(keys)
 
     def _to_device(self, pinned: Tensor) -> Tensor:
         """Values on the model's device. A GPU copies them after what it was given before, and nobody waits for that."""
@@ -361,33 +362,25 @@ class Engine:
     @torch.no_grad()
     def _compute(self, batch: list[_QueuedImage]) -> HostCopy:
         """Results of a batch as :meth:`_rows` gives them."""
-        pixels, keys = self._inputs(batch)
-        if (
-            isinstance(self.guard, SecondLook)
-            and not self.guard.lazy
-            and all(one.classes is self.preset for one in batch)
-        ):
-            views = self.guard.encode(self.encoder, pixels, keys)
-            return HostCopy(self.encoder.backend(self._preset_rows, views))
-        logits = _logits_of(batch, self.encoder.device)
+        inputs = self._inputs(batch)
+        if isinstance(self.guard, SecondLook) and all(image.classes is self.preset for image in batch):
+            rows = self.encoder.backend(self._preset_rows, *inputs)
+        else:
+            may_stop = self._to_device(torch.tensor([not one.all_views for one in batch], pin_memory=self._on_gpu))
+            rows = self._rows(_logits_of(batch, self.encoder.device), *inputs, may_stop)
+        return HostCopy(rows)
+
+    def _rows(self, logits: Logits, pixels: Tensor, keys: Tensor, may_stop: Tensor | bool = False) -> Tensor:
+        """Feature, probabilities and :data:`NUMBERS` of each image in one row: one copy to the CPU for all of them."""
+        pixels = from_8bit(pixels) if pixels.dtype == torch.uint8 else pixels
         out: Any
         if isinstance(self.guard, SecondLook):
             out = self.guard.correct(self.encoder, pixels, keys, logits)
+            branches = out.branch
         else:
-            may_stop = self._to_device(torch.tensor([not one.all_views for one in batch], pin_memory=self._on_gpu))
             out = self.guard.correct(self.encoder, pixels, keys, logits, may_stop=may_stop)
-        return HostCopy(self._rows(logits, out))
-
-    def _preset_rows(self, views: Tensor) -> Tensor:
-        """:meth:`_rows` over the classes of the preset, from the features that ``SecondLook.correct_views`` takes."""
-        assert isinstance(self.guard, SecondLook)
-        logits = logits_of(self.preset)
-        return self._rows(logits, self.guard.correct_views(self.encoder, views, logits))
-
-    def _rows(self, logits: Logits, out: Any) -> Tensor:
-        """Feature, probabilities and :data:`NUMBERS` of each image in one row: one copy to the CPU for all of them."""
-        branches = out.branch if isinstance(self.guard, SecondLook) else torch.where(out.gated, CORRECT, KEEP)
-        everyone = torch.arange(len(out.features), device=out.features.device)
+            branches = torch.where(out.gated, CORRECT, KEEP)
+        everyone = torch.arange(len(pixels), device=pixels.device)
         probs = self.encoder.similarity.probabilities(logits(everyone, out.features))
         unknown = torch.full_like(out.features[:, 0], torch.nan)
         numbers = [branches, *(getattr(out, name, unknown) for name in NUMBERS[1:])]
