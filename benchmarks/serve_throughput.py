@@ -254,7 +254,7 @@ def measure_all(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
                 rounds[side].append(values | service.measure(speed))
                 print(side, rounds[side][-1], file=sys.stderr)
         memory = {"server_memory": services["server"].served.memory()}
-        if on_gpu:
+        if on_gpu and not args.before:  # else another server is part of it
             memory["server_gpu_memory"] = gpu_memory() - occupied
     finally:
         codes = [service.served.stop()[0] for service in services.values()]

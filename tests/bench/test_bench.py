@@ -81,7 +81,7 @@ def test_the_lineup_spends_the_passes_it_reports() -> None:
             assert passes.tolist() == [expected[label]] * 6
 
 
-def test_chunks_of_several_comparisons_are_interleaved() -> None:
+def test_chunks_of_several_comparisons_are_interleaved_and_every_second_round_is_reversed() -> None:
     seen: list[str] = []
 
     def comparison(label: str, images: int) -> Comparison:
@@ -91,9 +91,10 @@ def test_chunks_of_several_comparisons_are_interleaved() -> None:
 
         return Comparison({"bare": answer}, toy_images(images), batch=1)
 
-    comparisons = [comparison("short", 1), comparison("long", 4)]
-    for _ in measure(comparisons, rounds=2, singles=1):
-        assert seen[-5:] == ["long", "long", "short", "long", "long"]
+    comparisons = [comparison("short", 1), comparison("long", 4), comparison("alone", 1)]
+    rounds = [seen[-6:] for _ in measure(comparisons, rounds=2, singles=1)]
+    assert rounds[0] == ["long", "long", "short", "alone", "long", "long"]
+    assert rounds[1] == ["long", "long", "alone", "short", "long", "long"]
     for one in comparisons:
         [timing] = one.timings()
         assert len(timing.round_milliseconds) == 2

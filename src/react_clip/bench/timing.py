@@ -133,18 +133,21 @@ def measure(
 ) -> Iterator[None]:
     """Measure all comparisons, such as the points of a sweep; yields after every round, when timings may be read.
 
-    The chunks of all comparisons are interleaved: each is spread evenly over the whole round.
+    The chunks of all comparisons are interleaved: each is spread evenly over the whole round. Every second round takes
+    the comparisons in reverse, because a GPU is faster after a pause.
     """
     for comparison in comparisons:
         comparison.measure_once(singles, progress)
-    schedule = sorted(
-        ((number + 0.5) / len(comparison.chunks), index, number)
-        for index, comparison in enumerate(comparisons)
-        for number in range(len(comparison.chunks))
-    )
-    for _ in range(rounds):
-        for _, index, number in schedule:
-            comparisons[index].measure_chunk(comparisons[index].chunks[number], number == 0, progress)
+    for turn in range(rounds):
+        direction = -1 if turn % 2 else 1
+        schedule = sorted(
+            ((number + 0.5) / len(comparison.chunks), direction * index, number)
+            for index, comparison in enumerate(comparisons)
+            for number in range(len(comparison.chunks))
+        )
+        for _, place, number in schedule:
+            comparison = comparisons[direction * place]
+            comparison.measure_chunk(comparison.chunks[number], number == 0, progress)
         yield
 
 
