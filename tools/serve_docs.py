@@ -33,8 +33,8 @@ def speed(results: Path) -> str:
     one = small["serve-overhead.json"]
     sizes = "; ".join(f"{service_setting(run)}: {_latency_and_memory(run)}" for run in gpu)
     notes = [
-        f"GPU, {gpu[0]['cores']} cores: median latency, memory of the host and, where one version ran alone, of the GPU",
-        f"with {sizes}.",
+        f"GPU, {gpu[0]['cores']} cores: median latency, memory of the host and, where one version ran alone, of the",
+        f"GPU with {sizes}.",
         f"Tower of one layer: {one['cores']} cores, medians of {len(one['rounds'])} rounds; the",
         f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
         f"length that are refused by their first bytes. Made by {commands}.",
