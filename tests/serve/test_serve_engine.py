@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -205,6 +206,16 @@ def test_the_next_batch_starts_before_the_last_is_answered(
     futures: list[Future[Answer]] = []
     monkeypatch.setattr(engine, "_compute", start)
     in_loop(check())
+
+
+@pytest.mark.parametrize(("left", "starts"), [(120.0, True), (200.0, False)])
+def test_the_next_batch_starts_with_time_to_spare(engine: Engine, left: float, starts: bool) -> None:
+    """The last start took 100 seconds; the next one may take longer, and the GPU must not wait for it."""
+    computing: Any = SimpleNamespace(images=[None], began=time.monotonic())
+    engine._start_seconds, engine._batch_seconds = 100.0, {1: left}
+    engine._computing.append(computing)
+    assert engine._is_nearly_idle() is starts
+    engine._computing.clear()
 
 
 def test_a_batch_waits_for_images_on_their_way_and_for_nothing_else(
