@@ -43,8 +43,8 @@ _WAIT_SHARE, _BATCH_SHARE = 0.5, 0.25
 """Shares of the deadline: for waiting in the queue, and for one batch. The rest is for wrong estimates."""
 
 _LEAD = 1.5
-"""A GPU gets its next batch this many times the last start's time before it needs it: starts differ, and a late one
-leaves it idle."""
+"""The next batch is started this many times the duration of the last start before the GPU needs it: some starts take
+longer, and a late one leaves it idle."""
 
 T = TypeVar("T")
 
