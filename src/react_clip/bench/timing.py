@@ -139,15 +139,14 @@ def measure(
     for comparison in comparisons:
         comparison.measure_once(singles, progress)
     for turn in range(rounds):
-        direction = -1 if turn % 2 else 1
+        order = comparisons[::-1] if turn % 2 else comparisons
         schedule = sorted(
-            ((number + 0.5) / len(comparison.chunks), direction * index, number)
-            for index, comparison in enumerate(comparisons)
+            ((number + 0.5) / len(comparison.chunks), place, number)
+            for place, comparison in enumerate(order)
             for number in range(len(comparison.chunks))
         )
         for _, place, number in schedule:
-            comparison = comparisons[direction * place]
-            comparison.measure_chunk(comparison.chunks[number], number == 0, progress)
+            order[place].measure_chunk(order[place].chunks[number], number == 0, progress)
         yield
 
 

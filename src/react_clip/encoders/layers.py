@@ -302,8 +302,8 @@ class AddNorm(nn.Module):
         return self.fused and half and tensor.dtype == self.weight.dtype and suit_kernels(tensor)
 
     def _fused(self, tokens: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, normalised = tokens if update is None else torch.empty_like(tokens), torch.empty_like(tokens)
-        width, rows = len(self.weight), 1 if update is None else update.numel() // len(self.weight)
+        width, normalised = len(self.weight), torch.empty_like(tokens)
+        total, rows = (tokens, 1) if update is None else (torch.empty_like(tokens), update.numel() // width)
         tensors = tokens, update, self.weight, self.bias, total, normalised
         with device_of(tokens):
             block = 1 << (width - 1).bit_length()

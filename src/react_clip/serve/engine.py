@@ -106,8 +106,8 @@ class Engine:
         settings: Settings,
     ) -> None:
         self.encoder, self.preset, self.secret, self.settings = encoder, preset, secret, settings
-        # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
         self._on_gpu = encoder.device.type == "cuda"
+        # A GPU computes the moved look of all images in less time than it waits for the decision who needs one.
         all_passes = settings.constant_work or (isinstance(guard, SecondLook) and self._on_gpu)
         self.guard: ReACT | SecondLook = guard.replace(lazy=False) if all_passes else guard
         self.on_batch: Callable[[list[Answer], int, float], None] = lambda answers, lists, seconds: None
