@@ -1,4 +1,4 @@
-"""Programs that tests call, and ``react-clip`` in processes of its own."""
+"""Programs that tests call, ``react-clip`` in processes of its own, and waiting for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,15 @@ PRELOAD = (
     *("transformers.models.clip.modeling_clip", "transformers.models.auto.tokenization_auto"),
 )
 """Modules that commands import, which takes longer than everything else they do in a test."""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Wait until a function returns something true, and return it; fails after this many seconds."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, f"the condition did not become true within {seconds:g} s"
+        time.sleep(0.01)
+    return value
 
 
 def find_tool(name: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import tarfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+import programs
 
 
 def picture(seed: int) -> bytes:
@@ -39,10 +40,5 @@ def read_parts(folder: Path) -> Any:
     return pa.concat_tables([parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Wait until a function returns something true, and return it."""
-    until = time.monotonic() + 300
-    while not (value := condition()):
-        assert time.monotonic() < until, "the condition never became true"
-        time.sleep(0.01)
-    return value
+wait_for = partial(programs.wait_for, seconds=300)
+"""Ray takes long to start processes, and longer on a busy machine."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from serve_client import SECOND_LOOK, as_json
 
-from programs import start_command
+from programs import start_command, wait_for
 from react_clip.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -88,13 +88,6 @@ def ask(connection: http.client.HTTPConnection, method: str, path: str, body: An
 def metric(connection: http.client.HTTPConnection, name: str) -> float:
     rows = [line.rpartition(" ") for line in ask(connection, "GET", "/metrics").splitlines()]
     return sum(float(value) for row, _, value in rows if name in (row, row.partition("{")[0]))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def wait_for_requests(connection: http.client.HTTPConnection, count: int) -> None:
