@@ -462,7 +462,7 @@ def in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def sixteen_bits(setting: Setting) -> Entry:
     """fp16 and bf16 against fp32: the plain encoder's time, and SecondLook's decisions and answers."""
     exact = setting.classifier(setting.load(dtype="fp32"))
-    towers = {"fp32": exact, **{name: setting.classifier(setting.load(dtype=name)) for name in ("bf16", "fp16")}}
+    towers = {name: setting.classifier(setting.load(dtype=name, compile=True)) for name in ("fp32", "bf16", "fp16")}
     images, batch = setting.clean, setting.batch
     spent = setting.turns({name: setting.plain(clf, images, batch) for name, clf in towers.items()}, len(images))
     return setting.entry(

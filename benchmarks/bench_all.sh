@@ -32,12 +32,13 @@ if [[ $device == gpu ]]; then
   # Compiled, as the service runs.
   look=(--compile --images 512 --batch 256 --defenses second_look)
   bench vit-b-16 second-look-clean "${look[@]}" --rounds 7 --singles 50
-  bench vit-b-16 second-look-attacked "${look[@]}" --rounds 5 --singles 20 --attacked 1
+  bench vit-b-16 second-look-attacked "${look[@]}" --rounds 7 --singles 20 --attacked 1
+  bench vit-b-16 uncompiled --images 512 --batch 256 --defenses second_look --rounds 7 --singles 50
   swept=(--compile --defenses second_look --singles 1)
   bench vit-b-16 second-look-batch "${swept[@]}" --sweep batch --images 256 --rounds 5
   bench vit-b-16 second-look-batch-attacked "${swept[@]}" --sweep batch --images 256 --rounds 5 --attacked 1
-  bench vit-b-16 second-look-classes "${swept[@]}" --sweep classes --images 256 --batch 256 --rounds 3
-  bench vit-b-16 second-look-images "${swept[@]}" --sweep images --images 1024 --batch 128 --rounds 3
+  bench vit-b-16 second-look-classes "${swept[@]}" --sweep classes --images 256 --batch 256 --rounds 9
+  bench vit-b-16 second-look-images "${swept[@]}" --sweep images --images 1024 --batch 128 --rounds 8
   # A short list of labels: PETS is a folder of pet photos.
   if [[ -n ${PETS:-} ]]; then
     photos=$PETS bench vit-b-16 second-look-pets "${look[@]}" --rounds 7 --singles 20 \

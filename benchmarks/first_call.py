@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     clip = rc.load("clip-vit-b-16", device=args.device, dtype=args.dtype, compile=args.compile)
     clf = rc.ZeroShotClassifier(clip, list(rc.LabelBank.load().vocabulary()))
-    guard = rc.ReACT.for_encoder(clip)
+    guard = rc.SecondLook.for_encoder(clip)
     photos = sorted(path for path in args.photos.rglob("*") if path.is_file())[: max(SIZES)]
     images = torch.stack([to_pixels(path, clip.image_size) for path in photos]).to(clip.device)
     with torch.no_grad():

@@ -53,8 +53,8 @@ SWEPT = {"images": "8 x as many images", "classes": "20,000 classes instead of 1
 """Sweeps along which the time per image should not change."""
 FASTEST = {"vit-b-16": 14_000, "vit-b-32": 45_000}
 """Images a second of the plain encoder that we aim at."""
-LARGE = {"table-clean-large": "`compile=True`", "table-clean-tower": "compiled tower"}
-"""Results with large batches."""
+LARGE = ("table-clean-large", "table-clean-tower")
+"""Results with large batches: with ``compile=True``, and with ``compile="tower"``."""
 FLAT = 1.05
 """Largest ratio of two times that counts as equal: timings are noisy."""
 
@@ -218,16 +218,15 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             report = json.loads(path.read_text(encoding="utf-8"))
             yield f"overhead of SecondLook, {words}", *at_most(FLAT, growth(report, axis, LOOK)[-1][1])
     for report in read_reports(folder):
-        if report["machine"] == "gpu" and report["part"] in LARGE:
-            place = f"{LARGE[report['part']]}, batch {report['batch']}, {where(report)}"
+        if report["machine"] == "gpu" and report["part"] == LARGE[0]:
             speed = contender(report, BARE)["images_per_second"]
-            words = f"images/s of plain {MODELS[report['tower']]}, {place}"
+            words = f"images/s of plain {MODELS[report['tower']]}, batch {report['batch']}, {where(report)}"
             yield words, *at_least(FASTEST[report["tower"]], speed)
         if report["machine"] == "gpu" and report["part"] in ("sweep-images", "sweep-classes"):
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
-    services = ("-aarch64", "-gpu-12", "-gpu-12-128", "-gpu-16-128", "-gpu-16-256")
+    services = ("-aarch64", "-gpu-12", "-gpu-12-128", "-gpu-12-256")
     for path in (folder.parent / f"serve-throughput{part}.json" for part in services):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
@@ -267,13 +266,13 @@ def _agreement(part: Row | None) -> str:
 
 
 def compilation(folder: Path) -> str:
-    """Times on a GPU with and without ``compile=True``."""
-    paths = [folder / f"gpu-{name}.json" for name in ("first-call", *(f"{m}-table-clean-uncompiled" for m in MODELS))]
-    if not all(path.is_file() for path in paths):
+    """Times on a GPU without compilation, with ``compile=True`` and, for large batches, with ``compile="tower"``."""
+    names = ("gpu-first-call.json", "gpu-vit-b-16-uncompiled.json", "gpu-vit-b-16-second-look-clean.json")
+    if not all((folder / name).is_file() for name in names):
         return ""
-    first, *plain = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    first, *both = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
     rows = [
-        [f"{text}, seconds", *(f"{case[key]:.2f}" for case in first["seconds"])]
+        [f"{text}, seconds", *(f"{case[key]:.2f}" for case in first["seconds"]), ""]
         for text, key in (
             ("first defended call, 256 photos", "first_call"),
             ("second call", "second_call"),
@@ -281,13 +280,21 @@ def compilation(folder: Path) -> str:
             ("the same sizes again", "twenty_sizes_again"),
         )
     ]
-    compiled = select(read_reports(folder), "gpu", "table-clean")
-    for text, key in (("overhead, batch 256, clean", "overhead"), ("one image alone, p50 ms", "latency_p50")):
-        for *both, model in zip(plain, compiled, MODELS.values(), strict=True):
-            rows.append([f"{model}: {text}", *(f"{contender(report, OURS)[key]:.2f}" for report in both)])
-    note = f"*{first['device']}, {first['dtype']}; `benchmarks/results/bench/gpu-first-call.json`, made by"
-    note += f" `{first['command']}`, and `gpu-*-table-clean*.json`.*"
-    return "\n".join([*table(["", "without", "with `compile=True`"], rows), "", note])
+    rows += [
+        [f"{WORDS[label]}, {text}", *(_digits(contender(report, label)[key]) for report in both), ""]
+        for text, key in (("batch 256, clean, ms per image", "milliseconds"), ("one image alone, ms", "latency_p50"))
+        for label in (BARE, LOOK)
+    ]
+    large = select(read_reports(folder), "gpu", *LARGE)
+    for tower, model in MODELS.items():
+        speeds = [contender(report, BARE)["images_per_second"] for report in large if report["tower"] == tower]
+        rows.append([f"plain {model}, batch 1,024, images/s", "", *(f"{speed:,.0f}" for speed in speeds)])
+    made = "; ".join(f"`{name}` by `{report['command']}`" for name, report in zip(names, (first, *both), strict=True))
+    others = ", ".join(f"`{report['file']}`" for report in large)
+    setting = f"ViT-B/16 and SecondLook, {first['device']}, {first['dtype']}"
+    note = f"*{setting}. `benchmarks/results/bench`: {made}; {others}.*"
+    head = ["", "without", "`compile=True`", '`compile="tower"`']
+    return "\n".join([*table(head, rows), "", note]) + "\n"
 
 
 def figure(name: str, words: str) -> list[str]:

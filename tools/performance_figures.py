@@ -28,8 +28,6 @@ TABLES = {"table-clean": "clean photos", "table-attacked": "attacked photos"}
 _ORDER = (BARE, OURS, PLAIN, PUBLISHED)
 _BARS = {BARE: "undefended", OURS: "react", PLAIN: "aom", PUBLISHED: "defend-clip"}
 _LINES = {"vit-b-16": line_of(COLOURS["react"], "o"), "vit-b-32": line_of(COLOURS["ttc"], "s", DASHED)}
-# Measured before this benchmark had its present form; newer files of the same setting take their place.
-_OLDER = {"gpu-vit-b-16-table-clean": "rivals-clean", "gpu-vit-b-16-table-attacked": "rivals-attacked"}
 
 
 def read_reports(folder: Path) -> list[Report]:
@@ -37,9 +35,8 @@ def read_reports(folder: Path) -> list[Report]:
     reports = []
     parts = (*TABLES, "table-clean-large", "table-clean-tower", *(f"sweep-{axis}" for axis in SWEEPS))
     for machine, tower, part in product(DEVICES, MODELS, parts):
-        name = f"{machine}-{tower}-{part}"
-        paths = [folder / f"{stem}.json" for stem in (name, _OLDER.get(name, name))]
-        if path := next((path for path in paths if path.is_file()), None):
+        path = folder / f"{machine}-{tower}-{part}.json"
+        if path.is_file():
             about = {"file": path.name, "machine": machine, "tower": tower, "part": part}
             reports.append({**json.loads(path.read_text(encoding="utf-8")), **about})
     return reports

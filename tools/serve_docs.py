@@ -9,7 +9,7 @@ from typing import Any
 
 from doc_tables import table
 
-GPU = ("-one", "-12", "-12-128", "-16-128", "-16-256")
+GPU = ("-one", "-12", "-12-128", "-12-256")
 """Results on a GPU, ``serve-throughput-gpu*.json``."""
 SMALL = {
     "serve-overhead.json": ("before", "after"),

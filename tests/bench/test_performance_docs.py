@@ -90,14 +90,6 @@ def test_points_are_compared_within_rounds_and_beside_the_bare_encoder() -> None
     assert growth(report, "images", OURS) == [(1, 1.0), (8, pytest.approx(1.1))]
 
 
-def test_newer_measurements_take_the_place_of_older_ones(tmp_path: Path, measured: Path) -> None:
-    table = (measured / "cpu-vit-b-32-table-clean.json").read_text()
-    (tmp_path / "rivals-clean.json").write_text(table)
-    assert [report["file"] for report in read_reports(tmp_path)] == ["rivals-clean.json"]
-    (tmp_path / "gpu-vit-b-16-table-clean.json").write_text(table)
-    assert [report["file"] for report in read_reports(tmp_path)] == ["gpu-vit-b-16-table-clean.json"]
-
-
 def test_figures_show_what_is_there_and_say_whose_it_is(measured: Path) -> None:
     drawn = performance_figures(read_reports(measured))
     assert list(drawn) == ["cost-cpu", "sweeps-cpu", "roofline-cpu"]
