@@ -20,7 +20,9 @@ from react_clip.attacks import Corruption
 from react_clip.augment import smaller_copy
 from react_clip.encoders import layers
 from react_clip.encoders.base import Encoder
+from react_clip.encoders.hf import HFEncoder
 from react_clip.encoders.layers import AddNorm, FusedQuickGELU, Projections
+from react_clip.encoders.openclip import wrap_model
 from react_clip.encoders.vision import VisionEncoder, first_tokens
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -144,6 +146,35 @@ def compiled(setting: Setting) -> Entry:
         compilations={"at the first batch of a size": graphs, "later": recompiled},
         agreement=agreement,
     )
+
+
+def compiled_other(library: str, setting: Setting) -> Entry:
+    """The ViT-B/16 of another library with random weights, with ``compile="tower"`` instead of ``compile=True``."""
+
+    def encoder(compile_tower: bool) -> ZeroShotClassifier:
+        made = random_tower(library).to(setting.device, setting.dtype).eval().requires_grad_(False)
+        return setting.classifier(made.accelerate(compile_tower=compile_tower))
+
+    towers = {"before": encoder(False), "after": encoder(True)}
+    images, batch = setting.clean, setting.batch
+    spent = setting.turns({name: setting.plain(clf, images, batch) for name, clf in towers.items()}, len(images))
+    return setting.entry(
+        f"compiled tower of {library}",
+        "The whole tower of another library through torch.compile: the plain encoder of ViT-B/16.",
+        **spent,
+    )
+
+
+def random_tower(library: str) -> Encoder:
+    """A ViT-B/16 of ``transformers``, or of ``open_clip`` with the exact GELU of its own weights, not trained."""
+    if library == "open_clip":
+        import open_clip
+
+        return wrap_model(open_clip.create_model("ViT-B-16"), name=library, dim=512, tokenizer=None)
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    config = CLIPVisionConfig(patch_size=16, projection_dim=512)
+    return HFEncoder(CLIPVisionModelWithProjection(config), name=library, tokenizer=None)
 
 
 def patches(setting: Setting) -> Entry:

@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import _ideas_cpu as cpu
@@ -87,11 +88,15 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "attention by cuDNN": (True, "PyTorch chooses it by itself on this GPU"),
     "compiled tower, any batch size": (
-        True,
-        'as an option, `load(..., compile="tower")`, for large batches on a GPU: 20 seconds of compilation for each of '
-        "three image sizes, none for other batch sizes; rounding in bf16 changes as many answers as bf16 itself does; "
-        "a CPU gains nothing",
+        False,
+        "slower than the kernels of `compile=True`, which came later; 20 seconds of compilation for each of three image "
+        "sizes, none for other batch sizes; a CPU gains nothing",
     ),
+    "compiled tower of transformers": (
+        False,
+        "faster than transformers' own layers, but slower than the layers of the offline tower with the same weights",
+    ),
+    "compiled tower of open_clip": (False, "slower"),
     "fp8 tower": (
         False,
         "a tenth faster than the compiled bf16 tower, but one clean photo in ten gets another decision or answer than "
@@ -148,6 +153,8 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "add-norm": tower.add_norm,
     "attention": tower.attention,
     "compiled": tower.compiled,
+    "compiled-transformers": partial(tower.compiled_other, "transformers"),
+    "compiled-open_clip": partial(tower.compiled_other, "open_clip"),
     "qkv": tower.qkv,
     "moving": tower.moving,
     "one-attention": tower.one_attention,
