@@ -1,10 +1,10 @@
-"""Ideas of `tried.py` about the tower: images of two sizes together, torch.compile, fewer bits, fewer layers."""
+"""Ideas of `tried.py` about the tower: images of two sizes together, kernels, fewer bits, fewer layers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +23,8 @@ from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import HFEncoder
 from react_clip.encoders.layers import AddNorm, FusedQuickGELU, Projections
 from react_clip.encoders.openclip import wrap_model
-from react_clip.encoders.vision import VisionEncoder, first_tokens
+from react_clip.encoders.vision import VisionEncoder, ViTEncoder, first_tokens
 from react_clip.zeroshot import ZeroShotClassifier
-
-BATCHES = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 128)
-"""Batch sizes after which compilations are counted."""
 
 # ---------------------------------------------------------------------- views of several sizes
 
@@ -95,7 +92,7 @@ def packed(setting: Setting) -> Entry:
 
 def one_by_one(encoder: Encoder, views: list[Tensor]) -> list[Tensor]:
     """Features of the views, by one pass after the other."""
-    return [encoder._tower_function(view) for view in views]
+    return [encoder._compute(view) for view in views]
 
 
 def views_of(pixels: Tensor) -> list[Tensor]:
@@ -106,71 +103,32 @@ def views_of(pixels: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------------- the tower
 
 
-def compiled(setting: Setting) -> Entry:
-    """The whole tower through torch.compile, for any batch size."""
-    from torch._dynamo.utils import counters
-
-    encoder = setting.load(compile="tower")
-    seconds = {}
-    for size in SIZES if setting.gpu else SIZES[:2]:
-        begin = time.perf_counter()
-        encoder.encode_views(smaller_copy(setting.clean[:2], size))
-        setting.wait()
-        seconds[size] = time.perf_counter() - begin
-        print(f"   compiled for {size} pixels in {seconds[size]:.0f} s", flush=True)
-    graphs = counters["stats"]["unique_graphs"]
-    for batch in BATCHES if setting.gpu else (2, 3, 5):
-        for size in seconds:
-            encoder.encode_views(smaller_copy(setting.clean[:batch], size))
-    recompiled = counters["stats"]["unique_graphs"] - graphs
-    clf = setting.classifier(encoder)
-    if setting.gpu:
-        speed = setting.compare(setting.clf, clf)
-        agreement = setting.agreement(clf)
-    else:
-        images = setting.clean[: setting.batch]
-        each = {"before": setting.clf, "after": clf}
-        speed = {
-            f"plain, batch {len(images)}": setting.turns(
-                {name: setting.plain(one, images, len(images)) for name, one in each.items()}, len(images)
-            )
-        }
-        one, other = (each[name].encoder.encode_views(images) for name in each)
-        agreement = {"smallest_cosine": (one * other).sum(1).min().item()}
+def own_layers(library: str, setting: Setting) -> Entry:
+    """The ViT-B/16 of another library with random weights, by the layers of the offline tower instead of its own."""
+    before = random_tower(library).to(setting.device, setting.dtype)
+    after = deepcopy(before).accelerate()
+    after.share_weights()  # on a CPU too
+    before.accelerate()._shared = ()
+    speed = setting.compare(setting.classifier(before), setting.classifier(after))
+    images = setting.clean[: setting.batch]
+    cosines = torch.cosine_similarity(before.encode_views(images), after.encode_views(images))
     return setting.entry(
-        "compiled tower, any batch size",
-        "The whole tower through torch.compile, once per image size: the plain encoder.",
+        f"weights of {library} in our tower",
+        "The layers of the offline tower with the weights of another library's: the plain encoder of ViT-B/16.",
         **speed[f"plain, batch {setting.batch}"],
         milliseconds=speed,
-        compile_seconds=seconds,
-        compilations={"at the first batch of a size": graphs, "later": recompiled},
-        agreement=agreement,
+        agreement={"smallest_cosine": cosines.min().item()},
     )
 
 
-def compiled_other(library: str, setting: Setting) -> Entry:
-    """The ViT-B/16 of another library with random weights, with ``compile="tower"`` instead of ``compile=True``."""
-
-    def encoder(compile_tower: bool) -> ZeroShotClassifier:
-        made = random_tower(library).to(setting.device, setting.dtype).eval().requires_grad_(False)
-        return setting.classifier(made.accelerate(compile_tower=compile_tower))
-
-    towers = {"before": encoder(False), "after": encoder(True)}
-    images, batch = setting.clean, setting.batch
-    spent = setting.turns({name: setting.plain(clf, images, batch) for name, clf in towers.items()}, len(images))
-    return setting.entry(
-        f"compiled tower of {library}",
-        "The whole tower of another library through torch.compile: the plain encoder of ViT-B/16.",
-        **spent,
-    )
-
-
-def random_tower(library: str) -> Encoder:
+def random_tower(library: str) -> ViTEncoder:
     """A ViT-B/16 of ``transformers``, or of ``open_clip`` with the exact GELU of its own weights, not trained."""
     if library == "open_clip":
         import open_clip
 
-        return wrap_model(open_clip.create_model("ViT-B-16"), name=library, dim=512, tokenizer=None)
+        encoder = wrap_model(open_clip.create_model("ViT-B-16"), name=library, dim=512, tokenizer=None)
+        assert isinstance(encoder, ViTEncoder)
+        return encoder
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     config = CLIPVisionConfig(patch_size=16, projection_dim=512)
@@ -444,50 +402,6 @@ def add_norm(setting: Setting) -> Entry:
         "the plain encoder.",
         *(before, after),
     )
-
-
-def fp8(setting: Setting) -> Entry:
-    """All matrix products of the blocks in fp8, with a scale for each token and each output channel; compiled."""
-    encoder = setting.load(compile="tower")
-    for block in encoder.tower.vision_model["encoder"]["layers"]:  # type: ignore[union-attr,index]
-        for parent in (block.self_attn, block.mlp):
-            for name, layer in list(parent.items()):
-                if isinstance(layer, FusedQuickGELU):
-                    parent[name] = nn.Sequential(Float8Linear(layer), layer.activation)
-                elif isinstance(layer, nn.Linear):
-                    parent[name] = Float8Linear(layer)
-    clf, exact = setting.classifier(encoder), setting.classifier(setting.load(dtype="fp32"))
-    speed = setting.compare(setting.classifier(setting.load(compile="tower")), clf)
-    return setting.entry(
-        "fp8 tower",
-        "Matrix products of the compiled tower in fp8 (e4m3) instead of bf16: the plain encoder.",
-        **speed[f"plain, batch {setting.batch}"],
-        milliseconds=speed,
-        agreement=setting.agreement(clf, exact),
-    )
-
-
-class Float8Linear(nn.Module):
-    """A linear layer in fp8: the largest number of a token, and of an output channel, becomes the largest of e4m3."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.scale = in_fp8(layer.weight)
-        self.bias = layer.bias
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rows, scale = in_fp8(tokens.flatten(0, -2))
-        product = torch._scaled_mm(
-            rows, self.weight.t(), scale, self.scale.t(), bias=self.bias, out_dtype=tokens.dtype, use_fast_accum=True
-        )
-        return product.unflatten(0, tokens.shape[:-1])
-
-
-def in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, K]`` in e4m3 and the scale ``[N, 1]`` of each."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    scale = rows.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / largest
-    return (rows.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale
 
 
 def sixteen_bits(setting: Setting) -> Entry:

@@ -47,7 +47,6 @@ if [[ $device == gpu ]]; then
   for model in vit-b-16 vit-b-32; do
     bench $model table-clean --compile --images 512 --batch 256 --rounds 7 --singles 100
     bench $model table-clean-large --compile --images 2048 --batch 1024 --rounds 3 --singles 5
-    bench $model table-clean-tower --compile-tower --images 2048 --batch 1024 --rounds 3 --singles 5
     bench $model table-attacked --compile --images 512 --batch 256 --rounds 5 --singles 50 --attacked 1
     bench $model sweep-batch --compile --sweep batch --images 1024 --rounds 5 --singles 1
     bench $model sweep-images --compile --sweep images --images 4096 --batch 256 --rounds 5 --singles 1

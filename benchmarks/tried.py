@@ -1,8 +1,8 @@
 r"""Measure ideas for speed beside what is in place, and note each in results/bench/tried.json.
 
     python benchmarks/tried.py --threads 1 --photos 200 --attacked 16 int8-onnx int8-openvino
-    python benchmarks/tried.py --threads 1 --photos 8 decoding compiled
-    python benchmarks/tried.py --device cuda --dtype bf16 --out FILE one-graph packed 16-bits compiled fp8
+    python benchmarks/tried.py --threads 1 --photos 8 decoding
+    python benchmarks/tried.py --device cuda --dtype bf16 --out FILE one-graph packed 16-bits
 
 Contenders take turns in one run. Photos are those under ``--data``, classes the head in ``--heads``. Each idea is
 written when it is measured; an entry of the same idea, device and precision is replaced. ``int8-openvino`` needs the
@@ -83,20 +83,24 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     "patches added in place": (False, "no faster"),
     "addition and LayerNorm as one kernel": (
         True,
-        "in the offline tower with `load(..., compile=True)`, in 16 bits; the sums have the same bits, the normalised "
+        "with `load(..., compile=True)`, in 16 bits; the sums have the same bits, the normalised "
         "tokens are equal up to rounding",
     ),
     "attention by cuDNN": (True, "PyTorch chooses it by itself on this GPU"),
     "compiled tower, any batch size": (
         False,
-        "slower than the kernels of `compile=True`, which came later; 20 seconds of compilation for each of three image "
-        "sizes, none for other batch sizes; a CPU gains nothing",
+        "slower than the kernels of `compile=True`, which came later; 20 seconds of compilation for each of three "
+        "image sizes, none for other batch sizes; a CPU gains nothing",
     ),
     "compiled tower of transformers": (
         False,
         "faster than transformers' own layers, but slower than the layers of the offline tower with the same weights",
     ),
     "compiled tower of open_clip": (False, "slower"),
+    **dict.fromkeys(
+        ("weights of transformers in our tower", "weights of open_clip in our tower"),
+        (True, "with `load(..., compile=True)` and in the service, on a GPU: our layers have kernels"),
+    ),
     "fp8 tower": (
         False,
         "a tenth faster than the compiled bf16 tower, but one clean photo in ten gets another decision or answer than "
@@ -105,7 +109,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     "16 bits for SecondLook": (True, "`dtype` of `load`; fp16 is what the service takes on a GPU"),
     "one product for queries, keys and values": (
         True,
-        "in the offline tower with `load(..., compile=True)` and in the service: small batches get fewer and larger "
+        "with `load(..., compile=True)` and in the service: small batches get fewer and larger "
         "products; large ones gain 1 to 2 %",
     ),
     "moved copies by two kernels": (
@@ -114,7 +118,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "attention of all sizes by one kernel": (
         True,
-        "in the offline tower with `load(..., compile=True)` and in the service, in 16 bits, for at most 16 images; "
+        "with `load(..., compile=True)` and in the service, in 16 bits, for at most 16 images; "
         "needs PyTorch 2.10",
     ),
     "image and look side by side": (
@@ -125,7 +129,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "class token alone in the last block": (
         True,
-        "in the offline tower: the same sums in less time; the towers of transformers and open_clip compute all tokens",
+        "in our tower: the same sums in less time; transformers and open_clip compute all tokens",
     ),
     "look stopped at an early layer": (
         False,
@@ -152,15 +156,13 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "resizing": tower.resizing,
     "add-norm": tower.add_norm,
     "attention": tower.attention,
-    "compiled": tower.compiled,
-    "compiled-transformers": partial(tower.compiled_other, "transformers"),
-    "compiled-open_clip": partial(tower.compiled_other, "open_clip"),
+    "own-layers-transformers": partial(tower.own_layers, "transformers"),
+    "own-layers-open_clip": partial(tower.own_layers, "open_clip"),
     "qkv": tower.qkv,
     "moving": tower.moving,
     "one-attention": tower.one_attention,
     "side-by-side": tower.side_by_side,
     "last-block": tower.last_block,
-    "fp8": tower.fp8,
     "16-bits": tower.sixteen_bits,
     "early-layer": tower.early_layer,
 }

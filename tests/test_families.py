@@ -18,6 +18,7 @@ import tiny_families
 from programs import Run
 from react_clip.encoders import openclip
 from react_clip.encoders.loading import resolve_device
+from react_clip.encoders.vision import ViTEncoder
 from react_clip.preprocess import Preprocessing
 
 HF = ("siglip", "siglip2", "metaclip_2")
@@ -142,7 +143,9 @@ def test_a_recipe_prepares_images_as_the_paper_unless_it_says_otherwise(hf_folde
 
 
 def test_transformers_models_are_defended_and_calibrated(hf_folder: Path) -> None:
-    check_defended(rc.load(hf_folder, device="cpu"), smaller=True)
+    encoder = rc.load(hf_folder, device="cpu")
+    check_defended(encoder, smaller=True)
+    check_our_tower(encoder, is_clip=hf_folder.name == "metaclip_2")
 
 
 @pytest.mark.parametrize("device", ["mps", "mps:0"])
@@ -181,6 +184,7 @@ def test_open_clip_models_are_defended_and_calibrated(family: str, tmp_path: Pat
     assert (encoder(pixels) - expected).abs().max() < 1e-5
     assert encoder.similarity.sigmoid == (family == "sigmoid")
     check_defended(encoder, smaller=family == "vit")
+    check_our_tower(encoder, is_clip=family == "vit")
 
 
 def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
@@ -199,3 +203,14 @@ def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
     paper = rc.ReACT(tau=None, views=2)(clf, pixels[:2], seed=0)
     assert bool(paper.gated.all())
     assert 0 <= paper.instability.nan_to_num(0.0).min() <= paper.instability.nan_to_num(0.0).max() <= 0.6932
+
+
+def check_our_tower(encoder: rc.Encoder, *, is_clip: bool) -> None:
+    """Models of CLIP's architecture can compute by our tower; others keep their own layers. Features are the same."""
+    assert isinstance(encoder, ViTEncoder)
+    views = [photos(3, encoder.image_size), *([photos(3, 48)] if is_clip else [])]
+    expected = [encoder.encode_views(view) for view in views]
+    encoder.share_weights()
+    assert (encoder.vision is not None) is is_clip
+    for view, features in zip(views, expected, strict=True):
+        assert (encoder.encode_views(view) - features).abs().max() < 1e-5

@@ -53,8 +53,6 @@ SWEPT = {"images": "8 x as many images", "classes": "20,000 classes instead of 1
 """Sweeps along which the time per image should not change."""
 FASTEST = {"vit-b-16": 14_000, "vit-b-32": 45_000}
 """Images a second of the plain encoder that we aim at."""
-LARGE = ("table-clean-large", "table-clean-tower")
-"""Results with large batches: with ``compile=True``, and with ``compile="tower"``."""
 FLAT = 1.05
 """Largest ratio of two times that counts as equal: timings are noisy."""
 
@@ -218,7 +216,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             report = json.loads(path.read_text(encoding="utf-8"))
             yield f"overhead of SecondLook, {words}", *at_most(FLAT, growth(report, axis, LOOK)[-1][1])
     for report in read_reports(folder):
-        if report["machine"] == "gpu" and report["part"] == LARGE[0]:
+        if report["machine"] == "gpu" and report["part"] == "table-clean-large":
             speed = contender(report, BARE)["images_per_second"]
             words = f"images/s of plain {MODELS[report['tower']]}, batch {report['batch']}, {where(report)}"
             yield words, *at_least(FASTEST[report["tower"]], speed)
@@ -266,13 +264,13 @@ def _agreement(part: Row | None) -> str:
 
 
 def compilation(folder: Path) -> str:
-    """Times on a GPU without compilation, with ``compile=True`` and, for large batches, with ``compile="tower"``."""
+    """Times on a GPU with and without ``compile=True``."""
     names = ("gpu-first-call.json", "gpu-vit-b-16-uncompiled.json", "gpu-vit-b-16-second-look-clean.json")
     if not all((folder / name).is_file() for name in names):
         return ""
     first, *both = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
     rows = [
-        [f"{text}, seconds", *(f"{case[key]:.2f}" for case in first["seconds"]), ""]
+        [f"{text}, seconds", *(f"{case[key]:.2f}" for case in first["seconds"])]
         for text, key in (
             ("first defended call, 256 photos", "first_call"),
             ("second call", "second_call"),
@@ -281,19 +279,14 @@ def compilation(folder: Path) -> str:
         )
     ]
     rows += [
-        [f"{WORDS[label]}, {text}", *(_digits(contender(report, label)[key]) for report in both), ""]
+        [f"{WORDS[label]}, {text}", *(_digits(contender(report, label)[key]) for report in both)]
         for text, key in (("batch 256, clean, ms per image", "milliseconds"), ("one image alone, ms", "latency_p50"))
         for label in (BARE, LOOK)
     ]
-    large = select(read_reports(folder), "gpu", *LARGE)
-    for tower, model in MODELS.items():
-        speeds = [contender(report, BARE)["images_per_second"] for report in large if report["tower"] == tower]
-        rows.append([f"plain {model}, batch 1,024, images/s", "", *(f"{speed:,.0f}" for speed in speeds)])
     made = "; ".join(f"`{name}` by `{report['command']}`" for name, report in zip(names, (first, *both), strict=True))
-    others = ", ".join(f"`{report['file']}`" for report in large)
     setting = f"ViT-B/16 and SecondLook, {first['device']}, {first['dtype']}"
-    note = f"*{setting}. `benchmarks/results/bench`: {made}; {others}.*"
-    head = ["", "without", "`compile=True`", '`compile="tower"`']
+    note = f"*{setting}. `benchmarks/results/bench`: {made}.*"
+    head = ["", "without", "with `compile=True`"]
     return "\n".join([*table(head, rows), "", note]) + "\n"
 
 

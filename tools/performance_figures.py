@@ -33,7 +33,7 @@ _LINES = {"vit-b-16": line_of(COLOURS["react"], "o"), "vit-b-32": line_of(COLOUR
 def read_reports(folder: Path) -> list[Report]:
     """The benchmark's files ``MACHINE-TOWER-PART.json`` of a folder."""
     reports = []
-    parts = (*TABLES, "table-clean-large", "table-clean-tower", *(f"sweep-{axis}" for axis in SWEEPS))
+    parts = (*TABLES, "table-clean-large", *(f"sweep-{axis}" for axis in SWEEPS))
     for machine, tower, part in product(DEVICES, MODELS, parts):
         path = folder / f"{machine}-{tower}-{part}.json"
         if path.is_file():

@@ -1,8 +1,7 @@
-"""Acceleration for those who ask for it: CUDA graphs of small batches, streams, Triton kernels, torch.compile.
+"""Acceleration for those who ask for it: CUDA graphs of small batches, streams and Triton kernels.
 
 An encoder computes through a :class:`Backend`. The plain one runs PyTorch operation by operation and compiles nothing.
-``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place, and
-``compile="tower"`` compiles the whole tower too, as a :class:`CompiledFunction`.
+``load(..., compile=True)`` and :meth:`Encoder.accelerate` put an :class:`AcceleratedBackend` in its place.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -274,47 +272,3 @@ def _tensors(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _suits(pixels: Tensor, *others: Tensor) -> bool:
     """True if the kernels for views take these pixels."""
     return pixels.dtype == torch.float32 and suit_kernels(pixels) and not needs_gradients(*others)
-
-
-class CompiledFunction:
-    """A function of pixels ``[B, 3, S, S]`` through ``torch.compile``: one compilation per image size, for every B.
-
-    Everything else that torch.compile would compile again for is the same in every call: dtype, memory layout, offset
-    in memory, grad mode and inference mode. It treats a batch of one as a constant, so a single image is computed
-    twice, which takes a GPU no longer; on a CPU it runs uncompiled. So do gradients and double precision.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function = function
-        self._compiled: dict[tuple[Any, ...], Callable[[Tensor], Tensor]] = {}
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """``function(pixels)``, compiled."""
-        single = pixels.shape[0] == 1
-        if needs_gradients(pixels) or pixels.dtype == torch.float64 or (single and not pixels.is_cuda):
-            return self._function(pixels)
-        with torch.inference_mode(False), torch.no_grad():
-            rows = pixels.expand(2, -1, -1, -1) if single else pixels
-            rows = rows.detach().float().contiguous()
-            rows = rows.clone() if rows.is_inference() or rows.storage_offset() else rows
-            torch._dynamo.mark_dynamic(rows, 0)
-            features = self._of(rows)(rows)
-            return features[:1] if single else features
-
-    def reset(self) -> None:
-        """Drop what was compiled."""
-        self._compiled.clear()
-
-    def _of(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
-        key = (rows.device, rows.shape[1:])
-        if key not in self._compiled:
-            function = self._function
-
-            def compute(pixels: Tensor) -> Tensor:
-                return function(pixels)
-
-            # torch.compile allows a code object a few compilations, so every size gets one of its own.
-            code = compute.__code__.replace()
-            own = FunctionType(code, compute.__globals__, closure=compute.__closure__)
-            self._compiled[key] = torch.compile(own)
-        return self._compiled[key]

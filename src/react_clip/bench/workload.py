@@ -16,6 +16,7 @@ from react_clip.bench.timing import Answer, Comparison
 from react_clip.choices import SHAPES
 from react_clip.defenses import DefendCLIP, Defense, ReACT
 from react_clip.encoders.base import Encoder
+from react_clip.encoders.checkpoints import is_image_key
 from react_clip.encoders.hf import HFText
 from react_clip.encoders.loading import resolve_device, resolve_dtype
 from react_clip.encoders.vision import VisionEncoder, VisionTower
@@ -143,18 +144,9 @@ def random_encoder(name: str, *, device: str | None = None, dtype: str = "fp32",
         torch.manual_seed(seed)
         model: Any = CLIPModel(config)
     model, vision = model.to(dtype=resolve_dtype(dtype)), config.vision_config
-    with torch.device("meta"):
-        tower = VisionTower(
-            width=vision.hidden_size,
-            hidden=vision.intermediate_size,
-            layers=vision.num_hidden_layers,
-            heads=vision.num_attention_heads,
-            size=vision.image_size,
-            patch=vision.patch_size,
-            dim=config.projection_dim,
-        )
-    weights = model.state_dict()
-    tower.load_state_dict({key: weights[key] for key in tower.state_dict()}, assign=True)
+    weights = {key: weight for key, weight in model.named_parameters() if is_image_key(key)}
+    tower = VisionTower.of(weights, heads=vision.num_attention_heads, activation=vision.hidden_act)
+    assert tower is not None
     label = f"{name} shapes, random weights"
     return VisionEncoder(
         tower,

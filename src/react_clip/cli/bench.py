@@ -26,7 +26,7 @@ EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 2
 _CLASSES = 1_000
 """Classes of an encoder with random weights."""
-_OPTIONS = ("dtype", "compile", "compile_tower", "images", "batch", "attacked", "eps", "rounds", "singles", "seed")
+_OPTIONS = ("dtype", "compile", "images", "batch", "attacked", "eps", "rounds", "singles", "seed")
 """Options that the report repeats."""
 
 
@@ -53,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of the table: ReACT and the bare encoder along an axis, such as 10 to 20,000 classes",
     )
     parser.add_argument("--compile", action="store_true", help="on a GPU: CUDA graphs and a noise kernel, as in serve")
-    parser.add_argument(
-        "--compile-tower", action="store_true", help="also the whole tower by torch.compile, which takes a minute"
-    )
     parser.add_argument(
         "--defenses", default="", help=f"also measure these, comma-separated: {', '.join(DEFENSES)}, module:Class"
     )
@@ -138,8 +135,8 @@ def _bench(args: argparse.Namespace, reader: PhotoReader | None) -> bench.Bench:
         guard = ReACT() if args.config else ReACT.for_encoder(encoder)
     if args.config not in (None, "paper"):
         guard = ReACT.load(args.config)
-    if args.compile or args.compile_tower:
-        encoder.accelerate(compile_tower=args.compile_tower)
+    if args.compile:
+        encoder.accelerate()
     if reader:
         photos = reader.sample(args.images, encoder.preprocessing)
     else:

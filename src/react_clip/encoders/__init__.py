@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -39,7 +38,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "fp32",
-    compile: bool | Literal["tower"] = False,
+    compile: bool = False,
 ) -> Encoder:
     """Load a CLIP encoder by name.
 
@@ -52,11 +51,10 @@ def load(
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
         compile: on a GPU, compile two kernels now and record CUDA graphs for small batches as they come
-            (:meth:`Encoder.accelerate`); elsewhere it changes nothing. ``"tower"`` compiles the whole tower too, on a
-            CPU as well: half a minute for the first batch of each image size.
+            (:meth:`Encoder.accelerate`); elsewhere it changes nothing.
     """
     encoder = _load(name, device, dtype)
-    return encoder.accelerate(compile_tower=compile == "tower") if compile else encoder
+    return encoder.accelerate() if compile else encoder
 
 
 def _load(name: str | Path, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from react_clip import functional
-from react_clip.accelerate import AcceleratedBackend, Backend, CompiledFunction
+from react_clip.accelerate import AcceleratedBackend, Backend
 from react_clip.encoders.layers import fuse_operations
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
@@ -100,7 +100,6 @@ class Encoder(nn.Module):
         self._tables: dict[int, PositionTable] = {}
         self._text = text
         self.backend = Backend()
-        self._compiled: CompiledFunction | None = None
         self._joint_functions: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self.gradients = Gradients()
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
@@ -224,18 +223,14 @@ class Encoder(nn.Module):
 
     def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Projected features of views whose sizes differ, in at least fp32; overridden where one pass can do it."""
-        return self.backend.side_by_side([partial(self._tower_function, view) for view in views], views[0])
+        return self.backend.side_by_side([partial(self._compute, view) for view in views], views[0])
 
     def raw_features(self, pixels: Tensor) -> Tensor:
         """Projected features before scaling to unit length, in fp32 (fp64 in a double-precision tower)."""
         self._check_shape(pixels, any_size=True)
         if pixels.shape[-1] != self.image_size:
             self.update_positions(pixels.shape[-1])
-        return self.backend(self._tower_function, pixels)
-
-    @property
-    def _tower_function(self) -> Callable[[Tensor], Tensor]:
-        return self._compute if self._compiled is None else self._compiled
+        return self.backend(self._compute, pixels)
 
     def _compute(self, pixels: Tensor) -> Tensor:
         normalised = self._normalise(pixels)
@@ -343,16 +338,13 @@ class Encoder(nn.Module):
 
     # ------------------------------------------------------------------ acceleration and identity
 
-    def accelerate(self, *, compile_tower: bool = False) -> Self:
+    def accelerate(self) -> Self:
         """From now on use CUDA graphs for small batches and the kernels of :mod:`react_clip.kernels`, on a GPU.
 
-        Kernels are compiled when they are first needed, in a second or two each. With ``compile_tower`` the whole
-        tower goes through ``torch.compile``, on a CPU too: half a minute for the first batch of each image size, none
-        after it. For encoders whose weights stay: moving or converting an encoder drops its graphs, but weights that
-        are replaced (rather than changed in place) are not noticed.
+        Kernels are compiled when they are first needed, in a second or two each. For encoders whose weights stay:
+        moving or converting an encoder drops its graphs, but weights that change otherwise may not be noticed.
         """
         self.backend = AcceleratedBackend()
-        self._compiled = CompiledFunction(self._compute) if compile_tower else None
         if kernels_work(self.device):
             fuse_operations(self.tower)
         return self
@@ -360,8 +352,6 @@ class Encoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `to`, `cuda`, `float` and the like end here; weights get new addresses.
         self.backend.reset()
-        if self._compiled is not None:
-            self._compiled.reset()
         self._tables.clear()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -91,7 +91,7 @@ class ExportedEncoder(Encoder):
         """True if there is a graph for images of this side."""
         return size in self._graphs
 
-    def accelerate(self, *, compile_tower: bool = False) -> Self:
+    def accelerate(self) -> Self:
         """Nothing to do: the runtime has compiled the graphs."""
         return self
 

@@ -12,9 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, embed_patches, read_similarity
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, embed_patches, read_similarity
+from react_clip.encoders.checkpoints import is_image_key
+from react_clip.encoders.layers import AddNorm
 from react_clip.encoders.loading import QUICK_GELU, check_activation, loading_error, quiet_libraries
 from react_clip.encoders.text import TextTower
+from react_clip.encoders.vision import VisionTower, ViTEncoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Preprocessing
 
@@ -22,7 +25,7 @@ from react_clip.preprocess import Preprocessing
 _OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
 
 
-class HFEncoder(Encoder):
+class HFEncoder(ViTEncoder):
     """A ``CLIPModel`` or ``MetaClip2Model`` (both towers), or a ``CLIPVisionModelWithProjection`` (image tower only).
 
     The towers and projections are called directly instead of ``get_image_features``, whose return type changed between
@@ -52,6 +55,14 @@ class HFEncoder(Encoder):
 
     def _image_features(self, normalised: Tensor) -> Tensor:
         return self._resized_features(normalised, self._learned_positions())
+
+    def _same_tower(self) -> VisionTower | None:
+        config: Any = self.tower.config
+        vision = getattr(config, "vision_config", config)
+        if vision.layer_norm_eps != AddNorm.EPS:
+            return None
+        weights = {name: weight for name, weight in self.tower.named_parameters() if is_image_key(name)}
+        return VisionTower.of(weights, heads=vision.num_attention_heads, activation=vision.hidden_act)
 
     def _learned_positions(self) -> Tensor:
         model: Any = self.tower

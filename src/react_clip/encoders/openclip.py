@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, embed_patches, read_similarity
+from react_clip.encoders.checkpoints import to_hf
+from react_clip.encoders.layers import AddNorm
 from react_clip.encoders.loading import GELU, QUICK_GELU, check_activation, loading_error, quiet_libraries
 from react_clip.encoders.text import TextTower
+from react_clip.encoders.vision import VisionTower, ViTEncoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity
 from react_clip.optional import require
@@ -26,7 +29,7 @@ _RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
 """Modes of :class:`Preprocessing` by their names in open_clip."""
 
 
-class OpenCLIPEncoder(Encoder):
+class OpenCLIPEncoder(ViTEncoder):
     """An open_clip model with both towers."""
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
@@ -37,6 +40,17 @@ class OpenCLIPEncoder(Encoder):
         model: Any = self.tower
         features: Tensor = model.encode_image(normalised)
         return features
+
+    def _same_tower(self) -> VisionTower | None:
+        model: Any = self.tower
+        if self.patch_size is None or model.visual.ln_post.eps != AddNorm.EPS:
+            return None
+        block = model.visual.transformer.resblocks[0]
+        activation = getattr(block.mlp.c_fc, "activation", block.mlp.gelu)  # the former if it is fused
+        with torch.no_grad():
+            weights = to_hf(dict(model.visual.named_parameters()))
+        kind = GELU if isinstance(activation, nn.GELU) else QUICK_GELU
+        return VisionTower.of(weights, heads=block.attn.num_heads, activation=kind)
 
     def _learned_positions(self) -> Tensor:
         model: Any = self.tower

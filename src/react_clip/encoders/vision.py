@@ -1,55 +1,118 @@
 """CLIP's image tower in plain torch, with the parameter names of transformers' ``CLIPVisionModelWithProjection``.
 
 Importing transformers takes several seconds, longer than the rest of the work for one photo; the offline tower does
-without it.
+without it. A CLIP of transformers or open_clip computes by this tower, too, when it is accelerated: its layers have
+kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import Encoder, embed_patches
-from react_clip.encoders.layers import AddNorm, Packing, Projections, attend
+from react_clip.encoders.layers import AddNorm, Packing, Projections, attend, fuse_operations
+from react_clip.encoders.loading import GELU, QUICK_GELU
 from react_clip.encoders.text import at_least_fp32
+from react_clip.kernels import kernels_work
 
 MOST_PACKED = 16
 """Images in the largest batch whose views of several sizes share one matrix; those of more images are faster side by
 side on an H200."""
 
 
-class VisionEncoder(Encoder):
-    """An encoder whose tower is a :class:`VisionTower`."""
+class ViTEncoder(Encoder):
+    """An encoder that computes by a :class:`VisionTower` if it has one, and otherwise by the layers of its model.
+
+    Accelerated on a GPU, the model of another library gets a tower with the same weights.
+    """
+
+    _shared: tuple[VisionTower, ...] = ()
+    """That tower; in a tuple, so that its weights are not counted as other weights of this module."""
+
+    @property
+    def vision(self) -> VisionTower | None:
+        """The tower, if there is one."""
+        return self._shared[0] if self._shared else None
+
+    def accelerate(self) -> Self:
+        """See :meth:`Encoder.accelerate`."""
+        super().accelerate()
+        if kernels_work(self.device):
+            self.share_weights()
+        return self
+
+    def share_weights(self) -> None:
+        """Compute by a :class:`VisionTower` with the weights of the model, if it is CLIP's vision transformer."""
+        tower = self._same_tower()
+        if tower is not None:
+            fuse_operations(tower)
+            self._shared = (tower,)
+
+    def _same_tower(self) -> VisionTower | None:
+        """A tower with the weights of the model; ``None`` if it is another transformer, or a VisionTower itself."""
+        return None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self._shared:
+            self.share_weights()
+        return self
+
+    def _compute(self, pixels: Tensor) -> Tensor:
+        if self.vision is None:
+            return super()._compute(pixels)
+        return at_least_fp32(self.vision(self._normalise(pixels), self._positions(pixels)))
+
+    def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
+        few = len(views) > 1 and len(views[0]) <= MOST_PACKED
+        return self._compute_packed(views) if few and self.vision is not None else super()._compute_views(views)
+
+    def _compute_packed(self, views: Sequence[Tensor]) -> list[Tensor]:
+        assert self.vision is not None
+        pixels, positions = [self._normalise(view) for view in views], [self._positions(view) for view in views]
+        return [at_least_fp32(each) for each in self.vision.packed(pixels, positions)]
+
+    def _positions(self, pixels: Tensor) -> Tensor | None:
+        """Position embeddings for pixels of another size than the model's."""
+        return None if pixels.shape[-1] == self.image_size else self._tables[pixels.shape[-1]].positions
+
+
+class VisionEncoder(ViTEncoder):
+    """An encoder whose model is a :class:`VisionTower`."""
 
     tower: VisionTower
+
+    @property
+    def vision(self) -> VisionTower:
+        """The tower."""
+        return self.tower
 
     def _learned_positions(self) -> Tensor:
         return self.tower.positions
 
-    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        features: Tensor = self.tower(normalised, positions)
-        return features
-
-    def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
-        few = len(views) > 1 and len(views[0]) <= MOST_PACKED
-        return self._compute_packed(views) if few else super()._compute_views(views)
-
-    def _compute_packed(self, views: Sequence[Tensor]) -> list[Tensor]:
-        sizes = [view.shape[-1] for view in views]
-        positions = [None if size == self.image_size else self._tables[size].positions for size in sizes]
-        features = self.tower.packed([self._normalise(view) for view in views], positions)
-        return [at_least_fp32(each) for each in features]
-
 
 class VisionTower(nn.Module):
-    """Vision transformer: normalised pixels ``[B, 3, S, S]`` to projected features ``[B, dim]``, with QuickGELU."""
+    """Vision transformer: normalised pixels ``[B, 3, S, S]`` to projected features ``[B, dim]``."""
 
-    def __init__(self, *, width: int, hidden: int, layers: int, heads: int, size: int, patch: int, dim: int) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        hidden: int,
+        layers: int,
+        heads: int,
+        size: int,
+        patch: int,
+        dim: int,
+        activation: str = QUICK_GELU,
+    ) -> None:
         super().__init__()
-        blocks = nn.ModuleList(_Block(width, hidden, heads) for _ in range(layers))
+        blocks = nn.ModuleList(_Block(width, hidden, heads, activation) for _ in range(layers))
         parts: dict[str, nn.Module] = {
             "embeddings": _Embeddings(width, size, patch),
             "pre_layrnorm": AddNorm(width),  # the published spelling
@@ -58,6 +121,31 @@ class VisionTower(nn.Module):
         }
         self.vision_model = nn.ModuleDict(parts)
         self.visual_projection = nn.Linear(width, dim, bias=False)
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], *, heads: int, activation: str) -> Self | None:
+        """The tower that has these tensors as its weights; ``None`` if they belong to another transformer."""
+        sizes = {name: tensor.shape for name, tensor in weights.items()}
+        embeddings, first = "vision_model.embeddings", "vision_model.encoder.layers.0.mlp.fc1.weight"
+        names = (f"{embeddings}.patch_embedding.weight", f"{embeddings}.position_embedding.weight", first)
+        if activation not in _ACTIVATIONS or not {*names, "visual_projection.weight"} <= sizes.keys():
+            return None
+        patches, positions, layer = (sizes[name] for name in names)
+        with torch.device("meta"):
+            tower = cls(
+                width=patches[0],
+                hidden=layer[0],
+                layers=sum(name.endswith("mlp.fc1.weight") for name in sizes),
+                heads=heads,
+                size=patches[-1] * math.isqrt(positions[0] - 1),
+                patch=patches[-1],
+                dim=sizes["visual_projection.weight"][0],
+                activation=activation,
+            ).requires_grad_(False)
+        if {name: tensor.shape for name, tensor in tower.state_dict().items()} != sizes:
+            return None
+        tower.load_state_dict(weights, assign=True)
+        return tower.eval()
 
     @property
     def positions(self) -> Tensor:
@@ -123,6 +211,9 @@ class QuickGELU(nn.Module):
         return hidden * torch.sigmoid(1.702 * hidden)
 
 
+_ACTIVATIONS: dict[str, type[nn.Module]] = {QUICK_GELU: QuickGELU, GELU: nn.GELU}
+
+
 class _Block(nn.Module):
     """Attention and a two-layer perceptron, each on normalised tokens and added to its input.
 
@@ -131,12 +222,14 @@ class _Block(nn.Module):
     last block of a tower needs no more, and saves five sixths of its time.
     """
 
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
+    def __init__(self, width: int, hidden: int, heads: int, activation: str) -> None:
         super().__init__()
         self.self_attn = Projections(width)
         self.layer_norm1 = AddNorm(width)
-        layers = {"fc1": nn.Linear(width, hidden), "activation": QuickGELU(), "fc2": nn.Linear(hidden, width)}
-        self.mlp = nn.ModuleDict(layers)
+        activate = _ACTIVATIONS[activation]()
+        self.mlp = nn.ModuleDict(
+            {"fc1": nn.Linear(width, hidden), "activation": activate, "fc2": nn.Linear(hidden, width)}
+        )
         self.layer_norm2 = AddNorm(width)
         self._heads = heads
 
