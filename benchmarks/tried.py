@@ -118,8 +118,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "attention of all sizes by one kernel": (
         True,
-        "with `load(..., compile=True)` and in the service, in 16 bits, for at most 16 images; "
-        "needs PyTorch 2.10",
+        "with `load(..., compile=True)` and in the service, in 16 bits, for at most 16 images; needs PyTorch 2.10",
     ),
     "image and look side by side": (
         True,
