@@ -339,7 +339,7 @@ class Encoder(nn.Module):
     # ------------------------------------------------------------------ acceleration and identity
 
     def accelerate(self) -> Self:
-        """From now on use CUDA graphs for small batches and the kernels of :mod:`react_clip.kernels`, on a GPU.
+        """From now on use CUDA graphs for small batches and Triton kernels, on a GPU.
 
         Kernels are compiled when they are first needed, in a second or two each. For encoders whose weights stay:
         moving or converting an encoder drops its graphs, but weights that change otherwise may not be noticed.
