@@ -38,6 +38,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 """The preprocessor_config.json of each family of transformers."""
 
+_VIT = {"layers": 2, "width": WIDTH, "patch_size": PATCH, "head_width": 16}
 _OPEN_CLIP_TEXT = {"context_length": 77, "vocab_size": 49408, "width": WIDTH, "heads": 2, "layers": 1}
 OPEN_CLIP: dict[str, dict[str, Any]] = {
     "sigmoid": {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"},
@@ -45,7 +46,8 @@ OPEN_CLIP: dict[str, dict[str, Any]] = {
     "convnext": {"timm_model_name": "convnext_atto", "timm_pool": "", "timm_proj": "linear"},
     "mobileclip": {"timm_model_name": "fastvit_t8", "timm_pool": "avg", "timm_proj": "linear"},
     "resnet": {"layers": [1, 1, 1, 1], "width": 16},
-    "vit": {"layers": 2, "width": WIDTH, "patch_size": PATCH, "head_width": 16},
+    "vit": _VIT,
+    "vit-tanh": {**_VIT, "act_kwargs": {"approximate": "tanh"}},
 }
 """The image tower's configuration of each family of open_clip."""
 

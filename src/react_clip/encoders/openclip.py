@@ -46,11 +46,12 @@ class OpenCLIPEncoder(ViTEncoder):
         if self.patch_size is None or model.visual.ln_post.eps != AddNorm.EPS:
             return None
         block = model.visual.transformer.resblocks[0]
-        activation = getattr(block.mlp.c_fc, "activation", block.mlp.gelu)  # the former if it is fused
+        activation = QUICK_GELU  # or Identity, if it is fused with the layer before
+        if isinstance(block.mlp.gelu, nn.GELU):
+            activation = GELU if block.mlp.gelu.approximate == "none" else "gelu_pytorch_tanh"
         with torch.no_grad():
             weights = to_hf(dict(model.visual.named_parameters()))
-        kind = GELU if isinstance(activation, nn.GELU) else QUICK_GELU
-        return VisionTower.of(weights, heads=block.attn.num_heads, activation=kind)
+        return VisionTower.of(weights, heads=block.attn.num_heads, activation=activation)
 
     def _learned_positions(self) -> Tensor:
         model: Any = self.tower
