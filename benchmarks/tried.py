@@ -89,8 +89,8 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     "attention by cuDNN": (True, "PyTorch chooses it by itself on this GPU"),
     "compiled tower, any batch size": (
         False,
-        "slower than the kernels of `compile=True`, which came later; 20 seconds of compilation for each of three "
-        "image sizes, none for other batch sizes; a CPU gains nothing",
+        "slower than the kernels of `compile=True`, which came later; up to 20 seconds of compilation for each of "
+        "three image sizes, none for other batch sizes; a CPU gains nothing",
     ),
     "compiled tower of transformers": (
         False,

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, embed_patches, read_similarity
-from react_clip.encoders.checkpoints import is_image_key
+from react_clip.encoders.checkpoints import image_parameters
 from react_clip.encoders.layers import AddNorm
 from react_clip.encoders.loading import QUICK_GELU, check_activation, loading_error, quiet_libraries
 from react_clip.encoders.text import TextTower
@@ -34,7 +34,7 @@ class HFEncoder(ViTEncoder):
 
     def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
         config: Any = model.config
-        vision = getattr(config, "vision_config", config)
+        vision = _vision_config(config)
         super().__init__(
             model,
             name=name,
@@ -57,11 +57,10 @@ class HFEncoder(ViTEncoder):
         return self._resized_features(normalised, self._learned_positions())
 
     def _same_tower(self) -> VisionTower | None:
-        config: Any = self.tower.config
-        vision = getattr(config, "vision_config", config)
+        vision = _vision_config(self.tower.config)
         if vision.layer_norm_eps != AddNorm.EPS:
             return None
-        weights = {name: weight for name, weight in self.tower.named_parameters() if is_image_key(name)}
+        weights = image_parameters(self)
         return VisionTower.of(weights, heads=vision.num_attention_heads, activation=vision.hidden_act)
 
     def _learned_positions(self) -> Tensor:
@@ -125,6 +124,11 @@ class SigLIP2Encoder(SigLIPEncoder):
     def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
         # The model interpolates positions itself, in its own way.
         return self._image_features(normalised)
+
+
+def _vision_config(config: Any) -> Any:
+    """The configuration of the image tower: a part of a complete model's, or all there is."""
+    return getattr(config, "vision_config", config)
 
 
 def _image_size(vision: Any) -> int:
@@ -220,7 +224,7 @@ def load_hf(
     if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
         raise ReactClipError(f"{name!r} lacks {len(missing)} tensors, {missing[0]} first; the checkpoint is incomplete")
     family = FAMILIES[config.model_type]
-    vision = config if tokenizer is None else config.vision_config
+    vision = _vision_config(config)
     if family is HFEncoder:
         text_activation = None if tokenizer is None else config.text_config.hidden_act
         check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
