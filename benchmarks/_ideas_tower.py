@@ -23,7 +23,7 @@ from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import HFEncoder
 from react_clip.encoders.layers import AddNorm, FusedQuickGELU, Projections
 from react_clip.encoders.openclip import wrap_model
-from react_clip.encoders.vision import VisionEncoder, ViTEncoder, first_tokens
+from react_clip.encoders.vision import QuickGELU, VisionEncoder, ViTEncoder, first_tokens
 from react_clip.zeroshot import ZeroShotClassifier
 
 # ---------------------------------------------------------------------- views of several sizes
@@ -107,7 +107,6 @@ def own_layers(library: str, setting: Setting) -> Entry:
     """The ViT-B/16 of another library with random weights, by the layers of the offline tower instead of its own."""
     before = random_tower(library).to(setting.device, setting.dtype)
     after = deepcopy(before).accelerate()
-    after.share_weights()  # on a CPU too
     before.accelerate()._shared = ()
     speed = setting.compare(setting.classifier(before), setting.classifier(after))
     images = setting.clean[: setting.batch]
@@ -191,6 +190,21 @@ def activation(setting: Setting) -> Entry:
         setting,
         "QuickGELU as one kernel",
         "QuickGELU, x sigmoid(1.702 x), as one Triton kernel instead of three operations: the plain encoder.",
+        *(before, after),
+    )
+
+
+def activation_in_parts(setting: Setting) -> Entry:
+    """QuickGELU on a CPU part by part, in the memory of its input, instead of three operations on all of it."""
+    before, after = accelerated_pair(setting)
+    for module in before.encoder.tower.modules():
+        if isinstance(module, QuickGELU):
+            module.forward = lambda hidden: hidden * torch.sigmoid(1.702 * hidden)
+    return compared(
+        setting,
+        "QuickGELU in parts",
+        "QuickGELU part by part in the memory of its input, instead of three operations on all of it: the plain "
+        "encoder.",
         *(before, after),
     )
 

@@ -17,7 +17,7 @@ from react_clip import accelerate, encoders
 from react_clip.defenses import second_look
 from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, layers, offline
-from react_clip.encoders.vision import VisionEncoder, VisionTower, ViTEncoder
+from react_clip.encoders.vision import QuickGELU, VisionEncoder, VisionTower, ViTEncoder
 from toys import RecordsOnACPU, ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
 
@@ -441,7 +441,9 @@ def test_views_of_several_sizes_in_one_pass_give_the_same_features(
     assert not torch.allclose(packed.features, plain.features, atol=1e-3), "new weights, new positions"
 
 
-def test_compiling_changes_nothing_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_nothing_is_compiled_and_answers_are_the_same(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", None)
     encoder = rc.load(tiny_folder, device="cpu", compile=True)
     plain = rc.load(tiny_folder, device="cpu")
@@ -450,4 +452,21 @@ def test_compiling_changes_nothing_on_a_cpu(tiny_folder: Path, monkeypatch: pyte
         clf = rc.ZeroShotClassifier.from_features(each, list("abc"), torch.eye(3, each.dim))
         pixels = torch.rand(3, 3, each.image_size, each.image_size, generator=torch.Generator().manual_seed(0))
         answers.append(rc.ReACT(tau=-1e9)(clf, pixels).features)
-    assert torch.equal(*answers)
+    assert torch.allclose(*answers, rtol=0, atol=1e-5)
+    assert isinstance(encoder, ViTEncoder)
+    assert encoder.vision is not None, "our layers are faster than those of transformers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_quick_gelu_replaces_its_input_on_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuickGELU, "PART", 10)
+    source = 5.0 * torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = source * torch.sigmoid(1.702 * source)
+    leaf = source.clone().requires_grad_()
+    assert torch.equal(QuickGELU()(leaf), expected)
+    assert torch.equal(leaf, source), "autograd needs the input"
+    for hidden in (source.clone(), source.mT.clone().mT, source[:0].clone()):
+        result = QuickGELU()(hidden)
+        # Vector instructions take whole registers: the last numbers of a part may round differently.
+        assert torch.allclose(result, expected[: len(hidden)], rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+        assert (result is hidden) is hidden.is_contiguous(), "no other tensor of its size"

@@ -26,8 +26,8 @@ READS = 3
 """Values that the host waits for: the range check at the door, and between two stages the rows that go on."""
 UPLOADS = 0
 """Blocking copies to the device; the augmentation's colour matrices are sent once in the life of a process."""
-PEAK = 19.0
-"""Tensors of all tokens that the tower holds at once; hidden layers count as four, and QuickGELU has three of them."""
+PEAK = 12.0
+"""Tensors of all tokens that the tower holds at once on a CPU; a hidden layer counts as four."""
 UPLOADING = {"tensor", "as_tensor", "new_tensor"}
 READING = {"nonzero", "_local_scalar_dense", "masked_select", "equal", "_unique2", "unique_dim"}
 """Operators whose result the host must read before it can go on."""

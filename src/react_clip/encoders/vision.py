@@ -2,7 +2,7 @@
 
 Importing transformers takes several seconds, longer than the rest of the work for one photo; the offline tower does
 without it. A CLIP of transformers or open_clip computes by this tower, too, when it is accelerated: its layers have
-kernels.
+kernels on a GPU, and use less memory on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from react_clip.encoders.base import Encoder, embed_patches
 from react_clip.encoders.layers import AddNorm, Packing, Projections, attend, fuse_operations
 from react_clip.encoders.loading import GELU, QUICK_GELU
 from react_clip.encoders.text import at_least_fp32
-from react_clip.kernels import kernels_work
+from react_clip.kernels import kernels_work, needs_gradients
 
 MOST_PACKED = 16
 """Images in the largest batch whose views of several sizes share one matrix; those of more images are faster side by
@@ -28,7 +28,7 @@ side on an H200."""
 class ViTEncoder(Encoder):
     """An encoder that computes by a :class:`VisionTower` if it has one, and otherwise by the layers of its model.
 
-    Accelerated on a GPU, the model of another library gets a tower with the same weights.
+    Accelerated, the model of another library gets a tower with the same weights.
     """
 
     _shared: tuple[VisionTower, ...] = ()
@@ -42,15 +42,15 @@ class ViTEncoder(Encoder):
     def accelerate(self) -> Self:
         """See :meth:`Encoder.accelerate`."""
         super().accelerate()
-        if kernels_work(self.device):
-            self.share_weights()
+        self.share_weights()
         return self
 
     def share_weights(self) -> None:
         """Compute by a :class:`VisionTower` with the weights of the model, if it is CLIP's vision transformer."""
         tower = self._same_tower()
         if tower is not None:
-            fuse_operations(tower)
+            if kernels_work(self.device):
+                fuse_operations(tower)
             self._shared = (tower,)
 
     def _same_tower(self) -> VisionTower | None:
@@ -204,10 +204,21 @@ class _Embeddings(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """x sigmoid(1.702 x)."""
+    """x sigmoid(1.702 x).
+
+    On a CPU, without gradients, the result replaces the input, part by part: a part stays in the cache between the
+    three operations, and no memory is needed for two more tensors of this size.
+    """
+
+    PART = 1 << 18
+    """Numbers in a part: 1 MiB in fp32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The activation of a tensor of any shape."""
+        """The activation of a tensor of any shape; on a CPU the tensor may be overwritten."""
+        if hidden.is_cpu and hidden.is_contiguous() and not (needs_gradients(hidden) or torch.compiler.is_compiling()):
+            for part in hidden.view(-1).split(self.PART):
+                part.mul_((1.702 * part).sigmoid_())
+            return hidden
         return hidden * torch.sigmoid(1.702 * hidden)
 
 
