@@ -2,7 +2,7 @@
 
 Importing transformers takes several seconds, longer than the rest of the work for one photo; the offline tower does
 without it. A CLIP of transformers or open_clip computes by this tower, too, when it is accelerated: its layers have
-kernels on a GPU, and use less memory on a CPU.
+kernels on a GPU, and do less work everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ViTEncoder(Encoder):
         return self._shared[0] if self._shared else None
 
     def accelerate(self) -> Self:
-        """See :meth:`Encoder.accelerate`."""
+        """:meth:`Encoder.accelerate`, and compute by a :class:`VisionTower`, on a CPU too."""
         super().accelerate()
         self.share_weights()
         return self
