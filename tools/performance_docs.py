@@ -225,7 +225,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
             axis = report["part"].removeprefix("sweep-")
             place = f"{SWEPT[axis]}, {MODELS[report['tower']]}"
             yield f"overhead of ReACT, {place}", *at_most(FLAT, growth(report, axis, OURS)[-1][1])
-    services = ("-aarch64", "-gpu-12", "-gpu-12-128", "-gpu-12-256")
+    services = ("-aarch64", "-x86_64", "-gpu-12", "-gpu-12-128", "-gpu-12-256")
     for path in (folder.parent / f"serve-throughput{part}.json" for part in services):
         if path.is_file():
             report = json.loads(path.read_text(encoding="utf-8"))
