@@ -1,7 +1,8 @@
-"""Cost of SecondLook for clean photos of many data sets, each with its own classes, relative to plain CLIP.
+r"""Cost of SecondLook for clean photos of many data sets, each with its own classes, relative to plain CLIP.
 
     python benchmarks/clean_traffic.py --data photos --heads heads --device cuda --dtype bf16
-    python benchmarks/clean_traffic.py --data photos --heads heads --device cpu --photos 16 --batch 8 --out bench/cpu-clean-traffic.json
+    python benchmarks/clean_traffic.py --data photos --heads heads --device cpu --photos 16 --batch 8 --rounds 4 \
+        --out bench/cpu-clean-traffic.json
 
 How many photos take the third view depends on the photos and on the classes. All sets are measured by turns in one run,
 as ``react-clip bench`` does it: photos are ready on the device and arrive in batches; plain CLIP does not wait for its
