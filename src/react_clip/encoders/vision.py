@@ -216,7 +216,7 @@ class QuickGELU(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The activation of a tensor of any shape; on a CPU the tensor may be overwritten."""
         if hidden.is_cpu and hidden.is_contiguous() and not (needs_gradients(hidden) or torch.compiler.is_compiling()):
-            for part in hidden.view(-1).split(self.PART):
+            for part in torch.split(hidden.view(-1), self.PART):
                 part.mul_((1.702 * part).sigmoid_())
             return hidden
         return hidden * torch.sigmoid(1.702 * hidden)
