@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*SWEEPS, "all"),
         help="instead of the table: ReACT and the bare encoder along an axis, such as 10 to 20,000 classes",
     )
-    parser.add_argument("--compile", action="store_true", help="on a GPU: CUDA graphs and kernels, as in serve")
+    parser.add_argument(
+        "--compile", action="store_true", help="as in serve: CUDA graphs and kernels on a GPU, our layers on any device"
+    )
     parser.add_argument(
         "--defenses", default="", help=f"also measure these, comma-separated: {', '.join(DEFENSES)}, module:Class"
     )
