@@ -53,7 +53,8 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     "both sizes in one pass": (
         True,
         "in the same graph, for at most 16 images: one image does not keep a GPU busy, so the look's tokens cost "
-        "little beside it; larger batches are faster side by side",
+        "little beside it; larger batches are faster side by side. On x86 for one image, whose two passes would read "
+        "all weights twice; four gain nothing",
     ),
     "graph of the comparison": (
         True,
