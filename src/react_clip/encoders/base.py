@@ -19,7 +19,7 @@ from react_clip.accelerate import AcceleratedBackend, Backend
 from react_clip.encoders.layers import fuse_operations
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.errors import ReactClipError
-from react_clip.kernels import kernels_work, needs_gradients
+from react_clip.kernels import kernels_work
 from react_clip.preprocess import Images, Preprocessing, RangeCheck, as_pixels
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -181,7 +181,7 @@ class Encoder(nn.Module):
         if not self.backend.records(min(count, most), *tensors, *given, share=share):
             if rows is not None:
                 tensors, given = (tuple(each.index_select(0, rows) for each in group) for group in (tensors, given))
-            if count == 1 and _shares_a_pass(tensors[0]):
+            if self._takes_one_pass(makers, tensors[0]):
                 return self._make_and_compute(makers, then, len(tensors), *tensors, *given)
             return self._encode_each(makers, *tensors, max_batch=max_batch, then=then, given=given)
         # A graph reads the tables of position embeddings, but its replay does not run the code that updates them.
@@ -194,6 +194,10 @@ class Encoder(nn.Module):
         rows = torch.arange(count, device=tensors[0].device) if rows is None else rows
         parts = torch.tensor_split(rows, -(-count // most))
         return torch.cat([self.backend(compute, *tensors, *given, rows=part, share=share) for part in parts])
+
+    def _takes_one_pass(self, makers: tuple[ViewMaker, ...], pixels: Tensor) -> bool:
+        """True if one pass without a graph encodes all views of these images; overridden where that is faster."""
+        return False
 
     def _encode_each(
         self,
@@ -374,16 +378,6 @@ class Encoder(nn.Module):
         """One line: name, size, dtype, device."""
         sizes = f"image_size={self.image_size}, dim={self.dim}"
         return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
-
-
-def _shares_a_pass(pixels: Tensor) -> bool:
-    """True where all views of one image should be encoded by one pass, which reads the weights once.
-
-    Measured on x86, where PyTorch multiplies matrices by MKL. With gradients each view has a pass, which needs less
-    memory.
-    """
-    has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return pixels.is_cpu and has_mkl and not needs_gradients(pixels)
 
 
 @dataclass(frozen=True, eq=False)

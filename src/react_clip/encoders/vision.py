@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from react_clip.encoders.base import Encoder, embed_patches
+from react_clip.encoders.base import Encoder, ViewMaker, embed_patches
 from react_clip.encoders.layers import AddNorm, Packing, Projections, attend, fuse_operations
 from react_clip.encoders.loading import GELU, QUICK_GELU
 from react_clip.encoders.text import at_least_fp32
@@ -67,6 +67,13 @@ class ViTEncoder(Encoder):
         if self.vision is None:
             return super()._compute(pixels)
         return at_least_fp32(self.vision(self._normalise(pixels), self._positions(pixels)))
+
+    def _takes_one_pass(self, makers: tuple[ViewMaker, ...], pixels: Tensor) -> bool:
+        # One image on x86, where PyTorch multiplies by MKL: two passes would read all weights twice. With gradients
+        # each view has a pass, which needs less memory.
+        one_on_a_cpu = len(pixels) == 1 and len(makers) > 1 and pixels.is_cpu and not needs_gradients(pixels)
+        has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        return self.vision is not None and one_on_a_cpu and has_mkl
 
     def _compute_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         few = len(views) > 1 and len(views[0]) <= MOST_PACKED
