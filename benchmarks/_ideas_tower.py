@@ -107,7 +107,7 @@ def own_layers(library: str, setting: Setting) -> Entry:
     """The ViT-B/16 of another library with random weights, by the layers of the offline tower instead of its own."""
     before = random_tower(library).to(setting.device, setting.dtype)
     after = deepcopy(before).accelerate()
-    before.accelerate()._shared = ()
+    Encoder.accelerate(before)  # without our layers
     speed = setting.compare(setting.classifier(before), setting.classifier(after))
     images = setting.clean[: setting.batch]
     cosines = torch.cosine_similarity(before.encode_views(images), after.encode_views(images))

@@ -54,7 +54,7 @@ if [[ $device == gpu ]]; then
     bench $model sweep-attacked --compile --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
-  dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 32 --rounds 4 --singles 1 \
+  dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 16 --rounds 8 --singles 1 \
     --defenses second_look
   bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10
   bench vit-b-16 table-attacked --images 16 --batch 4 --rounds 5 --singles 5 --attacked 1
