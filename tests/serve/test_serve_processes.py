@@ -243,6 +243,8 @@ def is_refused(pair: Pair) -> bool:
         pair.connect().close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        pass  # the listener was closed while this connection waited to be accepted
     return False
 
 
