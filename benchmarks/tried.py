@@ -54,7 +54,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
         True,
         "in the same graph, for at most 16 images: one image does not keep a GPU busy, so the look's tokens cost "
         "little beside it; larger batches are faster side by side. On x86 for one image, whose two passes would read "
-        "all weights twice; four gain nothing",
+        "all weights twice; with four the gain is within the noise",
     ),
     "graph of the comparison": (
         True,
