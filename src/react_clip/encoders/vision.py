@@ -168,7 +168,7 @@ class VisionTower(nn.Module):
     def packed(self, images: Sequence[Tensor], positions: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`forward` of images of several sizes, with the tokens of all of them in one matrix ``[tokens, width]``.
 
-        A small batch of two sizes takes a GPU little longer than one size.
+        A small batch of two sizes takes a GPU little longer than one size, and a CPU reads the weights once.
         """
         grids = [self._embed(each, table) for each, table in zip(images, positions, strict=True)]
         shapes = [(grid.shape[0], grid.shape[1]) for grid in grids]
