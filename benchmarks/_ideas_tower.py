@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _int8 import multiply_in_int8
 from _setting import SIZES, Entry, Setting, Ways
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -431,6 +432,25 @@ def sixteen_bits(setting: Setting) -> Entry:
         spent["fp16"],
         milliseconds=spent,
         agreement={name: setting.agreement(clf, exact) for name, clf in towers.items() if name != "fp32"},
+    )
+
+
+def int8_tower(setting: Setting) -> Entry:
+    """Matrix products of the blocks in int8: the plain encoder's time, and SecondLook's decisions and answers."""
+    exact = setting.classifier(setting.load(dtype="fp32", compile=True))
+    before, after = accelerated_pair(setting)
+    multiply_in_int8(after.encoder.tower)
+    images, batch = setting.clean, setting.batch
+    towers = {"fp32": exact, "bf16": before, "int8": after}
+    spent = setting.turns({name: setting.plain(clf, images, batch) for name, clf in towers.items()}, len(images))
+    return setting.entry(
+        "int8 on a GPU",
+        "Matrix products of the tower in int8 (weights by channel, activations by token) instead of bf16: the plain "
+        "encoder.",
+        spent["bf16"],
+        spent["int8"],
+        milliseconds=spent,
+        agreement={"int8": setting.agreement(after, exact)},
     )
 
 

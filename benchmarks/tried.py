@@ -148,6 +148,7 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
 IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "int8-onnx": cpu.int8_onnx,
     "int8-openvino": cpu.int8_openvino,
+    "packed-weights": cpu.packed_weights,
     "decoding": cpu.decoding,
     "keyed-hash": cpu.keyed_hash,
     "one-graph": tower.one_graph,
@@ -170,6 +171,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "side-by-side": tower.side_by_side,
     "last-block": tower.last_block,
     "16-bits": tower.sixteen_bits,
+    "int8-gpu": tower.int8_tower,
     "early-layer": tower.early_layer,
 }
 
