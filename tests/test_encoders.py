@@ -17,6 +17,7 @@ from react_clip import accelerate, encoders
 from react_clip.defenses import second_look
 from react_clip.defenses.second_look import CORRECT
 from react_clip.encoders import base, layers, offline
+from react_clip.encoders.layers import PackedLinear
 from react_clip.encoders.vision import QuickGELU, VisionEncoder, VisionTower, ViTEncoder
 from toys import RecordsOnACPU, ToyEncoder, on_a_gpu, patch_encoder, toy_images
 
@@ -92,6 +93,26 @@ def test_our_tower_computes_with_the_weights_of_another_library(
     assert (encoder.encode_views(views[1].double()) - copy.encode_views(views[1])).abs().max() < 1e-5
     leaf = views[0].clone().requires_grad_()
     assert torch.autograd.grad(copy(leaf).sum(), leaf)[0].abs().sum() > 0
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the weights are packed on x86 alone")
+def test_packed_weights_change_no_feature() -> None:
+    plain, fast = patch_encoder(torch.bfloat16), patch_encoder(torch.bfloat16).accelerate()
+    layers = [module for module in fast.tower.modules() if isinstance(module, PackedLinear)]
+    assert len(layers) == 13, "six layers in two blocks, and the projection"
+    assert all(layer._packed is not None for layer in layers) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    views = [torch.rand(3, 3, size, size, generator=torch.Generator().manual_seed(size)) for size in (32, 24)]
+    for view in views:
+        assert (fast.encode_views(view) - plain.encode_views(view)).abs().max() < 0.02
+    leaf = views[0].clone().requires_grad_()
+    gradients = [torch.autograd.grad(each(leaf)[:, 0].sum(), leaf)[0] for each in (plain, fast)]
+    assert torch.equal(*gradients)
+    for each in (plain, fast):
+        with torch.no_grad():
+            dict(each.tower.named_parameters())["vision_model.encoder.layers.0.mlp.fc1.weight"].neg_()
+    assert (fast.encode_views(views[0]) - plain.encode_views(views[0])).abs().max() < 0.02, "weights changed in place"
+    assert torch.equal(fast.float().encode_views(views[0]), plain.float().encode_views(views[0]))
+    assert all(layer._packed is None for layer in layers), "fp32 is multiplied as fast without"
 
 
 @pytest.mark.parametrize("size", [24, 32, 40])

@@ -1,6 +1,7 @@
-"""Layers of towers that run faster on a GPU: Triton kernels and joined matrices beside plain PyTorch.
+"""Layers of towers that run faster: on a GPU by Triton kernels and joined matrices, on a CPU by packed weights.
 
-:func:`fuse_operations` switches them on. Plain PyTorch runs elsewhere, as for the kernels of :mod:`react_clip.kernels`.
+:func:`fuse_operations` and :func:`pack_weights` switch them on. Plain PyTorch runs elsewhere, as for the kernels of
+:mod:`react_clip.kernels`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from react_clip.kernels import device_of, suit_kernels
+from react_clip.kernels import device_of, needs_gradients, suit_kernels
 
 
 def fuse_operations(tower: nn.Module) -> None:
@@ -32,6 +33,54 @@ def fuse_operations(tower: nn.Module) -> None:
             if isinstance(layer, nn.Linear) and type(child).__name__ in ("QuickGELU", "QuickGELUActivation"):
                 setattr(parent, first, FusedQuickGELU(layer, child))
                 setattr(parent, name, nn.Identity())
+
+
+def pack_weights(tower: nn.Module) -> None:
+    """Replace the linear layers of a tower by :class:`PackedLinear`."""
+    for parent in list(tower.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that keeps its weights a second time, in the layout of oneDNN's kernels.
+
+    In bf16 on an x86 CPU PyTorch's linear layer rearranges all weights in every call. Elsewhere, and with gradients,
+    this is that layer.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.pack()
+
+    def pack(self) -> None:
+        """Rearrange the weights, where that is of use."""
+        on_x86 = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        suits = self.weight.is_cpu and self.weight.dtype == torch.bfloat16 and on_x86
+        suits = suits and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None) if suits else None
+        self._packed_version = self._weight_version()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``[..., in]`` to ``[..., out]``."""
+        if self._packed is None or needs_gradients(tokens, self.weight) or torch.compiler.is_compiling():
+            return super().forward(tokens)
+        if self._packed_version != self._weight_version():
+            self.pack()
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(tokens, self._packed, self.bias, "none", [], "")
+        return result
+
+    def _weight_version(self) -> int:
+        """A number that changes when the weights are changed in place."""
+        return 0 if self.weight.is_inference() else self.weight._version
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.pack()
+        return self
 
 
 class FusedQuickGELU(nn.Linear):

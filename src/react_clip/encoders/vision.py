@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import Encoder, ViewMaker, embed_patches
-from react_clip.encoders.layers import AddNorm, Packing, Projections, attend, fuse_operations
+from react_clip.encoders.layers import AddNorm, Packing, Projections, attend, fuse_operations, pack_weights
 from react_clip.encoders.loading import GELU, QUICK_GELU
 from react_clip.encoders.text import at_least_fp32
 from react_clip.kernels import kernels_work, needs_gradients
@@ -49,8 +49,7 @@ class ViTEncoder(Encoder):
         """Compute by a :class:`VisionTower` with the weights of the model, if it is CLIP's vision transformer."""
         tower = self._same_tower()
         if tower is not None:
-            if kernels_work(self.device):
-                fuse_operations(tower)
+            (fuse_operations if kernels_work(self.device) else pack_weights)(tower)
             self._shared = (tower,)
 
     def _same_tower(self) -> VisionTower | None:
@@ -98,6 +97,13 @@ class VisionEncoder(ViTEncoder):
     def vision(self) -> VisionTower:
         """The tower."""
         return self.tower
+
+    def accelerate(self) -> Self:
+        """:meth:`Encoder.accelerate`, and pack the weights on a CPU."""
+        super().accelerate()
+        if not kernels_work(self.device):
+            pack_weights(self.tower)
+        return self
 
     def _learned_positions(self) -> Tensor:
         return self.tower.positions
