@@ -56,6 +56,11 @@ if [[ $device == gpu ]]; then
 else
   dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 16 --rounds 8 --singles 1 \
     --defenses second_look
+  # On an x86 processor that multiplies bf16 matrices (AMX); two of its cores: OMP_NUM_THREADS=2 taskset -c 0,1 bash ...
+  if grep -q amx_bf16 /proc/cpuinfo; then
+    dtype=bf16 bench vit-b-16 amx-second-look-batch --compile --sweep batch --images 16 --rounds 8 --singles 1 \
+      --defenses second_look
+  fi
   bench vit-b-16 table-clean --images 32 --batch 4 --rounds 4 --singles 10
   bench vit-b-16 table-attacked --images 16 --batch 4 --rounds 5 --singles 5 --attacked 1
   bench vit-b-16 sweep-batch --sweep batch --images 16 --rounds 3 --singles 1

@@ -41,6 +41,7 @@ PRECISIONS = {
     "16 bits for SecondLook": "SecondLook",
     "int8 in ONNX Runtime": "SecondLook",
     "int8 in OpenVINO": "SecondLook",
+    "int8 on a GPU": "SecondLook",
 }
 """Ideas of tried.json that are about the precision of the tower, and the defence whose answers were compared."""
 CLASSES = 1223
@@ -78,7 +79,7 @@ def performance(name: str, folder: Path) -> str:
 
 
 def look_reports(folder: Path) -> list[Report]:
-    """Measurements of SecondLook beside plain CLIP: one report per device, batch size, traffic and class list."""
+    """Measurements of SecondLook beside plain CLIP: one per device, precision, batch size, traffic and class list."""
     files = [
         json.loads(path.read_text(encoding="utf-8")) | {"file": path.name}
         for path in folder.glob("*-second-look-*.json")
@@ -90,7 +91,7 @@ def look_reports(folder: Path) -> list[Report]:
     ]
     # A table has more contenders than a point of a sweep, and takes its place.
     reports = {
-        (report["device"] == "cpu", where(report), report["batch"], report["attacked"], -report["classes"]): report
+        (report["device"] == "cpu", _place(report), report["batch"], report["attacked"], -report["classes"]): report
         for report in [*points, *files]
         if report["contenders"]
     }
@@ -99,16 +100,16 @@ def look_reports(folder: Path) -> list[Report]:
 
 def cost(folder: Path) -> str:
     """Milliseconds per photo of plain CLIP and of the defences, at every batch size that was measured."""
-    rows, alone, files = [], [], {}
+    rows, alone, files = [], [], []
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        photos, place = _photos(report), f"{where(report)}, {report['dtype']}"
+        photos, place = _photos(report), _place(report)
         times = [_milliseconds(found, label, "milliseconds") for label in WORDS]
         numbers = [f"{ratio(found, LOOK, BARE):.2f}", f"{found[LOOK]['passes']:.2f}", _overhead(found[LOOK])]
         rows.append([f"{place}, batch {report['batch']}", photos, *times, *numbers])
         if len(found) > 3:
             alone.append([f"{place}, one at a time", photos, *(_milliseconds(found, w, "latency_p50") for w in WORDS)])
-        files[report["file"]] = report["command"]
+        files.append(f"`{report['file']}`")
     if not rows:
         return ""
     head = [
@@ -119,9 +120,11 @@ def cost(folder: Path) -> str:
         "passes",
         "overhead",
     ]
-    made = "; ".join(f"`{file}` by `{command}`" for file, command in files.items())
     rows += [[*row, "", "", ""] for row in alone]
-    note = f"*ViT-B/16, {CLASSES:,} classes unless the row has others. `benchmarks/results/bench`: {made}.*"
+    note = (
+        f"*ViT-B/16, {CLASSES:,} classes unless the row has others. `benchmarks/results/bench`: "
+        f"{', '.join(dict.fromkeys(files))}; each holds the command that made it.*"
+    )
     return "\n".join([*table(head, rows), "", note]) + "\n"
 
 
@@ -148,6 +151,10 @@ def _clean_traffic(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
     """By file name the runs of benchmarks/clean_traffic.py, each on a machine of its own."""
     paths = sorted(folder.glob(pattern), key=lambda path: len(path.name))
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def _place(report: Report) -> str:
+    return f"{where(report)}, {report['dtype']}"
 
 
 def _photos(report: Report) -> str:
@@ -189,7 +196,7 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
 
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        place = f"{_photos(report)}, {where(report)}, batch {report['batch']}"
+        place = f"{_photos(report)}, {_place(report)}, batch {report['batch']}"
         if report["device"] == "cpu":
             yield f"SecondLook / plain CLIP, {place}", *at_most(1.85, ratio(found, LOOK, BARE))
             continue
@@ -284,9 +291,9 @@ def compilation(folder: Path) -> str:
         for text, key in (("batch 256, clean, ms per image", "milliseconds"), ("one image alone, ms", "latency_p50"))
         for label in (BARE, LOOK)
     ]
-    made = "; ".join(f"`{name}` by `{report['command']}`" for name, report in zip(names, (first, *both), strict=True))
     setting = f"ViT-B/16 and SecondLook, {first['device']}, {first['dtype']}"
-    note = f"*{setting}. `benchmarks/results/bench`: {made}.*"
+    files = ", ".join(f"`{name}`" for name in names)
+    note = f"*{setting}. `benchmarks/results/bench`: {files}; each holds the command that made it.*"
     head = ["", "without", "with `compile=True`"]
     return "\n".join([*table(head, rows), "", note]) + "\n"
 
