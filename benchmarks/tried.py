@@ -43,8 +43,9 @@ VERDICTS: dict[str, tuple[bool | None, str]] = {
     ),
     "weights packed for oneDNN": (
         True,
-        "with `load(..., compile=True)` and in the service, in bf16 on x86; the weights are kept twice (164 MiB more). "
-        "SecondLook of one image gains more, of eight little",
+        "with `load(..., compile=True)` and in the service, in bf16 on x86 (here with AMX), for 164 MiB more; "
+        "SecondLook of one image takes 0.73 of the time, of eight 0.98. Not in fp32, where eight images gain nothing, "
+        "for 330 MiB",
     ),
     "JPEG at reduced size": (
         False,

@@ -51,7 +51,8 @@ def load(
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
         compile: on a GPU, compile kernels and record CUDA graphs as they are needed; a CLIP of transformers or
-            open_clip computes by our layers, on a CPU too (:meth:`Encoder.accelerate`).
+            open_clip computes by our layers, on a CPU too, where in bf16 they keep their weights twice
+            (:meth:`Encoder.accelerate`).
     """
     encoder = _load(name, device, dtype)
     return encoder.accelerate() if compile else encoder
