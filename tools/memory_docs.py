@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from doc_tables import table
 from matplotlib.figure import Figure
@@ -43,16 +42,14 @@ def memory(results: Path) -> str:
     rows = [[name, *(_mib(line[key]) for key in COLUMNS), str(line["arenas"])] for name, line in stages.items()]
     lines = [*table(["after", *COLUMNS.values(), "arenas"], rows), ""]
     machines = ", ".join(f"{run['device']} for {run['minutes']:.0f} minutes" for run in (runs[0], soak))
-    lines += [f"*In MiB; {soak['cores']} cores ({machines}). Made by {_commands(runs)}.*", ""]
+    names = ", ".join(f"`{path.relative_to(results)}`" for path in (*files, results / SOAK) if path.is_file())
+    note = f"*In MiB; {soak['cores']} cores ({machines}). `benchmarks/results`: {names}; each holds its command.*"
+    lines += [note, ""]
     return "\n".join(lines)
 
 
 def _mib(number: float) -> str:
     return f"{number / 2**20:,.0f}"
-
-
-def _commands(runs: list[dict[str, Any]]) -> str:
-    return ", ".join(f"`{run['command']}`" for run in runs)
 
 
 def soak_figure(results: Path) -> Figure:

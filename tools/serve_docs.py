@@ -17,7 +17,16 @@ SMALL = {
     "serve-uvloop.json": ("without uvloop", "with uvloop"),
 }
 """Results with a tower of one layer: names of the versions that a run compares."""
-COLUMNS = ["", "library, images/s", "service, images/s", "ratio", "images a batch", "HTTP alone, requests/s"]
+NUMBERS = {
+    "library_images_per_second": "library, images/s",
+    "server_images_per_second": "service, images/s",
+    "ratio": "ratio",
+    "images_per_batch": "images a batch",
+    "latency": "median latency, ms",
+    "memory": "memory of the host, MB",
+    "http_requests_per_second": "HTTP alone, requests/s",
+}
+"""Columns of the table."""
 
 
 def speed(results: Path) -> str:
@@ -29,17 +38,15 @@ def speed(results: Path) -> str:
         callers = f"{run['concurrency']} caller{'s' if run['concurrency'] > 1 else ''}"
         for version, values in zip(SMALL[name], (run["before"], run), strict=True):
             rows += [_row(f"tower of one layer, {run['device']}, {callers}, {version}", values)]
-    commands = ", ".join(f"`{run['command']}`" for run in (*gpu, *small.values()))
     one = small["serve-overhead.json"]
-    sizes = "; ".join(f"{service_setting(run)}: {_latency_and_memory(run)}" for run in gpu)
+    files = [*(f"`serve-throughput-gpu{part}.json`" for part in GPU), *(f"`{name}`" for name in SMALL)]
     notes = [
-        f"GPU, {gpu[0]['cores']} cores: median latency, memory of the host and, where one version ran alone, of the",
-        f"GPU with {sizes}.",
-        f"Tower of one layer: {one['cores']} cores, medians of {len(one['rounds'])} rounds; the",
-        f"callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms of the same",
-        f"length that are refused by their first bytes. Made by {commands}.",
+        f"GPU: {gpu[0]['cores']} cores. Tower of one layer: {one['cores']} cores, medians of {len(one['rounds'])}",
+        f"rounds; the callers take {one['callers_processor_ms']:.2f} ms of processor time a request. HTTP alone: forms",
+        f"of the same length that are refused by their first bytes. `benchmarks/results`: {', '.join(files)}; each",
+        "holds the command that made it.",
     ]
-    return "\n".join([*table(COLUMNS, rows), "", f"*{' '.join(notes)}*", ""])
+    return "\n".join([*table(["", *NUMBERS.values()], rows), "", f"*{' '.join(notes)}*", ""])
 
 
 def service_setting(run: dict[str, Any]) -> str:
@@ -50,18 +57,16 @@ def service_setting(run: dict[str, Any]) -> str:
     return f"{words} ({run['note']})" if "note" in run else words
 
 
-def _latency_and_memory(run: dict[str, Any]) -> str:
-    known = [key for key in ("server_memory", "server_gpu_memory") if key in run]
-    memory = " and ".join(f"{run[key] / 1e6:,.0f} MB" for key in known)
-    return f"{1000 * run['latency_seconds']['median']:.0f} ms, {memory}"
-
-
 def _row(name: str, values: dict[str, Any]) -> list[str]:
-    http = values.get("http_requests_per_second")
-    return [
-        name,
-        *(f"{values[key]:,.0f}" for key in ("library_images_per_second", "server_images_per_second")),
-        f"{values['ratio']:.2f}",
-        f"{values['images_per_batch']:.1f}",
-        f"{http:,.0f}" if http else "–",
-    ]
+    found = dict(values)
+    if "latency_seconds" in values:
+        found["latency"] = 1000 * values["latency_seconds"]["median"]
+    if "server_memory" in values:
+        found["memory"] = values["server_memory"] / 1e6
+    return [name, *(_digits(key, found.get(key)) for key in NUMBERS)]
+
+
+def _digits(key: str, value: float | None) -> str:
+    if not value:
+        return "–"
+    return f"{value:,.{ {'ratio': 2, 'images_per_batch': 1}.get(key, 0) }f}"

