@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every number in docs/performance.md: run from the repository root, on a machine that does nothing else, as
+# Every number in docs/performance.md and performance-details.md: run from the repository root, on a machine that does nothing else, as
 #   bash benchmarks/bench_all.sh gpu|cpu PHOTOS OUT [PART ...]
 # PHOTOS is a folder of photos; a part is one file, such as vit-b-16-table-clean, and takes ten minutes at most. The
 # files DEVICE-PART.json in OUT belong into benchmarks/results/bench; then run tools/draw_figures.py and

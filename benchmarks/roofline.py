@@ -1,4 +1,4 @@
-"""Add the limits of this machine to files of ``react-clip bench``, for the roofline in docs/performance.md.
+"""Add the limits of this machine to files of ``react-clip bench``, for the roofline in docs/performance-details.md.
 
     python benchmarks/roofline.py OUT/cpu-vit-b-16-sweep-batch.json ...
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from memory_docs import soak_figure
-from performance_figures import performance_figures, read_reports
+from performance_figures import look_figure, look_reports, performance_figures, read_reports
 
 from react_clip.calibration import Calibration
 from react_clip.report.figures import figures_of
@@ -76,6 +76,7 @@ def main() -> int:
     for figure_name, make in performance_figures(read_reports(RESULTS / "bench")).items():
         place = FIGURES / "performance" / figure_name
         save(make(), place)
+    save(look_figure(look_reports(RESULTS / "bench")), FIGURES / "performance" / "second-look")
     save(soak_figure(RESULTS), FIGURES / "memory" / "soak")
     return 0
 

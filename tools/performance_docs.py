@@ -1,4 +1,4 @@
-"""Sections of docs/performance.md, each made from the files that ``benchmarks/bench_all.sh`` wrote.
+"""Sections of docs/performance.md and docs/performance-details.md, each made from the files that ``benchmarks/bench_all.sh`` wrote.
 
 A section whose files are not there is empty, heading and all.
 """
@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from doc_tables import table
 from performance_figures import (
     DEVICES,
+    LOOK,
     MODELS,
     TABLES,
     Report,
     attained,
     contender,
     growth,
+    look_reports,
+    place_of,
+    ratio,
     read_reports,
     select,
     series,
@@ -31,8 +34,6 @@ from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
 from react_clip.choices import SWEEPS
 
 Row = dict[str, Any]
-LOOK = "second_look"
-"""SecondLook's name in the result files."""
 WORDS = {BARE: "plain CLIP", LOOK: "SecondLook", OURS: "ReACT", PLAIN: "the paper's 14 passes"}
 """Columns of the first table."""
 PRECISIONS = {
@@ -78,34 +79,14 @@ def performance(name: str, folder: Path) -> str:
 # ---------------------------------------------------------------------- SecondLook
 
 
-def look_reports(folder: Path) -> list[Report]:
-    """Measurements of SecondLook beside plain CLIP: one per device, precision, batch size, traffic and class list."""
-    files = [
-        json.loads(path.read_text(encoding="utf-8")) | {"file": path.name}
-        for path in folder.glob("*-second-look-*.json")
-    ]
-    points = [
-        report | {"batch": round(point["value"]), "contenders": point["contenders"]}
-        for report in files
-        for point in report["sweeps"].get("batch", [])
-    ]
-    # A table has more contenders than a point of a sweep, and takes its place.
-    reports = {
-        (report["device"] == "cpu", _place(report), report["batch"], report["attacked"], -report["classes"]): report
-        for report in [*points, *files]
-        if report["contenders"]
-    }
-    return [reports[key] for key in sorted(reports)]
-
-
 def cost(folder: Path) -> str:
     """Milliseconds per photo of plain CLIP and of the defences, at every batch size that was measured."""
     rows, alone, files = [], [], []
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        photos, place = _photos(report), _place(report)
+        photos, place = _photos(report), place_of(report)
         times = [_milliseconds(found, label, "milliseconds") for label in WORDS]
-        numbers = [f"{ratio(found, LOOK, BARE):.2f}", f"{found[LOOK]['passes']:.2f}", _overhead(found[LOOK])]
+        numbers = [f"{ratio(report, LOOK, BARE):.2f}", f"{found[LOOK]['passes']:.2f}", _overhead(found[LOOK])]
         rows.append([f"{place}, batch {report['batch']}", photos, *times, *numbers])
         if len(found) > 3:
             alone.append([f"{place}, one at a time", photos, *(_milliseconds(found, w, "latency_p50") for w in WORDS)])
@@ -125,7 +106,8 @@ def cost(folder: Path) -> str:
         f"*ViT-B/16, {CLASSES:,} classes unless the row has others. `benchmarks/results/bench`: "
         f"{', '.join(dict.fromkeys(files))}; each holds the command that made it.*"
     )
-    return "\n".join([*table(head, rows), "", note]) + "\n"
+    picture = figure("second-look", "Time per photo of SecondLook and ReACT, in times that of plain CLIP")
+    return "\n".join([*picture[1:], "", *table(head, rows), "", note]) + "\n"
 
 
 def sets(folder: Path) -> str:
@@ -153,10 +135,6 @@ def _clean_traffic(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def _place(report: Report) -> str:
-    return f"{where(report)}, {report['dtype']}"
-
-
 def _photos(report: Report) -> str:
     """Clean or attacked photos, and their classes if these are not the usual ones."""
     classes = f", {report['classes']:,} classes" if report["classes"] != CLASSES else ""
@@ -170,12 +148,6 @@ def _milliseconds(found: dict[str, Row], label: str, key: str) -> str:
 def _digits(value: float) -> str:
     """Three digits, or all of those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
-
-
-def ratio(found: dict[str, Row], one: str, other: str) -> float:
-    """Time of one contender over that of another: the median over rounds, in which they take turns."""
-    pairs = zip(found[one]["round_milliseconds"], found[other]["round_milliseconds"], strict=True)
-    return median(a / b for a, b in pairs)
 
 
 def aims(folder: Path) -> str:
@@ -196,23 +168,23 @@ def _aims(folder: Path) -> Iterator[tuple[str, str, float, bool]]:
 
     for report in look_reports(folder):
         found = {item["label"]: item for item in report["contenders"]}
-        place = f"{_photos(report)}, {_place(report)}, batch {report['batch']}"
+        place = f"{_photos(report)}, {place_of(report)}, batch {report['batch']}"
         if report["device"] == "cpu":
-            yield f"SecondLook / plain CLIP, {place}", *at_most(1.85, ratio(found, LOOK, BARE))
+            yield f"SecondLook / plain CLIP, {place}", *at_most(1.85, ratio(report, LOOK, BARE))
             continue
         if report["batch"] in OVERHEADS:
             yield f"overhead of SecondLook, {place}", *at_most(OVERHEADS[report["batch"]], found[LOOK]["overhead"])
         if PLAIN not in found:
             continue
         if not report["attacked"]:
-            yield f"SecondLook / plain CLIP, {place}", *at_most(1.75, ratio(found, LOOK, BARE))
+            yield f"SecondLook / plain CLIP, {place}", *at_most(1.75, ratio(report, LOOK, BARE))
             yield (
                 f"images/s of plain ViT-B/16, {place}",
                 *at_least(FASTEST["vit-b-16"], found[BARE]["images_per_second"]),
             )
         least = {OURS: 1.7, PLAIN: 4.0} if report["attacked"] else {OURS: 2.3, PLAIN: 7.0}
         for other, limit in least.items():
-            yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(found, other, LOOK))
+            yield f"{WORDS[other]} / SecondLook, {place}", *at_least(limit, ratio(report, other, LOOK))
     for pattern, limit in (("clean-traffic*.json", 1.75), ("cpu-clean-traffic*.json", 1.85)):
         for number, traffic in enumerate(_clean_traffic(folder, pattern).values(), 1):
             sets = f"clean, {len(traffic['sets'])} sets, each with its classes"
@@ -320,7 +292,7 @@ def react(reports: Sequence[Report]) -> str:
             item = contender(report, OURS)
             place = f"{MODELS[report['tower']]}, {where(report)}, {report['dtype']}, batch {report['batch']}"
             numbers = [_digits(item["milliseconds"]), f"{item['passes']:.2f}", _overhead(item)]
-            numbers += [f"{speedup(report, other):.2f}" for other in (PLAIN, PUBLISHED)]
+            numbers += [f"{ratio(report, other, OURS):.2f}" for other in (PLAIN, PUBLISHED)]
             rows.append([place, TABLES[report["part"]].removesuffix(" photos"), *numbers, f"`{report['file']}`"])
     if not rows:
         return ""
@@ -334,15 +306,6 @@ def _overhead(item: Row) -> str:
         return f"{item['overhead']:.2f}"
     low, high = item["overhead_range"]
     return f"{item['overhead']:.2f} ({low:.2f} to {high:.2f})"
-
-
-def speedup(report: Report, other: str) -> float:
-    """ReACT's speed divided by another contender's, round by round where rounds are known (their median)."""
-    ours, theirs = contender(report, OURS), contender(report, other)
-    if "round_milliseconds" not in ours:
-        return float(theirs["milliseconds"] / ours["milliseconds"])
-    pairs = zip(ours["round_milliseconds"], theirs["round_milliseconds"], strict=True)
-    return median(b / a for a, b in pairs)
 
 
 # ---------------------------------------------------------------------- sweeps

@@ -17,11 +17,25 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodF
 from react_clip.bench import BARE, OURS, PLAIN, PUBLISHED
 from react_clip.choices import SWEEPS
 from react_clip.report.figures.plot import label_ends
-from react_clip.report.style import COLOURS, DASHED, DOTTED, INK, SMALL, line_of, name_axes, new_figure, style_axes
+from react_clip.report.style import (
+    COLOURS,
+    DASHED,
+    DOTTED,
+    INK,
+    SMALL,
+    label_of,
+    legend,
+    line_of,
+    name_axes,
+    new_figure,
+    style_axes,
+)
 
 Report = dict[str, Any]
 """One JSON file of the benchmark, and what it is about: ``file``, ``machine``, ``tower`` and ``part``."""
 
+LOOK = "second_look"
+"""SecondLook's name in the result files."""
 DEVICES = ("gpu", "cpu")
 MODELS = {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}
 TABLES = {"table-clean": "clean photos", "table-attacked": "attacked photos"}
@@ -58,6 +72,55 @@ def performance_figures(reports: Sequence[Report]) -> dict[str, Callable[[], Fig
         if batches := select(reports, machine, "sweep-batch"):
             figures[f"roofline-{machine}"] = partial(_roofline, batches)
     return figures
+
+
+def look_reports(folder: Path) -> list[Report]:
+    """Measurements of SecondLook beside plain CLIP: one per device, precision, batch size, traffic and class list."""
+    files = [
+        json.loads(path.read_text(encoding="utf-8")) | {"file": path.name}
+        for path in folder.glob("*-second-look-*.json")
+    ]
+    points = [
+        report | {"batch": round(point["value"]), "contenders": point["contenders"]}
+        for report in files
+        for point in report["sweeps"].get("batch", [])
+    ]
+    # A table has more contenders than a point of a sweep, and takes its place.
+    reports = {
+        (report["device"] == "cpu", place_of(report), report["batch"], report["attacked"], -report["classes"]): report
+        for report in [*points, *files]
+        if report["contenders"]
+    }
+    return [reports[key] for key in sorted(reports)]
+
+
+def ratio(report: Report, one: str, other: str) -> float:
+    """Time of one contender over that of another: the median over rounds, in which they take turns."""
+    times = [contender(report, label)["round_milliseconds"] for label in (one, other)]
+    return statistics.median(a / b for a, b in zip(*times, strict=True))
+
+
+def look_figure(reports: Sequence[Report]) -> Figure:
+    """Time per photo of SecondLook and ReACT in times that of plain CLIP, one row per machine, precision and batch."""
+    # Of reports that differ in their classes alone, the one with most comes first.
+    first = {(place_of(report), report["batch"], report["attacked"]): report for report in reversed(reports)}
+    rows = list(dict.fromkeys((place, batch) for place, batch, _ in reversed(first)))
+    figure = new_figure(height=0.9 + 0.26 * len(rows), width=6.8)
+    axes = style_axes(figure.add_subplot())
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(rows)), [f"{place}, batch {batch}" for place, batch in rows])
+    axes.axvline(1.0, color=INK, linewidth=0.9)
+    for label, kind, marker in ((LOOK, LOOK, "D"), (OURS, "react", "o")):
+        for attacked in (False, True):
+            found = [(row, first.get((*key, attacked))) for row, key in enumerate(rows)]
+            points = [(ratio(report, label, BARE), row) for row, report in found if report is not None]
+            words = f"{label_of(kind)}, {'attacked' if attacked else 'clean'} photos"
+            line = line_of(COLOURS[kind], marker, filled=not attacked) | {"linestyle": "none", "zorder": 3 - attacked}
+            axes.plot(*zip(*points, strict=True), label=words, **line)
+    axes.set_xlim(left=0)
+    legend(figure, *axes.get_legend_handles_labels(), columns=2)
+    name_axes(axes, "time per photo, in times that of plain CLIP (line)")
+    return figure
 
 
 def contender(report: Report, label: str) -> dict[str, Any]:
@@ -138,6 +201,11 @@ def where(report: Report) -> str:
     if report["device"] != "cpu":
         return str(report["device"])
     return f"{report.get('architecture', 'x86_64')} CPU, {report['threads']} threads"
+
+
+def place_of(report: Report) -> str:
+    """The machine and the precision."""
+    return f"{where(report)}, {report['dtype']}"
 
 
 # ---------------------------------------------------------------------- sweeps

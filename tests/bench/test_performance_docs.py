@@ -1,4 +1,4 @@
-"""The page about performance: sections and figures come from the benchmark's files, and only from those that exist."""
+"""The pages about performance: sections and figures come from the benchmark's files, and only from those that exist."""
 
 from __future__ import annotations
 
