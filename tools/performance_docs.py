@@ -1,6 +1,6 @@
 """Sections of docs/performance.md and docs/performance-details.md.
 
-Each is made from files that ``benchmarks/bench_all.sh`` wrote. A section whose files are not there is empty, heading and all.
+Each is made from files that ``benchmarks/bench_all.sh`` wrote; without its files a section is empty, heading and all.
 """
 
 from __future__ import annotations

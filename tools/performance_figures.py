@@ -102,9 +102,10 @@ def ratio(report: Report, one: str, other: str) -> float:
 
 def look_figure(reports: Sequence[Report]) -> Figure:
     """Time per photo of SecondLook and ReACT in times that of plain CLIP, one row per machine, precision and batch."""
-    # Of reports that differ in their classes alone, the one with most comes first.
-    first = {(place_of(report), report["batch"], report["attacked"]): report for report in reversed(reports)}
-    rows = list(dict.fromkeys((place, batch) for place, batch, _ in reversed(first)))
+    first: dict[tuple[str, int, float], Report] = {}
+    for report in reports:  # those with most classes come first
+        first.setdefault((place_of(report), report["batch"], report["attacked"]), report)
+    rows = list(dict.fromkeys((place, batch) for place, batch, _ in first))
     figure = new_figure(height=0.9 + 0.26 * len(rows), width=6.8)
     axes = style_axes(figure.add_subplot())
     axes.invert_yaxis()

@@ -131,7 +131,7 @@ def calibrate(
     for note in edge_notes:
         warnings.warn(note, stacklevel=2)
     return Calibration(
-        # How many views fit into one call depends on this machine, not on the encoder.
+        # The calibration's own max_batch suited this machine; it is no property of the encoder.
         config=base.replace(mapping=fits[mapping], tau=tau, max_batch=ReACT().max_batch),
         points=tuple(points),
         fits=fits,

@@ -100,9 +100,9 @@ class PromptTuning(Defense):
     selected: Count = 6
     """Number of views, those of lowest entropy, that the prompt is tuned on."""
     temperature: Positive = 0.01
-    """Of the softmax that weighs the views."""
+    """Temperature of the softmax that weighs the views."""
     learning_rate: Positive = 5e-3
-    """Of AdamW; its other constants are torch's defaults, as in the published codes."""
+    """Learning rate of AdamW, whose other constants are torch's defaults, as in the published codes."""
     steps: Whole = 1
     """Steps per image; 0 keeps the words as they are."""
     words: str = "a photo of a"

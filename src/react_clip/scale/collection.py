@@ -120,7 +120,7 @@ def _find_one(source: str) -> Iterator[File]:
         yield file
         return
     if "*" in source:
-        # What precedes the first * is the same in the pattern and in the paths it matches.
+        # The pattern and the paths it matches are equal up to the first *.
         shown, _, rest = source.partition("*")
         prefix, listing = root[: len(root) - len(rest) - 1], fs.glob(root, detail=True)
     elif fs.isdir(root):

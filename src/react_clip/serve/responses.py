@@ -178,7 +178,7 @@ class Limits(Schema):
     body_bytes: int = Field(validation_alias="max_body")
     images: int = Field(validation_alias="max_images")
     pixels: int = Field(validation_alias="max_pixels")
-    """Of one image."""
+    """Pixels of one image."""
     labels: int = Field(validation_alias="max_labels")
     """Labels times templates."""
     label_length: int = Field(validation_alias="max_label_length")
