@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.bench.timing import peak_memory
 from react_clip.encoders import exported
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.layers import PackedLinear
@@ -111,6 +112,25 @@ def packed_weights(setting: Setting) -> Entry:
         **speed["plain, batch 1"],
         milliseconds=speed,
         agreement={"smallest_cosine": (one * other).sum(1).min().item(), "same_bits": torch.equal(one, other)},
+    )
+
+
+def images_in_parts(setting: Setting) -> Entry:
+    """A batch on a CPU in parts of about 1,600 tokens."""
+    before, after = (setting.classifier(setting.load(compile=True)) for _ in range(2))
+    before.encoder.cpu_tokens = 10**9
+    speed = setting.compare(before, after)
+    images = setting.clean[: setting.batch]
+    memory = {
+        name: peak_memory(lambda clf=clf: clf.encoder.encode_views(images), setting.device)  # type: ignore[misc]
+        for name, clf in (("before", before), ("after", after))
+    }
+    return setting.entry(
+        "images in parts",
+        "A batch encoded in parts of 1,600 tokens, which is eight images, instead of all at once: the plain encoder.",
+        **speed[f"plain, batch {setting.batch}"],
+        milliseconds=speed,
+        peak_bytes=memory,
     )
 
 

@@ -160,6 +160,7 @@ IDEAS: dict[str, Callable[[Setting], Entry]] = {
     "int8-onnx": cpu.int8_onnx,
     "int8-openvino": cpu.int8_openvino,
     "packed-weights": cpu.packed_weights,
+    "images-in-parts": cpu.images_in_parts,
     "decoding": cpu.decoding,
     "keyed-hash": cpu.keyed_hash,
     "one-graph": tower.one_graph,

@@ -115,6 +115,18 @@ def test_packed_weights_change_no_feature() -> None:
     assert all(layer._packed is None for layer in layers), "fp32 is multiplied as fast without"
 
 
+@pytest.mark.parametrize(("size", "parts"), [(32, [3, 3, 1]), (24, [5, 2]), (64, [1] * 7)])
+def test_a_cpu_encodes_few_tokens_at_a_time(size: int, parts: list[int]) -> None:
+    encoder, counts = patch_encoder(torch.float64), []
+    encoder.cpu_tokens = 200  # an image has 65, 37 or 257
+    images = torch.rand(7, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    handle = encoder.tower.visual_projection.register_forward_hook(lambda _, __, out: counts.append(len(out)))
+    features = encoder.encode_views(images)
+    handle.remove()
+    assert counts == parts
+    assert (features - patch_encoder(torch.float64).encode_views(images)).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("size", [24, 32, 40])
 def test_three_towers_agree_with_transformers_at_any_size_of_whole_patches(
     tiny_folder: Path, open_clip_name: str, size: int

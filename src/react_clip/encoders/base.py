@@ -72,6 +72,9 @@ class Encoder(nn.Module):
     std: Tensor
     extra_tokens = 1
     """Tokens of a vision transformer beside its patches."""
+    cpu_tokens = 1600
+    """Most tokens that a CPU encodes at a time. The memory of larger tensors would be returned to the operating system
+    after every layer, which takes longer than the layer's additions."""
 
     def __init__(
         self,
@@ -236,7 +239,14 @@ class Encoder(nn.Module):
         self._check_shape(pixels, any_size=True)
         if pixels.shape[-1] != self.image_size:
             self.update_positions(pixels.shape[-1])
-        return self.backend(self._compute, pixels)
+        parts = [self.backend(self._compute, part) for part in pixels.split(self._most_at_once(pixels))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _most_at_once(self, pixels: Tensor) -> int:
+        """Number of these images to encode at a time."""
+        if self.patch_size is None or not pixels.is_cpu:
+            return len(pixels)
+        return max(1, self.cpu_tokens // (self.extra_tokens + (pixels.shape[-1] // self.patch_size) ** 2))
 
     def _compute(self, pixels: Tensor) -> Tensor:
         normalised = self._normalise(pixels)
