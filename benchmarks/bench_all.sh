@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every number in docs/performance.md and performance-details.md: run from the repository root, on a machine that does nothing else, as
+# Every number in docs/performance.md and performance-details.md: run from the repository root, on a machine that does
+# nothing else, as
 #   bash benchmarks/bench_all.sh gpu|cpu PHOTOS OUT [PART ...]
 # PHOTOS is a folder of photos; a part is one file, such as vit-b-16-table-clean, and takes ten minutes at most. The
 # files DEVICE-PART.json in OUT belong into benchmarks/results/bench; then run tools/draw_figures.py and
@@ -54,7 +55,7 @@ if [[ $device == gpu ]]; then
     bench $model sweep-attacked --compile --sweep attacked --images 1024 --batch 256 --rounds 5 --singles 1
   done
 else
-  dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 16 --rounds 8 --singles 1 \
+  dtype=${DTYPE:-fp32} bench vit-b-16 second-look-batch --sweep batch --images 16 --rounds 12 --singles 1 \
     --defenses second_look
   # On an x86 processor that multiplies bf16 matrices (AMX); two of its cores: OMP_NUM_THREADS=2 taskset -c 0,1 bash ...
   if grep -q amx_bf16 /proc/cpuinfo; then
