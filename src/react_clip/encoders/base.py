@@ -73,8 +73,7 @@ class Encoder(nn.Module):
     extra_tokens = 1
     """Tokens of a vision transformer beside its patches."""
     cpu_tokens = 1600
-    """Most tokens that a CPU encodes at a time. The memory of larger tensors would go back to the operating system
-    after every layer, and be fetched again page by page."""
+    """Most tokens that a CPU encodes at a time, so that a larger batch needs no more memory."""
 
     def __init__(
         self,
