@@ -238,7 +238,7 @@ class Encoder(nn.Module):
         self._check_shape(pixels, any_size=True)
         if pixels.shape[-1] != self.image_size:
             self.update_positions(pixels.shape[-1])
-        parts = [self.backend(self._compute, part) for part in pixels.split(self._most_at_once(pixels))]
+        parts = [self.backend(self._compute, part) for part in torch.split(pixels, self._most_at_once(pixels))]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _most_at_once(self, pixels: Tensor) -> int:
