@@ -245,7 +245,7 @@ class Encoder(nn.Module):
         """Number of these images to encode at a time."""
         if self.patch_size is None or not pixels.is_cpu:
             return len(pixels)
-        return max(1, self.cpu_tokens // (self.extra_tokens + (pixels.shape[-1] // self.patch_size) ** 2))
+        return max(1, self.cpu_tokens // self._tokens(pixels.shape[-1], self.patch_size))
 
     def _compute(self, pixels: Tensor) -> Tensor:
         normalised = self._normalise(pixels)
@@ -289,9 +289,11 @@ class Encoder(nn.Module):
         """Tokens of an image of this size (its patches and any class token), divided by those of ``image_size``."""
         if self.patch_size is None or size == self.image_size:
             return 1.0
-        extra = self.extra_tokens
-        tokens, all_tokens = (extra + (side // self.patch_size) ** 2 for side in (size, self.image_size))
-        return tokens / all_tokens
+        return self._tokens(size, self.patch_size) / self._tokens(self.image_size, self.patch_size)
+
+    def _tokens(self, size: int, patch: int) -> int:
+        """Tokens of an image of this size."""
+        return self.extra_tokens + (size // patch) ** 2
 
     def update_positions(self, size: int) -> None:
         """Interpolate the position embeddings for a size, unless that was done since the weights last changed."""
