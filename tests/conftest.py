@@ -31,15 +31,15 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 settings.register_profile("no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no deadline")
 
-LONGEST = ("test_tower.py", "test_scale_evaluate.py", "test_scale_serve.py", "test_export.py", "test_scale_cluster.py")
-"""Slow files that run first, so that no process is left alone with one of them at the end. One that computes and one
-that starts processes alternate: two that start processes at the same moment take several times as long on two cores."""
+MARKED_BY_FIXTURE = {"shared": "shared", "pulled_tower": "tower", "browser": "browser"}
+"""Fixture: the marker of every test that uses it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the slowest files to the front; the others keep their order."""
-    order = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+    """Mark the tests that need the real tower, the shared photos or a browser, before ``-m`` selects."""
+    for item in items:
+        for fixture in MARKED_BY_FIXTURE.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(MARKED_BY_FIXTURE[fixture])
 
 
 @pytest.fixture(scope="session")
