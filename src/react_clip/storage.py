@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_path
 
+from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.errors import ReactClipError, missing_or_wrong
 
 if TYPE_CHECKING:
@@ -90,6 +91,24 @@ def check_new_folder(folder: Path) -> None:
     """Refuse a folder that holds something, and a file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ReactClipError(f"{folder} is there already; remove it, or choose another --out")
+
+
+def class_folders(folder: Path) -> dict[str, list[Path]]:
+    """The photos in each sub-folder of ``folder``, both sorted by name; empty where there is no such folder.
+
+    Hidden files and folders are left out.
+    """
+    if not folder.is_dir():
+        return {}
+    return {
+        child.name: [
+            path
+            for path in sorted(child.iterdir())
+            if path.suffix.lower() in PHOTO_SUFFIXES and path.is_file() and not path.name.startswith(".")
+        ]
+        for child in sorted(folder.iterdir())
+        if child.is_dir() and not child.name.startswith(".")
+    }
 
 
 def write_text(path: Path, text: str) -> None:
