@@ -241,7 +241,7 @@ def test_the_offline_tower_takes_its_classes_from_the_bank_and_not_from_the_phot
     tmp_path: Path,
 ) -> None:
     encoder = patch_encoder()
-    encoder.name = encoder.base = "clip-vit-b-16"
+    encoder.name = encoder.weights = "clip-vit-b-16"
     encoder.dim = 512
     for name in ("cat", "dog"):
         write_photos(tmp_path / "photos" / "train" / name)

@@ -144,7 +144,7 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
     bank = rc.LabelBank.load()
     encoder = rc.load(tiny_copy)
     # A stand-in with the bank's name, without a text tower, and with the bank's dimension.
-    encoder.name = encoder.base = bank.encoder
+    encoder.name = encoder.weights = bank.encoder
     encoder._text, encoder.dim = None, 512
     plain = type(encoder).raw_features
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_the_offline_tower_searches_by_the_names_of_its_bank(
 
 def test_second_look_is_the_default_and_needs_no_classes(photos: list[Path]) -> None:
     encoder = patch_encoder()
-    encoder.name = encoder.base = rc.LabelBank.load().encoder
+    encoder.name = encoder.weights = rc.LabelBank.load().encoder
     embeddings = rc.integrations.LangChainEmbeddings(encoder, seed=4)
     assert embeddings.guard == rc.SecondLook()
     # Threshold 0 corrects every image, threshold 2 none: without classes there are no other answers to compare.

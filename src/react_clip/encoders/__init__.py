@@ -68,7 +68,7 @@ def _load(name: str | Path, device: str | torch.device | None, dtype: str | torc
         base, checkpoint = parts
         encoder = load(base, device=chosen_device, dtype=chosen_dtype)
         checkpoints.load_tower(encoder, checkpoint)
-        encoder.name = text
+        encoder.name, encoder.weights = text, f"{encoder.weights}+{checkpoint}"
         return encoder
     if text == offline.NAME:
         return offline.load_offline(device=chosen_device, dtype=chosen_dtype)

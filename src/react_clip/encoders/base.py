@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,18 @@ class Gradients:
     """Treat the anchor's noise scale as a constant instead of a function of the pixels."""
     instability_temperature: float = 1.0
     """The gradient of J is that of logits divided by this: at CLIP's own scale it vanishes where an answer is clear."""
+
+
+@dataclass
+class Passes:
+    """Passes through an encoder, in images; one of another size counts as its fraction of the tokens."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Passes whose gradient was taken; activations that a checkpoint computes again there are no further pass."""
+
+
+_counts: ContextVar[tuple[tuple[nn.Module, Passes], ...]] = ContextVar("counts", default=())
 
 
 class Encoder(nn.Module):
@@ -92,8 +106,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.tower = tower.eval().requires_grad_(False)
         self.name = name
-        self.base = name
-        """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
+        self.weights = name
+        """What the model is: ``"clip-vit-b-16"``, or ``"clip-vit-b-16+FILE"`` with the image tower of a checkpoint."""
         self.image_size = image_size
         self.dim = dim
         self.patch_size = patch_size
@@ -119,8 +133,18 @@ class Encoder(nn.Module):
 
     @property
     def original(self) -> str:
-        """The model whose weights these are, hence whose calibration holds; an exported tower names its source."""
-        return self.name
+        """Old name of :attr:`weights`."""
+        return self.weights
+
+    @property
+    def base(self) -> str:
+        """Old name of :attr:`feature_space`."""
+        return self.feature_space
+
+    @property
+    def feature_space(self) -> str:
+        """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
+        return self.weights.partition("+")[0]
 
     @property
     def has_text(self) -> bool:
@@ -144,9 +168,60 @@ class Encoder(nn.Module):
         self.check(pixels)
         return self.encode_views(pixels)
 
+    @overload
+    def encode(self, views: Tensor) -> Tensor: ...
+
+    @overload
+    def encode(self, views: list[Tensor]) -> list[Tensor]: ...
+
+    def encode(self, views: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+        """Unit features of views, whose pixels may leave [0, 1] and whose size may be any that :meth:`takes` allows.
+
+        A list of views of several sizes gives a list of features.
+        """
+        if isinstance(views, Tensor):
+            return self.encode_views(views)
+        return [self.encode_views(each) for each in views]
+
+    def raw(self, pixels: Tensor) -> Tensor:
+        """Features of views before scaling to unit length."""
+        return self.raw_features(pixels)
+
     def encode_views(self, pixels: Tensor) -> Tensor:
         """Unit features of views, whose pixels may leave [0, 1] and whose size may be any that :meth:`takes` allows."""
         return functional.normalize(self.raw_features(pixels))
+
+    @contextmanager
+    def counting(self) -> Iterator[Passes]:
+        """Count the passes of this thread through this encoder.
+
+        >>> with encoder.counting() as count:                                     # doctest: +SKIP
+        ...     features = encoder(pixels)
+        >>> count.forward                                                         # doctest: +SKIP
+        8.0
+        """
+        count = Passes()
+        token = _counts.set((*_counts.get(), (self, count)))
+        try:
+            yield count
+        finally:
+            _counts.reset(token)
+
+    def _count(self, size: int, features: Tensor) -> None:
+        """Add features of images of this size to the counts of this thread."""
+        counts = [count for encoder, count in _counts.get() if encoder is self]
+        if not counts or torch._C._current_graph_task_id() != -1:  # in a backward pass
+            return
+        passes = len(features) * self.token_fraction(size)
+        for count in counts:
+            count.forward += passes
+
+        def count_backward(_: Tensor) -> None:
+            for count in counts:
+                count.backward += passes
+
+        if features.requires_grad:
+            features.register_hook(count_backward)
 
     def encode_in_batches(self, count: int, max_batch: int, views: Callable[[int, int], Tensor]) -> Tensor:
         """Unit features ``[count, dim]`` of the views that ``views(start, stop)`` makes, ``max_batch`` at a time."""
@@ -239,7 +314,9 @@ class Encoder(nn.Module):
         if pixels.shape[-1] != self.image_size:
             self.update_positions(pixels.shape[-1])
         parts = [self.backend(self._compute, part) for part in torch.split(pixels, self._most_at_once(pixels))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._count(pixels.shape[-1], features)
+        return features
 
     def _most_at_once(self, pixels: Tensor) -> int:
         """Number of these images to encode at a time."""
@@ -286,6 +363,10 @@ class Encoder(nn.Module):
         return size if self.takes(size) else None
 
     def token_share(self, size: int) -> float:
+        """Old name of :meth:`token_fraction`."""
+        return self.token_fraction(size)
+
+    def token_fraction(self, size: int) -> float:
         """Tokens of an image of this size (its patches and any class token), divided by those of ``image_size``."""
         if self.patch_size is None or size == self.image_size:
             return 1.0

@@ -58,15 +58,9 @@ class ExportedEncoder(Encoder):
         how: dict[str, Any] = {"preprocessing": preprocessing, "similarity": similarity}
         super().__init__(nn.Identity(), name=name, patch_size=patch_size, **how, **sizes)
         self._graphs = graphs
-        self.base = record["base"]
-        self._source: str = record["model"]
+        self.weights = record["model"]
         self._dtype = dtype
         self._identity = f"{sorted(record['sha256'].items())} {dtype}"
-
-    @property
-    def original(self) -> str:
-        """The model that was exported."""
-        return self._source
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +75,7 @@ class ExportedEncoder(Encoder):
     def _compute(self, pixels: Tensor) -> Tensor:
         if torch.is_grad_enabled() and pixels.requires_grad:
             raise ReactClipError(
-                f"{self.name!r} runs outside PyTorch and gives no gradients; load {self.original!r}, which it was "
+                f"{self.name!r} runs outside PyTorch and gives no gradients; load {self.weights!r}, which it was "
                 "exported from, or use what needs none (ReACT and its relatives; attacks.Square)"
             )
         graph = self._graphs[pixels.shape[-1]]
@@ -253,7 +247,7 @@ def _check_request(encoder: Encoder, kind: str, folder: Path) -> None:
     if kind not in EXPORT_FORMATS:
         raise ReactClipError(f"there is no format {kind!r}; choose one of {', '.join(EXPORT_FORMATS)}")
     if isinstance(encoder, ExportedEncoder):
-        raise ReactClipError(f"{encoder.name!r} is an exported tower already; export {encoder.original!r}")
+        raise ReactClipError(f"{encoder.name!r} is an exported tower already; export {encoder.weights!r}")
     if encoder.dtype != torch.float32 or encoder.device.type != "cpu":
         raise ReactClipError(f"{encoder.name!r} is in {encoder.dtype} on {encoder.device}; export from fp32 on the CPU")
     check_new_folder(folder)
@@ -301,8 +295,8 @@ def _record(encoder: Encoder, kind: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "format": kind,
-        "model": encoder.name,
-        "base": encoder.base,
+        "model": encoder.weights,
+        "base": encoder.feature_space,
         "fingerprint": encoder.fingerprint(),
         "image_size": encoder.image_size,
         "patch_size": encoder.patch_size,

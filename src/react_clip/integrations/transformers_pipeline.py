@@ -175,7 +175,7 @@ def _with_transformers(encoder: Encoder) -> Encoder:
     folder = str(offline.tower_dir())
     copy = load_hf(folder, name=encoder.name, device=encoder.device, dtype=encoder.dtype)
     copy.tower.load_state_dict(encoder.tower.state_dict())
-    copy.base = encoder.base
+    copy.weights = encoder.weights
     return copy
 
 
