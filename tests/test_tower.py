@@ -25,12 +25,11 @@ GUARD = rc.ReACT(views=5)
 @pytest.fixture(scope="module")
 def pets(tower: rc.Encoder, shared: Path) -> Pets:
     """The pets classifier, two photos and their labels."""
-    dataset, head = data.load("oxford_pets", root=shared / "data").align(
-        data.load_head(shared / "heads/oxford_pets.npz")
-    )
+    head = data.load_class_features(shared / "heads/oxford_pets.npz")
+    dataset = data.load("oxford_pets", root=shared / "data").align(head)
     clf = rc.ZeroShotClassifier.from_features(tower, head.names, head.features)
     dataset = dataset.take(8, 0)
-    return clf, as_pixels([dataset.image(i) for i in PHOTOS], 224), torch.tensor(dataset.labels)[PHOTOS]
+    return clf, as_pixels([dataset[i][0] for i in PHOTOS], 224), torch.tensor(dataset.labels)[PHOTOS]
 
 
 @pytest.fixture(scope="module")

@@ -46,11 +46,12 @@ def pets(tmp_path: Path, save_photo: SavePhoto) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of this room may reach the network."""
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test of this room may reach the network or the user's cache."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError(f"a test reached for the network: {args}")
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setenv("REACT_CLIP_CACHE", str(tmp_path_factory.mktemp("cache")))

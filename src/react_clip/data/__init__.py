@@ -5,9 +5,19 @@
 (17, ('A surface with a {} texture.',))
 """
 
+from react_clip.data.class_features import ClassFeatures, load_class_features
 from react_clip.data.dataset import ImageDataset, Photo
-from react_clip.data.heads import Head, load_head
 from react_clip.data.loading import load
 from react_clip.data.registry import DatasetSpec, default_root, get, names
 
-__all__ = ["DatasetSpec", "Head", "ImageDataset", "Photo", "default_root", "get", "load", "load_head", "names"]
+__all__ = [
+    "ClassFeatures",
+    "DatasetSpec",
+    "ImageDataset",
+    "Photo",
+    "default_root",
+    "get",
+    "load",
+    "load_class_features",
+    "names",
+]

@@ -18,12 +18,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.data.heads import Head
-from react_clip.data.registry import ClassIndex
+from react_clip.data.class_features import ClassFeatures
+from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Preprocessing, as_preprocessing, read_image
 
-Pixels = NDArray[np.uint8]
+PhotoSource = Path | NDArray[np.uint8] | Callable[[], bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Photo:
 
     id: str
     label: int
-    source: Path | Pixels | Callable[[], bytes]
+    source: PhotoSource
 
     def content(self) -> bytes:
         """Bytes of the encoded file, or of the raw pixels where there is no file."""
@@ -47,45 +47,59 @@ class Photo:
         """The decoded image; the error for an unreadable one names the photo."""
         try:
             if isinstance(self.source, np.ndarray):
-                return Image.fromarray(self.source)
+                return read_image(Image.fromarray(self.source))
             return read_image(self.source if isinstance(self.source, Path) else self.content())
         except ReactClipError as error:
             raise ReactClipError(f"photo {self.id}: {error}; replace it or remove it from the set") from error
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageDataset:
-    """Photos with labels that index ``class_names``; ``notes`` lists what was left out and why."""
+    """Photos with labels that index ``class_names``; ``dataset[i]`` is an image and its label, as in torchvision.
+
+    Args:
+        name: of the set, for tables.
+        split: such as ``test``.
+        class_names: for the prompts.
+        photos: in a fixed order.
+        folders: the identifier of each class in the release; by default its name.
+        templates: prompts with ``{}`` for the class name.
+        notes: what was left out and why, one line each.
+    """
 
     name: str
     split: str
     class_names: tuple[str, ...]
-    folders: tuple[str, ...]
-    templates: tuple[str, ...]
     photos: tuple[Photo, ...]
+    folders: tuple[str, ...] = ()
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folders", self.folders or self.class_names)
 
     def __len__(self) -> int:
         return len(self.photos)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.photos[index].open(), self.photos[index].label
+
+    def __repr__(self) -> str:
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"<{self.name} {self.split}: {len(self)} photos of {len(self.class_names)} classes{notes}>"
 
     @property
     def labels(self) -> list[int]:
         """One class index per photo."""
         return [photo.label for photo in self.photos]
 
-    def image(self, index: int) -> Image.Image:
-        """Open one photo."""
-        return self.photos[index].open()
-
     def pixels(self, how: Preprocessing | int, *, progress: bool = False) -> Tensor:
         """All photos as uint8 ``[N, 3, size, size]``; a number as ``how`` is the paper's preprocessing at that size."""
         prepare = as_preprocessing(how)
-        size = prepare.size
-        stack = torch.empty(len(self), 3, size, size, dtype=torch.uint8)
+        stack = torch.empty(len(self), 3, prepare.size, prepare.size, dtype=torch.uint8)
 
         def read(index: int) -> None:
-            photo = prepare(read_image(self.image(index)))
-            stack[index] = torch.from_numpy(np.array(photo, dtype=np.uint8)).permute(2, 0, 1)
+            stack[index] = torch.from_numpy(np.array(prepare(self.photos[index].open()))).permute(2, 0, 1)
 
         # Pillow decodes and resizes outside Python's lock, so threads do help.
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -112,45 +126,46 @@ class ImageDataset:
 
     def take_per_class(self, count: int, seed: int = 0) -> ImageDataset:
         """At most ``count`` photos of each class."""
-        ranks = _ranks(self.photos, seed)
-        chosen = [i for i, rank in enumerate(ranks) if rank < count]
+        chosen = [i for i, rank in enumerate(_ranks(self.photos, seed)) if rank < count]
         short = sum(size < count for size in Counter(self.labels).values())
         note = f"took {count} photos per class, {len(chosen)} of {len(self)} (seed {seed})"
         return self._choose(chosen, f"{note}; {short} classes have fewer" if short else note)
 
-    def align(self, head: Head) -> tuple[ImageDataset, Head]:
-        """Relabel to a head's classes, matched by folder, else by name; photos of classes it lacks are dropped.
+    def align(self, classes: ClassFeatures) -> ImageDataset:
+        """Relabel to the rows of class features, matched by folder, else by name; other photos are dropped.
 
-        The head keeps all its classes, also those no photo belongs to: a harder vocabulary is the user's choice. Fewer
-        than half of the set's classes in the head means that the two do not belong together.
+        All rows are kept, also those no photo belongs to: a harder vocabulary is the user's choice. If fewer than half
+        of the set's classes have a row, the two do not belong together.
         """
-        index = ClassIndex(head.folders, head.names)
+        index = ClassIndex(classes.folders, classes.names)
         pairs = enumerate(zip(self.folders, self.class_names, strict=True))
         matches = {old: index.find(folder, name) for old, (folder, name) in pairs}
         present = set(self.labels)
-        lost = sorted(old for old in present if matches[old] is None)
+        lost = [self.folders[old] for old in sorted(present) if matches[old] is None]
         if 2 * len(lost) > len(present):
-            matched, missing = len(present) - len(lost), ", ".join(self.folders[old] for old in lost[:3])
             raise ReactClipError(
-                f"the head knows {matched} of the {len(present)} classes of {self.name} (not {missing}), "
-                "fewer than half; give the head made for this set"
+                f"the class features know {len(present) - len(lost)} of the {len(present)} classes of {self.name} "
+                f"(not {', '.join(lost[:3])}), fewer than half; give those made for this set"
             )
         photos = tuple(
             replace(photo, label=label) for photo in self.photos if (label := matches[photo.label]) is not None
         )
-        notes = self.notes
+        aligned = replace(self, class_names=classes.names, folders=classes.folders, photos=photos)
         if lost:
-            dropped = ", ".join(self.folders[old] for old in lost)
-            notes += (f"dropped {len(self) - len(photos)} photos of {len(lost)} classes the head lacks: {dropped}",)
-        if idle := len(head) - len({photo.label for photo in photos}):
-            notes += (f"{idle} of the head's {len(head)} classes have no photo here",)
-        aligned = replace(self, class_names=head.names, folders=head.folders, photos=photos, notes=notes)
-        return aligned, head
+            dropped = f"dropped {len(self) - len(photos)} photos of {len(lost)} classes without features"
+            aligned = aligned.with_note(f"{dropped}: {', '.join(lost)}")
+        if idle := len(classes) - len({photo.label for photo in photos}):
+            aligned = aligned.with_note(f"{idle} of the {len(classes)} classes with features have no photo here")
+        return aligned
+
+    def with_note(self, note: str) -> ImageDataset:
+        """The same set with one more note."""
+        return replace(self, notes=(*self.notes, note))
 
     def _choose(self, indices: Sequence[int], note: str) -> ImageDataset:
         if len(indices) == len(self):
             return self
-        return replace(self, photos=tuple(self.photos[i] for i in indices), notes=(*self.notes, note))
+        return replace(self, photos=tuple(self.photos[i] for i in indices)).with_note(note)
 
 
 def _draw(seed: int, text: str) -> bytes:

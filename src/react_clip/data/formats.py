@@ -1,135 +1,76 @@
-"""The forms in which photos lie on disk: class folders, webdataset shards, Hugging Face tables.
+"""Photos on disk: class folders, and tables (Parquet, ``save_to_disk``, webdataset shards) read by ``datasets``.
 
-Photos in shards and tables carry a label instead of lying in a class folder. Shards are indexed once and their members
-are then read in place; webdataset itself only streams, which would read a whole set to open one photo. Tables are
-Parquet files as the Hub keeps them, or the output of ``save_to_disk``; no code of a repository is ever run.
+Every photo comes with a label: the name of its folder, or what the table says. Photos stay encoded until they are
+opened. ``datasets`` keeps a copy of shards in the cache; no code of a data set is ever run.
 """
 
 from __future__ import annotations
 
-import json
-import tarfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from react_clip.choices import PHOTO_SUFFIXES
-from react_clip.data.dataset import ImageDataset, Photo
+from react_clip.data.dataset import ImageDataset, Photo, PhotoSource
 from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex, DatasetSpec, readable_names
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
+from react_clip.storage import cache_dir, class_folders
 
-SHARDS = ("{split}/*.tar",)
-TABLES = ("{split}/state.json", "{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet")
-"""Patterns of shards and tables below a set's folder; ``save_to_disk`` writes a ``state.json``."""
+TABLES = (
+    *("{split}/*.tar", "{split}/state.json"),
+    *("{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet"),
+)
+"""Patterns of tables below a set's folder; ``save_to_disk`` writes a ``state.json``."""
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
 
-def class_folders(folder: Path) -> list[Path]:
-    """The class folders below ``folder``, by name; empty where there is no such folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
-    """Read ``<folder>/<class>/``. A known set keeps its own classes in its own order, whichever of them lie here."""
-    present = class_folders(folder)
-    notes: tuple[str, ...] = ()
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
-    if spec is None:
-        folders = tuple(entry.name for entry in present)
-        class_names = readable_names(folders)
-        labels = {entry: label for label, entry in enumerate(present)}
-    else:
-        folders, class_names, templates = spec.folders, spec.class_names, spec.templates
-        if ignored := [entry.name for entry in present if entry.name in spec.ignored]:
-            notes += (f"left out {', '.join(ignored)}, which is no class",)
-        labels = _known_labels([entry for entry in present if entry.name not in spec.ignored], spec, folder)
-    photos = tuple(
-        Photo(path.relative_to(folder).as_posix(), label, path)
-        for entry, label in labels.items()
-        for path in sorted(entry.iterdir())
-        if path.suffix.lower() in PHOTO_SUFFIXES and path.is_file() and not path.name.startswith(".")
-    )
-    if not photos:
-        raise ReactClipError(
-            f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/, as "
-            f"{', '.join(PHOTO_SUFFIXES)}"
-        )
-    if empty := len(labels) - len({photo.label for photo in photos}):
-        notes += (f"{empty} class folders hold no photo",)
-    return ImageDataset(name, split, class_names, folders, templates, photos, notes)
-
-
-def _known_labels(present: list[Path], spec: DatasetSpec, folder: Path) -> dict[Path, int]:
-    """The class of each folder of a known set."""
-    index = ClassIndex(spec.folders, spec.class_names, numbered=spec.numbered)
-    labels = {entry: label for entry in present if (label := index.find(entry.name)) is not None}
-    if unknown := [entry.name for entry in present if entry not in labels]:
-        raise ReactClipError(
-            f"{len(unknown)} folders in {folder} are none of the {spec.classes} classes of {spec.name} "
-            f"({', '.join(unknown[:3])}); rename them like {spec.folders[0]!r}, or use folder:{folder}"
-        )
-    return labels
-
-
-# ---------------------------------------------------------------------- shards and tables
-
-
-@dataclass(frozen=True)
-class Tagged:
+class Labelled(NamedTuple):
     """A photo with the label its source gives: an index into the source's own class list, or a class name."""
 
     id: str
-    tag: object
-    read: Callable[[], bytes]
-
-
-def find_files(folder: Path, splits: Sequence[str], patterns: Sequence[str]) -> list[Path]:
-    """Files of the first split and pattern that match any, by name."""
-    matches = (sorted(folder.glob(pattern.format(split=split))) for split in splits for pattern in patterns)
-    return next(filter(None, matches), [])
+    label: object
+    source: PhotoSource
 
 
 def build_dataset(
-    rows: Sequence[Tagged], own_names: Sequence[str], name: str, split: str, spec: DatasetSpec | None
+    rows: Sequence[Labelled], own_names: Sequence[str], name: str, split: str, spec: DatasetSpec | None
 ) -> ImageDataset:
-    """A data set from tagged photos; ``own_names`` is the source's class list, empty where it has none."""
+    """A data set from labelled photos. A known set keeps its own classes in its own order, whichever of them are here.
+
+    ``own_names`` is the source's class list, empty where it has none.
+    """
     if not rows:
         raise ReactClipError(f"{name} has no {split} photo in its files; get it again")
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     if spec is None:
-        names = folders = tuple(own_names) or _names_in_use(rows)
+        folders = tuple(own_names) or _labels_in_use(rows)
+        names, templates, numbered = readable_names(folders), (DEFAULT_TEMPLATE,), False
     else:
-        names, folders, templates = spec.class_names, spec.folders, spec.templates
-    index = ClassIndex(folders, names)
+        names, folders, templates, numbered = spec.class_names, spec.folders, spec.templates, spec.numbered
+    index = ClassIndex(folders, names, numbered=numbered)
     numbers = _own_numbers(own_names, names, index, name)
     photos = []
     for row in rows:
-        label = index.find(row.tag) if isinstance(row.tag, str) else None
-        if isinstance(row.tag, int):
-            label = numbers.get(row.tag)
+        label = index.find(row.label) if isinstance(row.label, str) else numbers.get(row.label)
         if label is None:
             raise ReactClipError(
-                f"photo {row.id} of {name} has the label {row.tag!r}, which is none of its {len(names)} classes "
-                f"(0 to {len(names) - 1}, or a name such as {folders[0]!r}); correct the label"
+                f"photo {row.id} of {name} has the label {row.label!r}, which is none of its {len(names)} classes "
+                f"(0 to {len(names) - 1}, or a name such as {folders[0]!r}); correct it, or rename the set"
             )
-        photos.append(Photo(row.id, label, row.read))
-    return ImageDataset(name, split, names, folders, templates, tuple(photos))
+        photos.append(Photo(row.id, label, row.source))
+    return ImageDataset(name, split, names, tuple(photos), folders, templates)
 
 
-def _names_in_use(rows: Sequence[Tagged]) -> tuple[str, ...]:
-    words = sorted({row.tag for row in rows if isinstance(row.tag, str)})
-    numbers = [row.tag for row in rows if isinstance(row.tag, int)]
-    return tuple(words) if words else tuple(str(index) for index in range(max([0, *numbers]) + 1))
+def _labels_in_use(rows: Sequence[Labelled]) -> tuple[str, ...]:
+    words = sorted({row.label for row in rows if isinstance(row.label, str)})
+    numbers = [row.label for row in rows if isinstance(row.label, int)]
+    return tuple(words) or tuple(str(index) for index in range(max(numbers, default=0) + 1))
 
 
 def _own_numbers(
     own_names: Sequence[str], names: Sequence[str], index: ClassIndex, set_name: str
-) -> dict[int, int | None]:
+) -> dict[object, int | None]:
     """The class of each number that the source uses."""
     translated = [index.find(own) for own in own_names]
     if own_names and None not in translated and len(set(translated)) == len(translated):
@@ -143,85 +84,82 @@ def _own_numbers(
     return {number: number for number in range(len(names))}
 
 
-def load_shards(shards: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
-    """Read shards; ``classnames.txt`` above them, where there is one, is the class list their indices mean."""
-    rows = [row for shard in shards for row in _index_shard(shard)]
-    listed = shards[0].parent.parent / "classnames.txt"
-    lines = listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else []
-    return build_dataset(rows, [line for line in lines if line.strip()], name, split, spec)
+# ---------------------------------------------------------------------- class folders
 
 
-def _index_shard(shard: Path) -> list[Tagged]:
-    rows = []
-    try:
-        with tarfile.open(shard, "r:") as archive:
-            samples: dict[str, dict[str, tarfile.TarInfo]] = {}
-            for member in archive:
-                if member.isfile():
-                    # Webdataset's rule: everything after the first dot of the file name is the extension.
-                    path = PurePosixPath(member.name)
-                    stem, _, extension = path.name.partition(".")
-                    samples.setdefault((path.parent / stem).as_posix(), {})[extension.lower()] = member
-            for sample, members in samples.items():
-                photo = next((m for m in members.values() if m.name.lower().endswith(PHOTO_SUFFIXES)), None)
-                if photo is not None:
-                    read = partial(_read_member, shard, photo.offset_data, photo.size)
-                    rows.append(Tagged(f"{shard.stem}/{sample}", _tag(archive, members, sample), read))
-    except (tarfile.TarError, OSError) as error:
-        raise ReactClipError(f"shard {shard} cannot be read ({error}); get it again") from error
-    return rows
-
-
-def _tag(archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], sample: str) -> int | str:
-    """The label of a sample: the content of its ``.cls`` file, or a field of its ``.json`` file."""
-    for extension in ("cls", "json"):
-        if (member := members.get(extension)) is None or (stream := archive.extractfile(member)) is None:
-            continue
-        text = stream.read().decode("utf-8", errors="replace").strip()
-        try:
-            tag = json.loads(text)
-        except json.JSONDecodeError:
-            tag = text  # a class name, written bare
-        if isinstance(tag, dict):
-            tag = next((tag[field] for field in ("cls", "label", "class") if field in tag), None)
-        if isinstance(tag, int | str):
-            return tag
-    raise ReactClipError(
-        f"photo {sample} in {archive.name!s} has no label; add {sample}.cls with a class index, or {sample}.json with "
-        '{"label": ...}'
-    )
-
-
-def _read_member(shard: Path, offset: int, size: int) -> bytes:
-    with shard.open("rb") as stream:
-        stream.seek(offset)
-        return stream.read(size)
-
-
-def load_tables(tables: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
-    """Read Parquet files or a ``save_to_disk`` folder; photos stay encoded until they are opened."""
-    datasets = require("datasets", f"reading {tables[0]}", extra="data")
-    try:
-        if tables[0].suffix == ".json":
-            table = datasets.load_from_disk(str(tables[0].parent))
-        else:
-            table = datasets.Dataset.from_parquet([str(path) for path in tables])
-    except Exception as error:  # pyarrow and datasets each have a family of their own
-        raise ReactClipError(f"{tables[0]} cannot be read ({first_line(error)}); get it again") from error
-    photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
-    label_column = next((column for column in _LABEL_COLUMNS if column in table.features), None)
-    if photo_column is None or label_column is None:
+def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
+    """Read ``<folder>/<class>/``."""
+    present = class_folders(folder)
+    ignored = [entry for entry in present if spec is not None and entry in spec.ignored]
+    rows = [
+        Labelled(path.relative_to(folder).as_posix(), entry, path)
+        for entry, paths in present.items()
+        for path in paths
+        if entry not in ignored
+    ]
+    if not rows:
         raise ReactClipError(
-            f"{tables[0]} has the columns {', '.join(table.column_names)}; a set needs one of images and one called "
-            f"{' or '.join(_LABEL_COLUMNS)}"
+            f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/, as "
+            f"{', '.join(PHOTO_SUFFIXES)}"
         )
-    own_names = getattr(table.features[label_column], "names", None) or []
+    dataset = build_dataset(rows, list(present) if spec is None else (), name, split, spec)
+    return dataset.with_note(f"left out {', '.join(ignored)}, which is no class") if ignored else dataset
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def find_tables(folder: Path, splits: Sequence[str]) -> list[Path]:
+    """Files of the first pattern and split that match any, by name."""
+    matches = (sorted(folder.glob(pattern.format(split=split))) for pattern in TABLES for split in splits)
+    return next(filter(None, matches), [])
+
+
+def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
+    """Read Parquet files, a ``save_to_disk`` folder, or shards with labels in ``.cls`` or ``.json`` members."""
+    datasets = require("datasets", f"reading {files[0]}", extra="data")
+    table = _open_tables(datasets, files)
+    photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
+    labels, own_names = _labels(table)
+    if photo_column is None or labels is None:
+        raise ReactClipError(
+            f"{files[0]} has the columns {', '.join(table.column_names)}; a set needs one of images and one called "
+            f"{' or '.join(_LABEL_COLUMNS)} (in shards a .cls or .json member for each photo)"
+        )
+    if not own_names and (listed := files[0].parent.parent / "classnames.txt").is_file():
+        own_names = [line.strip() for line in listed.read_text(encoding="utf-8").split("\n") if line.strip()]
+    ids = [f"{split}/{row:06d}" for row in range(len(table))]
+    if "__key__" in table.column_names:  # shards
+        ids = [f"{Path(url).stem}/{key}" for url, key in zip(table["__url__"], table["__key__"], strict=True)]
     table = table.cast_column(photo_column, datasets.Image(decode=False))
     rows = [
-        Tagged(f"{split}/{row:06d}", tag, partial(_read_row, table, photo_column, row))
-        for row, tag in enumerate(table[label_column])
+        Labelled(photo, label, partial(_read_row, table, photo_column, row))
+        for row, (photo, label) in enumerate(zip(ids, labels, strict=True))
     ]
     return build_dataset(rows, own_names, name, split, spec)
+
+
+def _open_tables(datasets: Any, files: list[Path]) -> Any:
+    """One ``datasets.Dataset`` of all files."""
+    try:
+        if files[0].suffix == ".json":
+            return datasets.load_from_disk(str(files[0].parent))
+        kind = "webdataset" if files[0].suffix == ".tar" else "parquet"
+        cache = str(cache_dir() / "tables")
+        return datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", cache_dir=cache)
+    except Exception as error:  # pyarrow, tarfile and datasets each have a family of their own
+        reason = first_line(error.__cause__ or error)
+        raise ReactClipError(f"{files[0]} cannot be read ({reason}); get it again") from error
+
+
+def _labels(table: Any) -> tuple[list[object] | None, list[str]]:
+    """The label of each row, ``None`` without any, and the names of the labels where the table lists them."""
+    for column in _LABEL_COLUMNS:
+        if column in table.features:
+            return list(table[column]), list(getattr(table.features[column], "names", None) or [])
+    if "json" in table.features:
+        return [next((row[field] for field in _LABEL_COLUMNS if field in row), None) for row in table["json"]], []
+    return None, []
 
 
 def _read_row(table: Any, column: str, row: int) -> bytes:

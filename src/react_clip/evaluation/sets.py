@@ -15,7 +15,7 @@ from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.attacks.base import TRANSFER
 from react_clip.bank import LabelBank
-from react_clip.data import Head, ImageDataset, load_head
+from react_clip.data import ClassFeatures, ImageDataset, load_class_features
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
@@ -196,7 +196,7 @@ class ClassSource:
 
     dataset: ImageDataset
     description: str
-    head: Head | None = None
+    head: ClassFeatures | None = None
     train: tuple[ImageDataset, Path] | None = None
     """The photos to average, and their folder."""
 
@@ -204,7 +204,8 @@ class ClassSource:
         """The classifier, and the set with labels that index its classes."""
         dataset, head = self.dataset, self.head
         if self.train is not None:
-            dataset, head = dataset.align(_mean_features(encoder, *self.train, progress))
+            head = _mean_features(encoder, *self.train, progress)
+            dataset = dataset.align(head)
         # Real sets have duplicate names (both face classes of Caltech101 are "person"), which count as a tie.
         if head is not None:
             return ZeroShotClassifier.from_features(encoder, head.names, head.features, unique=False), dataset
@@ -225,7 +226,8 @@ def class_source(
     if heads is not None:
         for path in [heads, *(heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES)]:
             if path.is_file():
-                aligned, head = dataset.align(load_head(path))
+                head = load_class_features(path)
+                aligned = dataset.align(head)
                 if (dim := head.features.shape[1]) != encoder.dim:
                     raise ReactClipError(
                         f"{path} has features of dimension {dim}; {encoder.name!r} needs {encoder.dim}; give the "
@@ -252,12 +254,12 @@ def class_source(
     )
 
 
-def _mean_features(encoder: Encoder, photos: ImageDataset, folder: Path, progress: bool) -> Head:
+def _mean_features(encoder: Encoder, photos: ImageDataset, folder: Path, progress: bool) -> ClassFeatures:
     """The mean feature of each class folder, under the set's name of that class."""
     averaged = ZeroShotClassifier.from_folder(encoder, folder, progress=progress)
     labels = {PurePosixPath(photo.id).parts[0]: photo.label for photo in photos.photos}
     rows = {labels[name]: row for row, name in enumerate(averaged.names) if name in labels}
-    return Head(
+    return ClassFeatures(
         names=tuple(photos.class_names[label] for label in rows),
         folders=tuple(photos.folders[label] for label in rows),
         features=averaged.class_features[list(rows.values())].float().cpu(),
