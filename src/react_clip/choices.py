@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from importlib.resources import files
-from typing import Any
 
 PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Endings of the files that are taken for photos in a folder."""
@@ -28,14 +27,6 @@ EXPORT_FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
 """Endings of the files of one graph in each format; the runtime opens the first."""
 EXPORT_TOLERANCE = 1e-4
 """Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "ViT-B-32": {"vision_config": {"patch_size": 32}},
-    "ViT-B-16": {"vision_config": {"patch_size": 16}},
-}
-"""Shapes of the benchmark's random weights: values of ``CLIPConfig`` that differ from transformers' defaults, which are
-ViT-B's."""
-SWEEPS = ("batch", "images", "classes", "attacked")
-"""Axes of a sweep of the benchmark: images per batch, images, classes, share of attacked images."""
 
 
 def dataset_names() -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shlex
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 __version__ = "0.1.0"
+
+
+def typed_command() -> str:
+    """The command line of this process; empty unless it is ``react-clip``, such as in a notebook."""
+    is_ours = Path(sys.argv[0]).name in ("react-clip", "__main__.py")
+    return shlex.join(["react-clip", *sys.argv[1:]]) if is_ours else ""
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,9 +16,6 @@ from torch import Tensor
 
 Answer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pixels ``[B, 3, S, S]`` to the forward and backward encoder passes ``[B]`` that each image took."""
-
-Progress = Callable[[str], None]
-"""Called with a label before every measurement."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +54,40 @@ class Comparison:
         self.contenders, self.images, self.batch = contenders, images, batch
         # A busy CPU slows contenders alike when they alternate batch by batch. A GPU computes one batch while the host
         # prepares the next, so there contenders alternate over all images.
-        self.chunks = torch.split(images, batch if images.device.type == "cpu" else len(images))
+        self.turns = torch.split(images, batch if images.device.type == "cpu" else len(images))
         # For each round: seconds, images, forward and backward passes ``[contenders, 4]``.
         self._rounds: list[NDArray[np.float64]] = []
         self._peaks: list[int] = []
         self._latencies: list[list[float]] = [[] for _ in contenders]
 
-    def measure_once(self, singles: int, progress: Progress) -> None:
-        """Memory, and the latency of ``singles`` single images."""
+    def steps(self, rounds: int, singles: int) -> int:
+        """Number of times that ``measure`` calls ``progress``."""
+        return len(self.contenders) * (1 + rounds * len(self.turns)) + singles
+
+    def measure(
+        self, *, rounds: int, singles: int, progress: Callable[[str], None] = lambda label: None
+    ) -> Iterator[list[Timing]]:
+        """Measure the memory, ``singles`` single images, then all images in ``rounds`` rounds; yields after each."""
         for label, answer in self.contenders.items():
             progress(f"warm-up: {label}")
-            # Over all images, so that memory kept from batch to batch is seen.
             self._peaks.append(peak_memory(lambda a=answer: self._answer(a, self.images), self.images.device))  # type: ignore[misc]
         for number in range(singles):
             progress("one image alone")
             image = self.images[number % len(self.images)][None]
             for latencies, answer in zip(self._latencies, self.contenders.values(), strict=True):
                 latencies.append(1000 * self._run(answer, image)[0])
-
-    def measure_chunk(self, chunk: Tensor, first: bool, progress: Progress) -> None:
-        """Every contender once on some of the images; ``first`` begins a new round."""
-        if first:
-            self._rounds.append(np.zeros((len(self.contenders), 4)))
-        # A GPU lowers its clock under load, which slows the ones that follow: each order is also taken in reverse, and
-        # then another contender begins.
-        begin, backwards = divmod(len(self._rounds) - 1, 2)
-        begin %= len(self.contenders)
         numbered = list(enumerate(self.contenders.items()))
-        order = numbered[begin:] + numbered[:begin]
-        for number, (label, answer) in order[::-1] if backwards else order:
-            progress(f"round {len(self._rounds)}: {label}")
-            self._rounds[-1][number] += self._run(answer, chunk)
+        for turn in range(rounds):
+            # A GPU lowers its clock under load, which slows the ones that follow: each order is also taken in reverse,
+            # and then another contender begins.
+            begin = turn // 2 % len(numbered)
+            order = numbered[begin:] + numbered[:begin]
+            self._rounds.append(np.zeros((len(numbered), 4)))
+            for images in self.turns:
+                for number, (label, answer) in order[::-1] if turn % 2 else order:
+                    progress(f"round {turn + 1}: {label}")
+                    self._rounds[-1][number] += self._run(answer, images)
+            yield self.timings()
 
     def timings(self) -> list[Timing]:
         """Measurements of every contender in the rounds so far."""
@@ -113,41 +113,15 @@ class Comparison:
             for i, label in enumerate(self.contenders)
         ]
 
-    def steps(self, rounds: int, singles: int) -> int:
-        """Number of times that ``progress`` is called."""
-        return len(self.contenders) * (1 + rounds * len(self.chunks)) + singles
-
     def _answer(self, answer: Answer, images: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [answer(part) for part in torch.split(images, self.batch)]
+        return [answer(batch) for batch in torch.split(images, self.batch)]
 
     def _run(self, answer: Answer, images: Tensor) -> tuple[float, int, float, float]:
         """Seconds, images, forward passes and backward passes."""
         passes: list[tuple[Tensor, Tensor]] = []
         seconds = seconds_of(lambda: passes.extend(self._answer(answer, images)), images.device)
-        forward, backward = (sum(part[kind].double().sum().item() for part in passes) for kind in (0, 1))
+        forward, backward = (sum(batch[kind].double().sum().item() for batch in passes) for kind in (0, 1))
         return seconds, len(images), forward, backward
-
-
-def measure(
-    comparisons: Sequence[Comparison], *, rounds: int, singles: int, progress: Progress = lambda label: None
-) -> Iterator[None]:
-    """Measure all comparisons, such as the points of a sweep; yields after every round, when timings may be read.
-
-    The chunks of all comparisons are interleaved: each is spread evenly over the whole round. Every second round takes
-    the comparisons in reverse, because a GPU is faster after a pause.
-    """
-    for comparison in comparisons:
-        comparison.measure_once(singles, progress)
-    for turn in range(rounds):
-        order = comparisons[::-1] if turn % 2 else comparisons
-        schedule = sorted(
-            ((number + 0.5) / len(comparison.chunks), place, number)
-            for place, comparison in enumerate(order)
-            for number in range(len(comparison.chunks))
-        )
-        for _, place, number in schedule:
-            order[place].measure_chunk(order[place].chunks[number], number == 0, progress)
-        yield
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

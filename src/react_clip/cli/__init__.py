@@ -8,10 +8,12 @@ with code 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from react_clip.environment import __version__
 from react_clip.errors import ReactClipError
@@ -19,37 +21,44 @@ from react_clip.errors import ReactClipError
 COMMANDS = {
     "demo": "Attack a few photos; show what CLIP and defended CLIP say, in the terminal and on a page.",
     "classify": "Name what is on photos, defended against adversarial perturbations.",
-    "embed": "Write defended unit features of photos to a file, or of whole collections to a folder of Parquet parts.",
+    "embed": "Write defended unit features of photos to a file, or of whole collections to a folder of Parquet files.",
     "pull": "Fetch a model, so that everything else works without a network.",
     "attack": "Write adversarial versions of photos that fool undefended CLIP.",
     "evaluate": "Measure accuracy of defences as a recipe says; continues a run that was interrupted.",
     "calibrate": "Fit a defence to an encoder: SecondLook to clean photos without labels, ReACT to labelled ones.",
     "report": "Write a self-contained HTML page and the figures (SVG, PNG) of one or several runs, finished or not.",
     "rank": "Rank defences over clean, damaged and attacked photos, from runs, or measure one of your own.",
-    "bench": "Time the bare encoder, the 14-pass algorithm, ReACT and published Defend-CLIP on the same images.",
+    "bench": "Time the bare encoder, the default defence and others on the same images.",
     "finetune": "Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",
-    "export": "Write the image tower for ONNX Runtime or OpenVINO and check it against the original.",
+    "export": "Write the image tower for ONNX Runtime and check it against the original.",
     "serve": "Answer over HTTP: classify and embed photos, defended, with dynamic batching and metrics.",
 }
 """Commands and their summaries in ``--help``."""
 
-_KEEP = ("demo", "classify", "embed", "attack", "evaluate", "rank", "finetune")
-"""Commands that print or write results as they finish."""
+_CONTINUES = ("evaluate", "rank", "finetune")
+"""Commands that continue an interrupted run when they are started again."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise :class:`ReactClipError` instead of printing the usage and exiting."""
+        raise ReactClipError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ``run`` of the result is the command's function."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="react-clip",
         description="Defend CLIP against adversarial images at test time, and measure how well that works.",
         epilog="example: react-clip demo my.jpg --labels 'cat, dog, teapot'",
     )
     parser.add_argument("--version", action="version", version=f"react-clip {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = _command(argv)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name == chosen:
+        if name == _command(argv):
             configure(subparser, name)
     return parser.parse_args(argv)
 
@@ -72,16 +81,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        args = parse_args(words)
-        return int(args.run(args))
+        try:
+            args = parse_args(words)
+            return int(args.run(args))
+        finally:
+            sys.stdout.flush()
     except ReactClipError as error:
-        print(f"react-clip: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        kept = "; finished work is kept" if _command(words) in _KEEP else ""
-        print(f"react-clip: stopped{kept}", file=sys.stderr)
+        return _fail(str(error))
+    except KeyboardInterrupt as stopped:
+        # A command that has written something says so in the exception.
+        kept = ["the same command continues"] if _command(words) in _CONTINUES else [*map(str, stopped.args)]
+        print("; ".join(["react-clip: stopped", *kept]), file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has closed the pipe; without this Python complains again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()  # the reader (head, less) has closed the pipe
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_stdout()
+        return _fail("the output cannot be written: no space left on the device")
+
+
+def _fail(line: str) -> int:
+    print(f"react-clip: {line}", file=sys.stderr)
+    return 2
+
+
+def _forget_stdout() -> None:
+    """Without this Python complains again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from react_clip.choices import ATTACKS
-from react_clip.cli import common
+from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.errors import ReactClipError
 from react_clip.storage import atomic_path
@@ -23,19 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_photo_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder for the attacked photos (PNG)")
     parser.add_argument("--attack", default="pgd", help=f"one of {', '.join(ATTACKS)}, or module:Class (%(default)s)")
-    parser.add_argument("--eps", default="4/255", help="largest change of a pixel in [0, 1] (%(default)s)")
-    parser.add_argument("--steps", type=int, help="iterations (the attack's own default)")
-    common.add_model_options(parser)
-    common.add_label_options(parser)
+    parser.add_argument("--eps", type=options.length, default="4/255", help="largest change of a pixel (%(default)s)")
+    parser.add_argument("--steps", type=options.count, help="iterations (the attack's own default)")
+    options.add_model_options(parser)
+    options.add_label_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Attack the answer that undefended CLIP gives; images are written at the encoder's size."""
-    common.check_counts(args, "steps")
-    common.check_eps(args)
-    common.check_label_options(args)
-    reader = PhotoReader(args)
+    reader = PhotoReader(args.photos_in, args)
     _refuse_equal_names([path.stem for path in reader.files])
     attack = _attack(args)
     encoder = common.load_encoder(args)
@@ -43,15 +40,16 @@ def run(args: argparse.Namespace) -> int:
 
     clf = common.build_classifier(args, encoder)
     rows: list[dict[str, str]] = []
-
-    def show(done: int, total: int) -> None:
-        reader.show(f"step {done} of {total}")
-
     try:
-        for paths, clean in reader.batches(encoder, "attacking"):
-            pixels = clean.to(clf.device)
+        for paths, pixels in reader.batches(encoder, "attacking"):
             answers = clf(pixels).argmax(-1)
-            result = attack(clf, pixels, answers, seed=args.seed, progress=show)
+            result = attack(
+                clf,
+                pixels,
+                answers,
+                seed=args.seed,
+                progress=lambda done, total: reader.bar.set_postfix_str(f"step {done} of {total}"),
+            )
             # Judged as written: a PNG holds 8 bits a colour, and rounding can undo an attack.
             attacked = result.images.mul(255).round().div(255)
             new_answers = clf(attacked).argmax(-1)
@@ -62,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
                 before, after = clf.names[int(answers[i])], clf.names[int(new_answers[i])]
                 rows.append({"file": str(path), "attacked": str(written), "before": before, "after": after})
                 if not args.json:
-                    reader.write(f"{written}: {before} -> {after}")
+                    common.say(f"{written}: {before} -> {after}")
     finally:
         # Also when stopped: what is finished is printed.
-        weak = [f"a PNG holds 8 bits a colour; rounding weakens attacks as small as {args.eps}"]
+        weak = ["a PNG holds 8 bits a colour; rounding weakens attacks below 2/255"] if attack.eps < 2 / 255 else []
         document = {"attack": repr(attack), "results": rows, "errors": reader.failed}
-        common.print_result(args, document, notices=weak if attack.eps < 2 / 255 else [])
+        common.print_result(args, document, notices=weak)
     return reader.exit_code
 
 

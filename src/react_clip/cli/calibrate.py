@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import MAPPINGS
-from react_clip.cli import common
+from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
-from react_clip.cli.progress import Progress
-from react_clip.environment import device_name, versions
+from react_clip.environment import device_name, typed_command, versions
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
@@ -26,42 +25,55 @@ EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    common.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
+    options.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
     parser.add_argument(
-        "--defense", choices=common.DEFENSES, default="second_look", help="what to calibrate (%(default)s)"
+        "--defense", choices=options.DEFENSES, default="second_look", help="what to calibrate (%(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; ReACT's plot beside it)"
     )
     parser.add_argument(
-        "--clean-pass", type=float, help="share of clean photos left as they are (0.97 for second_look, 0.95 for react)"
+        "--clean-pass",
+        type=options.fraction,
+        help="fraction of clean photos left as they are (0.97 for second_look, 0.95 for react)",
     )
-    parser.add_argument("--batch", type=int, help="images at a time (64, on a CPU 4)")
+    parser.add_argument("--batch", type=options.count, help="images at a time (64, on a CPU 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
     group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
-    group.add_argument("--sigmas", help="comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)")
-    group.add_argument("--steps", type=int, default=10, help="PGD iterations (%(default)s)")
-    common.add_model_options(parser)
+    scales = "comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)"
+    group.add_argument("--sigmas", type=_scales, help=scales)
+    group.add_argument("--steps", type=options.count, default=10, help="PGD iterations (%(default)s)")
+    options.add_model_options(parser)
+
+
+def _scales(text: str) -> tuple[float, ...]:
+    scales = tuple(map(options.fraction, options.comma_separated(text)))
+    if not scales or 0 in scales:
+        raise argparse.ArgumentTypeError(f"{text!r}: give anchor scales above 0 such as 0.02,0.05,0.1")
+    return scales
 
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate and write the JSON."""
-    common.check_counts(args, "steps", "batch")
-    common.check_dataset_options(args)
-    if args.clean_pass is not None and not 0 < args.clean_pass < 1:
-        raise ReactClipError(f"--clean-pass is {args.clean_pass}; it is a share of clean photos, such as 0.95")
     return _run_react(args) if args.defense == "react" else _run_second_look(args)
 
 
-def _provenance(args: argparse.Namespace, encoder: Encoder) -> dict[str, Any]:
+def _common_arguments(args: argparse.Namespace, encoder: Encoder, clean_pass: float, **photos: Any) -> dict[str, Any]:
+    """What both calibrations take."""
     return {
-        "command": common.command_line(),
-        "model": encoder.name,
-        "weights": encoder.fingerprint(),
-        "dtype": args.dtype,
-        "device": device_name(encoder.device),
-        "versions": versions(),
+        "clean_pass": clean_pass if args.clean_pass is None else args.clean_pass,
+        "batch": args.batch or common.batch_size(encoder, 64),
+        "seed": args.seed,
+        "provenance": {
+            "command": typed_command(),
+            "model": encoder.name,
+            "weights": encoder.fingerprint(),
+            "dtype": args.dtype,
+            "device": device_name(encoder.device),
+            "versions": versions(),
+            **photos,
+        },
     }
 
 
@@ -73,31 +85,27 @@ def _run_second_look(args: argparse.Namespace) -> int:
 
     encoder = common.load_encoder(args)
     pixels, failed = _clean_photos(args, encoder)
-    with Progress(quiet=args.quiet, unit="photo", total=len(pixels)) as progress, warnings.catch_warnings():
+    with common.progress(args, "photo", len(pixels), "measuring") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
         result = look_calibration.calibrate(
             encoder,
             pixels,
-            clean_pass=0.97 if args.clean_pass is None else args.clean_pass,
-            batch=args.batch or common.batch_size(encoder, 64),
-            seed=args.seed,
-            provenance={**_provenance(args, encoder), "photos": args.dataset},
-            progress=lambda done, total: progress.show(done=done),
+            progress=lambda done, total: bar.update(done - bar.n),
+            **_common_arguments(args, encoder, 0.97, photos=args.dataset),
         )
     result.save(args.out)
     usage = f"written to {args.out}; use it with --config {args.out} or rc.SecondLook.load({str(args.out)!r})"
-    common.print_result(args, result.to_dict(), _describe_look(result), [usage])
+    common.print_result(args, result.to_dict(), _describe_second_look(result), [usage])
     return 2 if failed else 0
 
 
 def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, bool]:
     """Pixels of a folder, of a file or of a data set, and whether some files could not be read."""
-    limit = args.limit or common.MOST_PHOTOS
-    path = Path(args.dataset.removeprefix("folder:"))
+    limit = args.limit or common.CALIBRATION_PHOTOS
+    path = Path(args.dataset.removeprefix("folder:")).expanduser()
     if path.exists():
-        args.photos_in = [path]
-        reader = PhotoReader(args)
-        return reader.sample(limit, encoder.preprocessing), bool(reader.failed)
+        reader = PhotoReader([path], args)
+        return reader.sample(limit, encoder), bool(reader.failed)
     from react_clip import data
     from react_clip.preprocess import to_float
 
@@ -106,7 +114,7 @@ def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, b
     return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), False
 
 
-def _describe_look(result: LookCalibration) -> Iterator[str]:
+def _describe_second_look(result: LookCalibration) -> Iterator[str]:
     """Lines of the terminal: the threshold, its interval and the warnings."""
     low, high = result.interval
     yield f"threshold {result.config.threshold:g} (95 % interval {low:g} to {high:g})"
@@ -119,7 +127,6 @@ def _describe_look(result: LookCalibration) -> Iterator[str]:
 
 
 def _run_react(args: argparse.Namespace) -> int:
-    given = None if args.sigmas is None else _read_scales(args.sigmas)
     import torch
 
     from react_clip.calibration import BUDGETS, SIGMAS, calibrate
@@ -128,44 +135,33 @@ def _run_react(args: argparse.Namespace) -> int:
     encoder = common.load_encoder(args)
     # Classes made of the very photos that are attacked would look better than they are.
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
-    assert clf is not None
+    if clf is None:
+        raise ReactClipError("ReACT is calibrated on photos with classes")
     about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
     pixels = to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
-    with Progress(quiet=args.quiet, unit="batch") as progress, warnings.catch_warnings():
+    with common.progress(args, "batch") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
 
         def advance(stage: str, done: int, total: int) -> None:
-            progress.show(stage, total=total * len(BUDGETS))
-            progress.advance()
+            bar.total = total * len(BUDGETS)
+            bar.set_description(stage, refresh=False)
+            bar.update()
 
         result = calibrate(
             clf,
             pixels,
             torch.tensor(photos.labels),
             mapping=args.mapping,
-            sigmas=given or SIGMAS,
+            sigmas=args.sigmas or SIGMAS,
             steps=args.steps,
-            clean_pass=0.95 if args.clean_pass is None else args.clean_pass,
-            batch=args.batch or common.batch_size(encoder, 64),
-            seed=args.seed,
             progress=advance,
-            provenance=_provenance(args, encoder) | about,
+            **_common_arguments(args, encoder, 0.95, **about),
         )
     result.save(args.out)
     common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
     usage = f"written to {args.out}; use it with --config {args.out} or rc.ReACT.load({str(args.out)!r})"
-    common.print_result(args, result.to_dict(), _describe(result), [usage])
+    common.print_result(args, result.to_dict(), _describe_react(result), [usage])
     return 0
-
-
-def _read_scales(text: str) -> tuple[float, ...]:
-    try:
-        scales = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ReactClipError(f"--sigmas is {text!r}; give numbers such as 0.02,0.05,0.1") from None
-    if not all(0 < scale <= 1 for scale in scales):
-        raise ReactClipError(f"--sigmas is {text!r}; every anchor scale lies in (0, 1]")
-    return scales
 
 
 def _plot(result: Calibration, path: Path) -> None:
@@ -175,7 +171,7 @@ def _plot(result: Calibration, path: Path) -> None:
     save_figure(calibration_figure(result), path)
 
 
-def _describe(result: Calibration) -> Iterator[str]:
+def _describe_react(result: Calibration) -> Iterator[str]:
     """Lines of the terminal: the measured points, the fits and the threshold."""
     yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
     for point in result.points:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from react_clip.cli import common
+from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
 
 if TYPE_CHECKING:
@@ -18,17 +18,15 @@ EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_photo_argument(parser)
-    parser.add_argument("--top", type=int, default=1, help="answers per photo (%(default)s)")
-    common.add_model_options(parser)
-    common.add_label_options(parser)
-    common.add_defense_options(parser)
+    parser.add_argument("--top", type=options.count, default=1, help="answers per photo (%(default)s)")
+    options.add_model_options(parser)
+    options.add_label_options(parser)
+    options.add_defense_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo as soon as it is known."""
-    common.check_counts(args, "top")
-    common.check_label_options(args)
-    reader = PhotoReader(args)
+    reader = PhotoReader(args.photos_in, args)
     encoder = common.load_encoder(args)
     clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
     common.notice(args, common.defense_line(guard))
@@ -36,24 +34,23 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     try:
         for paths, pixels in reader.batches(encoder, "defending"):
-            rows += (batch := describe(paths, guard(clf, pixels, seed=seed), args.top))
+            rows += (batch := describe(paths, guard(clf, pixels, seed=seed), clf.names, args.top))
             for row in batch if not args.json else ():
-                reader.write(_line(row))
+                common.say(_line(row))
     finally:
         # Also when stopped: what is finished is printed.
         common.print_result(args, {"results": rows, "errors": reader.failed})
     return reader.exit_code
 
 
-def describe(paths: list[Path], out: Defended, top: int) -> list[dict[str, Any]]:
+def describe(paths: list[Path], out: Defended, names: tuple[str, ...] | list[str], top: int) -> list[dict[str, Any]]:
     """One row of JSON values per photo: its best answers and the diagnostics."""
-    probabilities, classes = (values.tolist() for values in out.probs.topk(min(top, len(out.class_names))))
+    probabilities, classes = (values.tolist() for values in out.probs.topk(min(top, len(names))))
     return [
         {
             "file": str(path),
             "answers": [
-                {"label": out.class_names[k], "probability": p}
-                for p, k in zip(probabilities[row], classes[row], strict=True)
+                {"label": names[k], "probability": p} for p, k in zip(probabilities[row], classes[row], strict=True)
             ],
             **common.diagnostics(out, row),
         }

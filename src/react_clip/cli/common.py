@@ -1,172 +1,29 @@
-"""Options and building blocks that several commands share. Heavy modules are imported where they are used."""
+"""What several commands do: print, load the model, build the classifier and the defence. Heavy modules are imported
+where they are used."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from react_clip.choices import dataset_names
-from react_clip.errors import MissingFileError, ReactClipError, missing_or_wrong
+from react_clip.errors import ReactClipError, missing_or_wrong
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
     from react_clip.data import ImageDataset
     from react_clip.noise import Seed
 
-DEFAULT_MODEL = "clip-vit-b-16"
-MOST_PHOTOS = 500
+CALIBRATION_PHOTOS = 500
 """Photos that SecondLook is calibrated on unless --limit says otherwise."""
-DEFENSES = ("second_look", "react")
-DEFENSE_HELP = "second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"
-
-# ---------------------------------------------------------------------- options
-
-
-def comma_separated(text: str) -> tuple[str, ...]:
-    """The names in a list such as ``"cifar10, dtd10"``."""
-    return tuple(name for name in map(str.strip, text.split(",")) if name)
-
-
-def add_model_options(
-    parser: argparse.ArgumentParser,
-    *,
-    dtype: str | None = "fp32",
-    dtypes: str = "fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)",
-) -> None:
-    """Add --model, --device and --dtype; ``dtype`` is the default of the last one and ``dtypes`` its help text."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, onnx:DIR, openvino:DIR (%(default)s)",
-    )
-    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
-    group.add_argument("--dtype", default=dtype, help=dtypes)
-
-
-def add_label_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for classes."""
-    group = parser.add_argument_group("labels")
-    group.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
-    group.add_argument("--labels-file", type=Path, help="a text file with one name a line")
-    group.add_argument("--photos", type=Path, help="a folder with one sub-folder of photos per class, instead of names")
-    group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
-
-
-def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True, seed: str = "a new secret") -> None:
-    """Add the options for the defence; --defense, --calibrate-on and a secret ``seed`` only with ``choose``."""
-    group = parser.add_argument_group("defence")
-    if choose:
-        group.add_argument("--defense", choices=DEFENSES, help=DEFENSE_HELP)
-        measure = "clean photos on which SecondLook measures its threshold first"
-        group.add_argument("--calibrate-on", type=Path, metavar="PHOTOS", help=measure)
-    group.add_argument(
-        "--config",
-        help="JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)",
-    )
-    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
-    default, text = (None, seed) if choose else (0, "0")
-    group.add_argument("--seed", type=int, default=default, help=f"seed of the random numbers ({text})")
-
-
-def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
-    """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
-    known = f"folder:PATH with a sub-folder per class, or one of {', '.join(dataset_names())}{note}"
-    parser.add_argument("dataset", metavar=metavar, help=known)
-    parser.add_argument("--data", type=Path, help="root folder of the data sets ($REACT_CLIP_DATA, else the cache)")
-    parser.add_argument("--heads", type=Path, help="ready class features: NAME.npz, or a folder of such files")
-    parser.add_argument("--split", default="train", help="split of the data set (%(default)s)")
-    parser.add_argument(
-        "--limit", type=int, help="largest number of photos; all are kept in memory, 150 KB each at 224 pixels"
-    )
-
-
-def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
-    """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
-    group = parser.add_argument_group("many machines")
-    group.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
-    )
-    group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
-    group.add_argument("--workers", type=int, help=workers)
-
-
-# ---------------------------------------------------------------------- checks, made before slow imports
-
-
-def check_counts(args: argparse.Namespace, *names: str, least: int = 1) -> None:
-    """Refuse numbers below ``least``."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ReactClipError(f"{_flag(name)} is {value}; it must be at least {least}")
-
-
-def check_eps(args: argparse.Namespace) -> None:
-    """Refuse an --eps that is no length in pixel values."""
-    from react_clip.config import check_length, read_length
-
-    try:
-        check_length(read_length(args.eps))
-    except ValueError as error:
-        raise ReactClipError(f"--eps is {args.eps!r}; {error}") from None
-
-
-def check_exists(path: Path, way_out: str = "check the path") -> None:
-    """Refuse a path that does not exist."""
-    if not path.exists():
-        raise MissingFileError(f"{path} does not exist; {way_out}")
-
-
-def check_paths(args: argparse.Namespace, *names: str) -> None:
-    """Refuse options that are paths of nothing."""
-    for name in names:
-        if (path := getattr(args, name, None)) is not None:
-            check_exists(Path(path), f"check {_flag(name)}")
-
-
-def check_label_options(args: argparse.Namespace) -> None:
-    """Refuse options for classes and defence that are empty, exclude each other or name missing files."""
-    given = [_flag(name) for name in ("labels", "labels_file", "photos") if getattr(args, name) is not None]
-    if len(given) > 1:
-        raise ReactClipError(f"{' and '.join(given)} are both given; choose one of them")
-    if args.labels is not None and not args.labels.replace(",", "").strip():
-        raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
-    defense, photos = getattr(args, "defense", None), getattr(args, "calibrate_on", None)
-    config = getattr(args, "config", None)
-    if config is not None and defense is not None:
-        raise ReactClipError(f"--config {config} and --defense {defense} are both given; choose one of them")
-    if photos is not None and (config is not None or defense == "react"):
-        raise ReactClipError("--calibrate-on measures the threshold of SecondLook; leave out --config and react")
-    check_paths(args, "labels_file", "photos", "calibrate_on", *(["config"] if config != "paper" else []))
-
-
-def check_dataset_options(args: argparse.Namespace) -> None:
-    """Refuse a limit below 1 and folders that do not exist; names of data sets are checked when they are loaded."""
-    check_counts(args, "limit")
-    check_paths(args, "data", "heads")
-    if args.dataset.startswith("folder:") or "/" in args.dataset:
-        check_exists(Path(args.dataset.removeprefix("folder:")).expanduser())
-
-
-def check_cluster_options(args: argparse.Namespace) -> None:
-    """Refuse options of a cluster without one."""
-    for name in ("address", "workers"):
-        if args.engine != "ray" and getattr(args, name) is not None:
-            raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
-    check_counts(args, "workers")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
 
 # ---------------------------------------------------------------------- output
 
@@ -190,24 +47,36 @@ def print_result(
         notice(args, line)
 
 
+def progress(args: argparse.Namespace, unit: str, total: int | None = None, stage: str = "") -> tqdm[Any]:
+    """A progress bar on stderr; without a terminal a line every few seconds, with --quiet nothing."""
+    from tqdm import tqdm
+
+    interval = 0.1 if sys.stderr.isatty() else 4.0
+    return tqdm(total=total, unit=f" {unit}", desc=stage, disable=args.quiet, mininterval=interval, dynamic_ncols=True)
+
+
+def say(line: str, *, error: bool = False) -> None:
+    """Print a line to stdout, or to stderr, above the progress bar, at once."""
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode():
+        print(line, file=sys.stderr if error else sys.stdout, flush=True)
+
+
 def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
     """Draw a figure; without matplotlib print a notice instead."""
     try:
         draw()
     except ImportError:
-        notice(args, "no plot: it needs matplotlib (`pip install 'react-clip[eval]'`)")
-
-
-def command_line() -> str:
-    """The command as it was typed, for the records in result files."""
-    return shlex.join(["react-clip", *sys.argv[1:]])
+        notice(args, "no plot: it needs matplotlib, of the extra `eval`")
 
 
 def diagnostics(out: Defended, row: int) -> dict[str, Any]:
     """The values that decided whether one image was corrected, for JSON; None where one was not measured."""
-    values = {name: float(getattr(out, name)[row]) for name in ("drift", "instability", "score", "sigma")}
-    measured = {name: None if math.isnan(value) else value for name, value in values.items()}
-    return {"gated": bool(out.gated[row]), **measured, "passes": round(out.passes[row].item(), 4)}
+    measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "sigma")} | out.diagnostics
+    values = {name: float(column[row]) for name, column in measured.items()}
+    numbers = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"gated": bool(out.gated[row]), **numbers, "passes": round(float(out.passes[row]), 4)}
 
 
 # ---------------------------------------------------------------------- model, classes, defence
@@ -267,12 +136,13 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
-    """The defence: --config or --defense where given, else the default for the encoder.
+    """The defence: --config, --calibrate-on or --defense where given, else the default for the encoder.
 
     With ``features`` ReACT makes its anchors of all views, because features are stored and not only classified.
     """
     from react_clip.defenses import Defense, ReACT, SecondLook, default_for
 
+    defense = getattr(args, "defense", None)
     if (photos := getattr(args, "calibrate_on", None)) is not None:
         return _calibrated(args, encoder, photos)
     if args.config == "paper":
@@ -283,11 +153,26 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
             raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
         guard.check(encoder)
         return guard
-    if args.defense == "second_look":
+    if defense == "second_look":
         return SecondLook.for_encoder(encoder)
-    if args.defense == "react":
+    if defense == "react":
         return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
     return default_for(encoder, features=features)
+
+
+def both_guards(args: argparse.Namespace, encoder: Encoder) -> list[ReACT | SecondLook]:
+    """SecondLook and ReACT, those that have constants for the encoder; --config replaces the one of its kind."""
+    from react_clip.defenses import ReACT, SecondLook, default_for
+
+    given = None if args.config is None else build_guard(args, encoder)
+    guards: list[ReACT | SecondLook] = []
+    for kind in (SecondLook, ReACT):
+        if isinstance(given, kind):
+            guards.append(given)
+        else:
+            with suppress(ReactClipError):
+                guards.append(kind.for_encoder(encoder))
+    return guards or [default_for(encoder)]  # with neither, this raises and says what to do
 
 
 def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> SecondLook:
@@ -295,10 +180,10 @@ def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Sec
     from react_clip.cli.photos import PhotoReader
     from react_clip.defenses import SecondLook
 
-    reader = PhotoReader(argparse.Namespace(photos_in=[photos], quiet=args.quiet))
+    reader = PhotoReader([photos], args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
-        result = SecondLook.calibrate(encoder, reader.sample(MOST_PHOTOS, encoder.preprocessing))
+        result = SecondLook.calibrate(encoder, reader.sample(CALIBRATION_PHOTOS, encoder))
     notice(args, f"SecondLook's threshold is {result.config.threshold:g}, from {result.photos} photos of {photos}")
     for note in result.notes:
         notice(args, f"note: {note}")

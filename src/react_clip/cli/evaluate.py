@@ -6,12 +6,10 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from react_clip.cli import common
+from react_clip.cli import common, options
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
@@ -22,42 +20,45 @@ EXAMPLE = (
     "react-clip evaluate recipes/rivals.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
     "--datasets all --limit 100 --out runs/rivals (add --validate to check it and see its cost first)"
 )
+_REPLACED = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dtype", "draws", "batch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("recipe", type=Path, help="a YAML file: model, data sets, attacks, defences")
+    parser.add_argument(
+        "recipe",
+        type=options.existing,
+        help="a YAML file such as recipes/table1.yaml: model, data sets, attacks, defences",
+    )
     parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
     parser.add_argument(
         "--validate", action="store_true", help="check recipe, data, weights and disk, print the cost, stop"
     )
     group = parser.add_argument_group("instead of what the recipe says")
-    group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16")
+    group.add_argument("--model", help=options.MODEL_HELP)
     group.add_argument(
         "--datasets",
-        type=common.comma_separated,
+        type=options.comma_separated,
         help="comma-separated names, or all (every folder below the data root)",
     )
     group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
     group.add_argument("--transfer-model", help="model on which images are crafted where the threat is transfer")
-    group.add_argument("--limit", type=int, help="images per set")
+    group.add_argument("--limit", type=options.count, help="images per set")
     group.add_argument("--dtype", help="precision of the defended encoder: fp32, bf16 or fp16")
     group.add_argument("--attack-dtype", help="precision of the attacked encoder")
-    group.add_argument("--draws", type=int, help="answers of each defence per image, each with new noise")
-    group.add_argument("--batch", type=int, help="images per shard and per encoder call")
+    group.add_argument("--draws", type=options.count, help="answers of each defence per image, each with new noise")
+    group.add_argument("--batch", type=options.count, help="images per shard and per encoder call")
     group = parser.add_argument_group("this machine")
-    group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
-    group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
-    common.add_cluster_options(parser, workers="processes of the cluster (one per GPU, else one per node)")
+    options.add_data_folders(group)
+    group.add_argument("--device", help=options.DEVICE_HELP)
+    options.add_cluster_options(parser, workers="processes of the cluster (one per GPU, else one per node)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
-    common.check_cluster_options(args)
-    common.check_exists(args.recipe, "give a file like recipes/table1.yaml")
-    common.check_counts(args, "limit", "draws", "batch")
-    common.check_paths(args, "data", "heads")
+    options.check_cluster_options(args)
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
     from react_clip.evaluation import Recipe, run_recipe, validate
     from react_clip.evaluation.store import TABLES
     from react_clip.report.tables import accuracy_table, write_tables
@@ -72,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
         for problem in validation.problems:
             print(f"react-clip: {problem}", file=sys.stderr)
         return 0 if validation.ok else 2
-    with _warnings_on_stderr(not args.quiet):
+    # Warnings, such as damaged shards that are computed again, go above the progress bar.
+    log = logging.getLogger("react_clip.evaluation")
+    with logging_redirect_tqdm([log]):
+        log.handlers[-1].setLevel(logging.CRITICAL if args.quiet else logging.WARNING)
         if args.engine == "ray":
             from react_clip.scale import evaluation as cluster
 
@@ -90,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     """The recipe with the values that the command line replaces."""
-    names = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dtype", "draws", "batch")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in _REPLACED if getattr(args, name) is not None}
     if args.defenses is not None:
         given["defenses"] = _chosen_defenses(recipe, args.defenses)
     return recipe.replace(**given)
@@ -100,30 +103,9 @@ def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]:
     by_label = {item.label: item for item in recipe.defenses}
     # A label may hold commas of its own, so the whole is tried first.
-    chosen = (labels,) if labels in by_label else common.comma_separated(labels)
+    chosen = (labels,) if labels in by_label else options.comma_separated(labels)
     if unknown := [label for label in chosen if label not in by_label]:
         raise ReactClipError(
             f"--defenses names {unknown[0]!r}, which the recipe has not; choose among {', '.join(by_label)}"
         )
     return tuple(by_label[label] for label in chosen)
-
-
-class _PrintAboveBar(logging.Handler):
-    """Prints warnings to stderr without breaking the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(f"react-clip: {record.getMessage()}", file=sys.stderr)
-
-
-@contextmanager
-def _warnings_on_stderr(enabled: bool) -> Iterator[None]:
-    """Print warnings of the run, such as damaged shards that are computed again."""
-    logger = logging.getLogger("react_clip.evaluation")
-    handler = _PrintAboveBar(logging.WARNING if enabled else logging.CRITICAL)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""``react-clip export``: the image tower for ONNX Runtime or OpenVINO, checked before it is written."""
+"""``react-clip export``: the image tower for ONNX Runtime, checked before it is written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from react_clip.choices import EXPORT_FORMATS, EXPORT_TOLERANCE
-from react_clip.cli import common
+from react_clip.choices import EXPORT_TOLERANCE
+from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
-from react_clip.errors import ReactClipError
 from react_clip.storage import check_new_folder
 
-EXAMPLE = "react-clip export clip-vit-b-16 --format onnx --out towers/b16  (then --model onnx:towers/b16)"
+EXAMPLE = "react-clip export clip-vit-b-16 --out towers/b16  (then --model onnx:towers/b16)"
 _MOST_PHOTOS = 64
 """Enough to see a difference; all of them go through the tower at once."""
 
@@ -20,34 +19,30 @@ _MOST_PHOTOS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
-    parser.add_argument("--format", choices=sorted(EXPORT_FORMATS), required=True, help="the runtime that will load it")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument(
         "--photos",
-        type=Path,
+        type=options.existing,
         nargs="+",
-        dest="photos_in",
+        default=[],
         metavar="PHOTO",
         help="image files or folders to compare on (bundled ones by default)",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=EXPORT_TOLERANCE, help="largest difference allowed (%(default)s)"
+        "--tolerance", type=options.positive, default=EXPORT_TOLERANCE, help="largest difference allowed (%(default)s)"
     )
     parser.set_defaults(device="cpu", dtype="fp32")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export and compare; the folder is created only if the features agree."""
-    if not args.tolerance > 0:
-        raise ReactClipError(f"--tolerance is {args.tolerance}; it must be above 0, such as {EXPORT_TOLERANCE}")
     check_new_folder(args.out)
-    reader = PhotoReader(args)
+    reader = PhotoReader(args.photos, args)
     from react_clip.encoders.exported import export
 
     encoder = common.load_encoder(args)
-    pixels = reader.sample(_MOST_PHOTOS, encoder.preprocessing)
-    parity = export(encoder, args.format, args.out, pixels, tolerance=args.tolerance)
-    name = f"{args.format}:{args.out}"
+    parity = export(encoder, args.out, reader.sample(_MOST_PHOTOS, encoder), tolerance=args.tolerance)
+    name = f"onnx:{args.out}"
     summary = (
         f"{name} is ready: largest difference {parity.max_difference:.2g}, smallest cosine {parity.min_cosine:.7f} "
         f"over {parity.images} images"

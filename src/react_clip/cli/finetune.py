@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import FINETUNING
-from react_clip.cli import common
-from react_clip.cli.progress import Progress
+from react_clip.cli import common, options
+from react_clip.environment import typed_command
 from react_clip.errors import ReactClipError
 from react_clip.finetune.optimiser import Optimiser
 from react_clip.finetune.settings import InnerAttack, Settings
@@ -25,7 +25,7 @@ _SETTINGS = ("batch", "accumulate", "dtype", "augment", "seed", "half", "save_ev
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("method", help=f"one of {', '.join(FINETUNING)}")
-    common.add_dataset_options(parser)
+    options.add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=Settings.steps, help="updates of the weights (%(default)s)")
@@ -51,14 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
     parser.add_argument("--seed", type=int, default=0, help="seed of order, augmentation and attack (%(default)s)")
-    common.add_model_options(
+    options.add_model_options(
         parser, dtypes="precision of the computation: fp32 or bf16; weights are fp32 (%(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
-    common.check_dataset_options(args)
     settings = _settings(args)
     common.notice(args, f"loading {args.model}")
     method = _method(args)
@@ -76,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
         steps = max(1, math.ceil(args.epochs * len(photos) / settings.photos_per_step))
         settings = settings.replace(steps=steps, warmup=args.warmup)
     pixels = photos.pixels(encoder.preprocessing, progress=not args.quiet)
-    with Progress(quiet=args.quiet, unit="step") as progress:
+    with common.progress(args, "step", settings.steps) as bar:
+
+        def show(done: int, total: int, loss: float) -> None:
+            bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+            bar.update(done - bar.n)
+
         result = finetune(
             encoder,
             method,
@@ -86,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
             out=args.out,
             settings=settings,
             about={
-                "command": common.command_line(),
+                "command": typed_command(),
                 "class_source": source,
                 "dataset": common.describe_photos(args, photos),
             },
-            progress=lambda done, total, loss: progress.show(done=done, total=total, note=f"loss {loss:.4g}"),
+            progress=show,
         )
     common.try_to_plot(args, lambda: _plot(result, method))
     usage = f"use it with --model {result.folder} or rc.load({str(result.folder)!r})"

@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.cli import common
-from react_clip.cli.progress import Progress
+from react_clip.cli.options import existing
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from tqdm import tqdm
 
     from react_clip import Encoder
-    from react_clip.preprocess import Preprocessing
 
 _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
@@ -28,7 +28,7 @@ _BUNDLED = {
 def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
     """Add the photos a command works on, as ``args.photos_in``."""
     parser.add_argument(
-        "photos_in", nargs=nargs, type=Path, metavar="PHOTO", help=f"image files or folders of them{note}"
+        "photos_in", nargs=nargs, type=existing, metavar="PHOTO", help=f"image files or folders of them{note}"
     )
 
 
@@ -39,7 +39,7 @@ def bundled_photos() -> list[Path]:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ReactClipError(
-                f"the demo's own photos come with {package}; run `pip install 'react-clip[demo]'` or give others"
+                f"the bundled photos come with {package}, of the extra `demo`; install it or give others"
             )
         photos += [Path(spec.submodule_search_locations[0]) / name for name in names]
     return [path for path in photos if path.is_file()]
@@ -57,57 +57,46 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
                 )
             files += photos
         else:
-            common.check_exists(path)
-            files.append(path)
+            files.append(existing(str(path)))
     return files
 
 
 class PhotoReader:
-    """Reads the photos of the command line (bundled ones if none are given) as pixel batches, with progress.
+    """Reads photos (bundled ones if none are given) as pixel batches, with progress.
 
     A photo that cannot be read is an entry of ``failed`` and a line on stderr; the others are still read.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.files = expand_inputs(args.photos_in or bundled_photos())
+    def __init__(self, photos: Sequence[Path], args: argparse.Namespace) -> None:
+        self.files = expand_inputs(photos or bundled_photos())
         if len(self.files) == 1:
             from react_clip.preprocess import check_file
 
             check_file(self.files[0])  # a photo that cannot be used is refused before the model is loaded
         self.failed: list[dict[str, str]] = []
-        self._progress = Progress(quiet=args.quiet, unit="photo", total=len(self.files))
+        self.bar: tqdm[Any]
+        self._args = args
 
     def batches(self, encoder: Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
         """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says."""
-        yield from self._batches(encoder.preprocessing, common.batch_size(encoder, 32), stage)
-
-    def _batches(self, how: Preprocessing, batch: int, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
         import torch
 
-        with self._progress as progress:
-            progress.show(stage, total=len(self.files))
+        batch = common.batch_size(encoder, 32)
+        with common.progress(self._args, "photo", len(self.files), stage) as self.bar:
             for start in range(0, len(self.files), batch):
-                chunk = self.files[start : start + batch]
-                good = [(path, pixels) for path in chunk if (pixels := self._read(path, how)) is not None]
+                some = self.files[start : start + batch]
+                good = {path: pixels for path in some if (pixels := self._read(path, encoder)) is not None}
                 if good:
-                    yield [path for path, _ in good], torch.stack([pixels for _, pixels in good])
-                progress.advance(len(chunk))
+                    yield [*good], torch.cat([*good.values()])
+                self.bar.update(len(some))
 
-    def show(self, note: str) -> None:
-        """Add a note to the progress, such as the step of an attack."""
-        self._progress.show(note=note)
-
-    def write(self, line: str) -> None:
-        """Print a line to stdout, above the progress bar."""
-        self._progress.write(line)
-
-    def sample(self, count: int, how: Preprocessing) -> Tensor:
-        """Pixels ``[N, 3, size, size]`` of at most ``count`` photos, spread evenly over all of them."""
+    def sample(self, count: int, encoder: Encoder) -> Tensor:
+        """Pixels ``[N, 3, S, S]`` of at most ``count`` photos, spread evenly over all of them."""
         import torch
 
         count = min(count, len(self.files))
         self.files = [self.files[number * len(self.files) // count] for number in range(count)]
-        batches = [pixels for _, pixels in self._batches(how, 1, "reading photos")]
+        batches = [pixels for _, pixels in self.batches(encoder, "reading photos")]
         if not batches:
             raise ReactClipError(f"none of the {count} photos could be read; give others")
         return torch.cat(batches)
@@ -117,12 +106,10 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, how: Preprocessing) -> Tensor | None:
-        from react_clip.preprocess import to_pixels
-
+    def _read(self, path: Path, encoder: Encoder) -> Tensor | None:
         try:
-            return to_pixels(path, how)
+            return encoder.prepare([path])
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
-            self._progress.write(f"react-clip: {error}", error=True)
+            common.say(f"react-clip: {error}", error=True)
             return None

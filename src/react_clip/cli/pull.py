@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from react_clip.cli import common
-from react_clip.cli.progress import Progress
 
 EXAMPLE = "react-clip pull clip-vit-b-16"
 
@@ -18,10 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model and print where it is."""
-    with Progress(quiet=args.quiet, unit="step") as progress:
-        progress.show(f"looking for {args.model}")
+    with common.progress(args, "step", stage=f"looking for {args.model}") as bar:
         from react_clip.encoders import pull
 
-        path = pull(args.model, force=args.force, say=progress.show)
+        path = pull(args.model, force=args.force, say=bar.set_description)
     common.print_result(args, {"model": args.model, "path": path}, [f"{args.model} is ready in {path}"])
     return 0

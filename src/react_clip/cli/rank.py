@@ -7,21 +7,24 @@ import math
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from react_clip.cli import common
+from react_clip.cli import common, options
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
+from react_clip.storage import write_text
 
 if TYPE_CHECKING:
     from react_clip import ZeroShotClassifier
     from react_clip.defenses import Defense
     from react_clip.evaluation import Recipe
+    from react_clip.report.tables import Cell
 
 EXAMPLE = (
     "react-clip rank runs/standard runs/adaptive --out ranking.html (or: react-clip rank my_defense.py:MyDefense "
     "--data photos/ --heads heads/ --quick)"
 )
+_FORMATS = (".html", ".csv", ".md")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,83 +32,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="+",
+        type=_run_or_defense,
         metavar="RUN_DIR or FILE.py:CLASS",
         help="folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank",
     )
-    parser.add_argument("--out", type=Path, default=Path("ranking.html"), help="the page (%(default)s)")
+    out = "the ranking as a page (.html) or as a table (.csv, .md) (%(default)s)"
+    parser.add_argument("--out", type=_output, default=Path("ranking.html"), help=out)
     parser.add_argument(
-        "--timings", type=Path, nargs="+", default=[], help="files of `react-clip bench --defenses ...`"
+        "--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench --defenses ...`"
     )
     group = parser.add_argument_group("for a defence of your own")
     group.add_argument("--quick", action="store_true", help="few photos and cheap attacks, for a first impression")
-    group.add_argument("--recipe", type=Path, help="what to measure (the package's standard evaluation)")
-    group.add_argument("--run-dir", type=Path, help="folder of the run (runs/<name of the class>)")
-    group.add_argument("--model", help="hub id, open_clip:MODEL/PRETRAINED, folder, or clip-vit-b-16 (the recipe's)")
-    group.add_argument("--datasets", type=common.comma_separated, help="comma-separated names, or all (the recipe's)")
-    group.add_argument("--limit", type=int, help="images per set (the recipe's)")
-    group.add_argument("--data", type=Path, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
-    group.add_argument("--heads", type=Path, help="folder with ready class features, <set>.npz")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, mps, ... (CUDA if there is one)")
+    group.add_argument("--recipe", type=options.existing, help="what to measure (the package's standard evaluation)")
+    group.add_argument("--run-dir", type=Path, help="folder of the run (runs/CLASS-<hash of the recipe>)")
+    group.add_argument("--model", help=f"{options.MODEL_HELP} (the recipe's)")
+    group.add_argument("--datasets", type=options.comma_separated, help="comma-separated names, or all (the recipe's)")
+    group.add_argument("--limit", type=options.count, help="images per set (the recipe's)")
+    options.add_data_folders(group)
+    group.add_argument("--device", help=options.DEVICE_HELP)
+
+
+def _output(text: str) -> Path:
+    if Path(text).suffix not in _FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in one of {', '.join(_FORMATS)}")
+    return Path(text)
+
+
+def _run_or_defense(text: str) -> str:
+    """The folder of a run, ``FILE.py:CLASS`` or ``module:CLASS``."""
+    if not _is_defense(text):
+        options.existing(text)
+    elif (file := text.rpartition(":")[0]).endswith(".py"):
+        options.existing(file)
+    return text
+
+
+def _is_defense(text: str) -> bool:
+    return ":" in text and not Path(text).is_dir()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the defence if one is given, then write the page and print the table."""
-    own = [text for text in args.what if ":" in text and not Path(text).is_dir()]
+    """Measure the defence if one is given, then write the page or table and print the table."""
+    own = [text for text in args.what if _is_defense(text)]
     if own and len(args.what) > 1:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
-    _check(args, own)
     require("pandas", "the ranking", extra="eval")
     from react_clip.report.ranking import rank
 
     ranking = rank([_measure(own[0], args)] if own else args.what, args.timings)
-    ranking.write_page(args.out)
+    if args.out.suffix == ".html":
+        ranking.write_page(args.out)
+    else:
+        write_text(args.out, ranking.table.csv() if args.out.suffix == ".csv" else ranking.table.markdown())
     document = {
-        "page": str(args.out),
+        "out": str(args.out),
         "columns": ranking.table.header[1:],
-        "defenses": {
-            entry.label: [None if math.isnan(cell.value) else cell.value for cell in entry.cells]
-            for entry in ranking.entries
-        },
+        "defenses": {entry.label: [_numbers(cell) for cell in entry.cells] for entry in ranking.entries},
     }
-    common.print_result(args, document, [ranking.table.markdown()], [f"the page is {args.out}"])
+    common.print_result(args, document, [ranking.table.markdown()], [f"the ranking is in {args.out}"])
     return 0
 
 
-def _check(args: argparse.Namespace, own: list[str]) -> None:
-    """Refuse wrong numbers and missing files, before slow imports."""
-    common.check_counts(args, "limit")
-    common.check_paths(args, "recipe", "data", "heads")
-    for path in args.timings:
-        common.check_exists(path, "check --timings")
-    for text in args.what:
-        if text in own:
-            _file_of(text)
-        else:
-            common.check_exists(Path(text), "give a folder of `react-clip evaluate`, or FILE.py:CLASS")
+def _numbers(cell: Cell) -> dict[str, float | None]:
+    """A number and its 95 % interval for JSON; None where there is none."""
+    numbers = {"value": cell.value, "low": cell.low, "high": cell.high}
+    return {name: None if math.isnan(number) else number for name, number in numbers.items()}
 
 
-def _file_of(reference: str) -> Path | None:
-    """The file of ``FILE.py:CLASS``, which must exist; None for ``module:CLASS``."""
-    file = Path(reference.rpartition(":")[0])
-    if file.suffix != ".py":
-        return None
-    common.check_exists(file, "give the file that defines the defence, then :CLASS")
-    return file
+# ---------------------------------------------------------------------- a defence of the user's
 
 
 def _measure(reference: str, args: argparse.Namespace) -> Path:
     """Run the standard evaluation with a defence of the user's beside ours; returns the folder of the run."""
-    from react_clip.evaluation import Recipe, run_recipe, validate
+    from react_clip.evaluation import Recipe, run_folder, run_recipe, validate
     from react_clip.evaluation.recipe import LabelledDefense
 
     defense = load_defense(reference)
     shipped = f"{'standard-quick' if args.quick else 'standard'}.yaml"
     path = args.recipe or Path(str(files("react_clip") / "assets" / "recipes" / shipped))
     recipe = Recipe.load(path, model=args.model)
-    given = {name: getattr(args, name) for name in ("limit", "datasets") if getattr(args, name) is not None}
+    given: dict[str, Any] = {
+        name: value for name in ("limit", "datasets") if (value := getattr(args, name)) is not None
+    }
     mine = LabelledDefense(label=type(defense).label, defense=defense)
     recipe = recipe.replace(**given, defenses=(*recipe.defenses, mine))
-    folder: Path = args.run_dir or Path("runs") / type(defense).__name__
+    folder: Path = args.run_dir or run_folder(type(defense).__name__, recipe)
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     validation = validate(recipe, folder, **location)
     if not validation.ok:
@@ -122,9 +133,9 @@ def load_defense(reference: str) -> Defense:
     from react_clip import defenses
 
     place, _, name = reference.rpartition(":")
-    if (file := _file_of(reference)) is not None:
-        sys.path.insert(0, str(file.resolve().parent))
-        place = file.stem
+    if place.endswith(".py"):
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        place = Path(place).stem
     try:
         return defenses.from_dict(f"{place}:{name}")
     except ReactClipError:
@@ -137,21 +148,16 @@ def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
     """Raise unless a defence answers two images with finite logits over all classes."""
     import torch
 
-    size, classes = clf.encoder.image_size, len(clf.names)
+    size, classes, label = clf.encoder.image_size, len(clf.names), type(defense).label
     images = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(clf.device)
-    label = type(defense).label
     try:
-        out = defense(clf, images, seed=0)
-        logits = out.logits
+        logits = defense(clf, images, seed=0).logits
     except ReactClipError:
         raise
     except Exception as error:  # the code is the user's: it may raise anything
         raise ReactClipError(f"{label} fails on two images ({type(error).__name__}: {first_line(error)})") from error
     if tuple(logits.shape) != (2, classes):
-        raise ReactClipError(
-            f"{label} answers 2 images of {classes} classes with logits of shape {tuple(logits.shape)}; they must be "
-            f"(2, {classes})"
-        )
+        raise ReactClipError(f"{label} answers with logits of shape {tuple(logits.shape)}; they must be (2, {classes})")
     if not bool(torch.isfinite(logits).all()):
         raise ReactClipError(f"{label} answers with logits that are NaN or infinite; they must be finite")
 

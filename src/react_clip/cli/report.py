@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from react_clip.cli import common
-from react_clip.cli.progress import Progress
+from react_clip.cli import common, options
 from react_clip.optional import require
 
 EXAMPLE = "react-clip report runs/table1 --out report/"
@@ -14,34 +13,33 @@ EXAMPLE = "react-clip report runs/table1 --out report/"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="--out folder of `react-clip evaluate`")
+    runs = "--out folder of `react-clip evaluate`"
+    parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help=runs)
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
-    parser.add_argument("--calibration", type=Path, help="JSON of `react-clip calibrate` to show as well")
+    parser.add_argument("--calibration", type=options.existing, help="JSON of `react-clip calibrate` to show as well")
     parser.add_argument(
-        "--rows", type=int, default=20_000, help="most per-image rows in the page, 0 for none (%(default)s)"
+        "--images", type=options.whole, default=200, help="most images in the page's table, 0 for none (%(default)s)"
     )
     parser.add_argument(
-        "--photos", type=int, default=40, help="most images with pictures in the page, 0 for none (%(default)s)"
+        "--photos", type=options.whole, default=40, help="most images with pictures, 0 for none (%(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; missing data is no failure, the page and stderr list it."""
-    for path in args.runs:
-        common.check_exists(path, "give the --out folder of `react-clip evaluate`")
-    common.check_counts(args, "rows", "photos", least=0)
-    common.check_paths(args, "calibration")
     require("pandas", "the report", extra="eval")
     from react_clip.report.page import write_report
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    options = {"rows": args.rows, "photos": args.photos, "calibration": args.calibration}
-    with Progress(quiet=args.quiet, unit="figure") as progress:
+    with common.progress(args, "figure", stage="drawing") as bar:
+
+        def show(title: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(title, refresh=False)
+            bar.update(done - bar.n)
+
         report = write_report(
-            args.runs,
-            out,
-            **options,
-            progress=lambda title, done, total: progress.show("drawing", done=done, total=total, note=title),
+            args.runs, out, images=args.images, photos=args.photos, calibration=args.calibration, progress=show
         )
     document = {
         "page": str(report.page),

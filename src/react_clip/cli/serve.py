@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from react_clip.cli.common import (
     build_classifier,
     build_guard,
-    check_label_options,
     defense_line,
     load_encoder,
     notice,
@@ -105,7 +104,6 @@ def read_credentials(settings: Settings) -> tuple[bytes, frozenset[bytes]]:
     """The secret, random where none is given, and the digests of the API keys; also checks the label options."""
     from react_clip.serve.settings import read_keys, read_secret
 
-    check_label_options(argparse.Namespace(**settings.model_dump()))
     secret, keys = read_secret(settings), read_keys(settings)
     if secret is None:
         line = "the noise is keyed by a new random secret: answers may differ after a restart, not with --secret-file"

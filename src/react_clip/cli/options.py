@@ -1,0 +1,171 @@
+"""Options that several commands share, and the types that check their values before anything slow is imported."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from react_clip.choices import dataset_names
+from react_clip.errors import ReactClipError
+
+DEFAULT_MODEL = "clip-vit-b-16"
+DEFENSES = ("second_look", "react")
+MODEL_HELP = "hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, or onnx:DIR"
+DEVICE_HELP = "cpu, cuda, cuda:1, mps, ... (CUDA if there is one)"
+
+Number = TypeVar("Number", int, float)
+
+# ---------------------------------------------------------------------- types of values
+
+
+def _number(read: Callable[[str], Number], text: str, fits: Callable[[Number], bool], limit: str) -> Number:
+    try:
+        value = read(text)
+    except ValueError:
+        value = read("nan") if read is float else None  # type: ignore[assignment]
+    if value is None or not fits(value):
+        raise ArgumentTypeError(f"{text!r} must be {limit}")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number >= 1."""
+    return _number(int, text, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def whole(text: str) -> int:
+    """A whole number >= 0."""
+    return _number(int, text, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    return _number(float, text, lambda value: 0 < value < float("inf"), "a number above 0")
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1]."""
+    return _number(float, text, lambda value: 0 <= value <= 1, "a fraction between 0 and 1")
+
+
+def length(text: str) -> float:
+    """A length in pixel values, such as 4/255."""
+    from react_clip.config import check_length, read_length
+
+    try:
+        return float(check_length(read_length(text)))
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def existing(text: str) -> Path:
+    """A file or folder that exists."""
+    if not (path := Path(text).expanduser()).exists():
+        raise ArgumentTypeError(f"{text} does not exist; check the path")
+    return path
+
+
+def config_file(text: str) -> str:
+    """A file that exists, or ``paper``."""
+    return text if text == "paper" else str(existing(text))
+
+
+def label_text(text: str) -> str:
+    """Comma-separated names."""
+    if not comma_separated(text):
+        raise ArgumentTypeError("it is empty; give names such as --labels 'cat, dog, teapot'")
+    return text
+
+
+def dataset(text: str) -> str:
+    """Name of a data set, or ``folder:PATH`` of a folder that exists; names are checked when the photos are loaded."""
+    if text.startswith("folder:") or "/" in text:
+        existing(text.removeprefix("folder:"))
+    return text
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The names in a list such as ``"cifar10, dtd10"``."""
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
+
+
+# ---------------------------------------------------------------------- groups of options
+
+
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    *,
+    dtype: str | None = "fp32",
+    dtypes: str = "fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)",
+) -> None:
+    """Add --model, --device and --dtype; ``dtype`` is the default of the last one and ``dtypes`` its help text."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (%(default)s)")
+    group.add_argument("--device", help=DEVICE_HELP)
+    group.add_argument("--dtype", default=dtype, help=dtypes)
+
+
+def add_label_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for classes."""
+    group = parser.add_argument_group("labels")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--labels", type=label_text, help="comma-separated names, such as 'cat, dog, teapot'")
+    one.add_argument("--labels-file", type=existing, help="a text file with one name a line")
+    one.add_argument("--photos", type=existing, help="a folder with one sub-folder of photos per class")
+    group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
+
+
+def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True, seed: str = "a new secret") -> None:
+    """Add the options for the defence; --defense, --calibrate-on and a secret ``seed`` only with ``choose``."""
+    group = parser.add_argument_group("defence")
+    one = group.add_mutually_exclusive_group()
+    if choose:
+        default = "second_look where the model has a threshold for it, else react"
+        one.add_argument("--defense", choices=DEFENSES, help=f"second_look, or react: the paper's ({default})")
+        measure = "clean photos on which SecondLook measures its threshold first"
+        one.add_argument("--calibrate-on", type=existing, metavar="PHOTOS", help=measure)
+    one.add_argument(
+        "--config",
+        type=config_file,
+        help="JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)",
+    )
+    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
+    default_seed, text = (None, seed) if choose else (0, "0")
+    group.add_argument("--seed", type=int, default=default_seed, help=f"seed of the random numbers ({text})")
+
+
+def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
+    """Add the options that choose labelled photos: the data set, its root, class features, split and limit."""
+    known = f"folder:PATH with a sub-folder per class, or one of {', '.join(dataset_names())}{note}"
+    parser.add_argument("dataset", type=dataset, metavar=metavar, help=known)
+    add_data_folders(parser)
+    parser.add_argument("--split", default="train", help="split of the data set (%(default)s)")
+    parser.add_argument(
+        "--limit", type=count, help="largest number of photos; all are kept in memory, 150 KB each at 224 pixels"
+    )
+
+
+def add_data_folders(parser: argparse._ActionsContainer) -> None:
+    """Add --data and --heads."""
+    parser.add_argument("--data", type=existing, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
+    parser.add_argument("--heads", type=existing, help="ready class features: NAME.npz, or a folder of such files")
+
+
+def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
+    """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
+    group = parser.add_argument_group("many machines")
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
+    )
+    group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
+    group.add_argument("--workers", type=count, help=workers)
+
+
+def check_cluster_options(args: argparse.Namespace) -> None:
+    """Refuse options of a cluster without one."""
+    for name in ("address", "workers"):
+        if args.engine != "ray" and getattr(args, name) is not None:
+            raise ReactClipError(f"--{name} is {getattr(args, name)!r}, but the engine is local; add --engine ray")
