@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`ReactClipError` instead of printing the usage and exiting."""
-        raise ReactClipError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        way_out = "" if ";" in message else f"; see {self.prog} --help"
+        raise ReactClipError(message.removeprefix("argument ") + way_out)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fraction of clean photos left as they are (0.97 for second_look, 0.95 for react)",
     )
     parser.add_argument("--batch", type=options.count, help="images at a time (64, on a CPU 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
+    parser.add_argument("--seed", type=options.seed, default=0, help="seed of attack, motion and noise (%(default)s)")
     group = parser.add_argument_group("for --defense react")
     group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
     scales = "comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _scales(text: str) -> tuple[float, ...]:
     scales = tuple(map(options.fraction, options.comma_separated(text)))
     if not scales or 0 in scales:
-        raise argparse.ArgumentTypeError(f"{text!r}: give anchor scales above 0 such as 0.02,0.05,0.1")
+        raise options.BadValueError(f"{text!r}: give anchor scales above 0 such as 0.02,0.05,0.1")
     return scales
 
 

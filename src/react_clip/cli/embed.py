@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         required=True,
-        help="features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files",
+        help="features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files (seed 0)",
     )
     options.add_model_options(parser)
     options.add_label_options(parser)
-    options.add_defense_options(parser, seed="a new secret; 0 for Parquet files")
+    options.add_defense_options(parser)
     group = parser.add_argument_group("collections")
     group.add_argument("--batch", type=options.count, help="images that are defended together (256)")
     group.add_argument("--top", type=options.count, help="answers written for each image (5)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -21,13 +20,17 @@ Number = TypeVar("Number", int, float)
 # ---------------------------------------------------------------------- types of values
 
 
+class BadValueError(ReactClipError, argparse.ArgumentTypeError):
+    """A value that a type refuses; the parser adds the option's name."""
+
+
 def _number(read: Callable[[str], Number], text: str, fits: Callable[[Number], bool], limit: str) -> Number:
     try:
         value = read(text)
     except ValueError:
         value = read("nan") if read is float else None  # type: ignore[assignment]
     if value is None or not fits(value):
-        raise ArgumentTypeError(f"{text!r} must be {limit}")
+        raise BadValueError(f"{text!r} must be {limit}")
     return value
 
 
@@ -39,6 +42,11 @@ def count(text: str) -> int:
 def whole(text: str) -> int:
     """A whole number >= 0."""
     return _number(int, text, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def seed(text: str) -> int:
+    """Any whole number."""
+    return _number(int, text, lambda value: True, "a whole number; a secret seed is drawn where none is given")
 
 
 def positive(text: str) -> float:
@@ -58,13 +66,13 @@ def length(text: str) -> float:
     try:
         return float(check_length(read_length(text)))
     except ValueError as error:
-        raise ArgumentTypeError(f"{text!r}: {error}") from None
+        raise BadValueError(f"{text!r}: {error}") from None
 
 
 def existing(text: str) -> Path:
     """A file or folder that exists."""
     if not (path := Path(text).expanduser()).exists():
-        raise ArgumentTypeError(f"{text} does not exist; check the path")
+        raise BadValueError(f"{text} does not exist; check the path")
     return path
 
 
@@ -76,7 +84,7 @@ def config_file(text: str) -> str:
 def label_text(text: str) -> str:
     """Comma-separated names."""
     if not comma_separated(text):
-        raise ArgumentTypeError("it is empty; give names such as --labels 'cat, dog, teapot'")
+        raise BadValueError("it is empty; give names such as --labels 'cat, dog, teapot'")
     return text
 
 
@@ -118,13 +126,13 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
 
 
-def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True, seed: str = "a new secret") -> None:
-    """Add the options for the defence; --defense, --calibrate-on and a secret ``seed`` only with ``choose``."""
+def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True) -> None:
+    """Add the options for the defence; --defense, --calibrate-on and a secret seed only with ``choose``."""
     group = parser.add_argument_group("defence")
     one = group.add_mutually_exclusive_group()
     if choose:
-        default = "second_look where the model has a threshold for it, else react"
-        one.add_argument("--defense", choices=DEFENSES, help=f"second_look, or react: the paper's ({default})")
+        rule = "second_look where the model has a threshold for it, else react"
+        one.add_argument("--defense", choices=DEFENSES, help=f"second_look, or react: the paper's ({rule})")
         measure = "clean photos on which SecondLook measures its threshold first"
         one.add_argument("--calibrate-on", type=existing, metavar="PHOTOS", help=measure)
     one.add_argument(
@@ -133,8 +141,8 @@ def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True,
         help="JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)",
     )
     # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
-    default_seed, text = (None, seed) if choose else (0, "0")
-    group.add_argument("--seed", type=int, default=default_seed, help=f"seed of the random numbers ({text})")
+    default_seed, default = (None, "a new secret") if choose else (0, "0")
+    group.add_argument("--seed", type=seed, default=default_seed, help=f"seed of the random numbers ({default})")
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _output(text: str) -> Path:
     if Path(text).suffix not in _FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in one of {', '.join(_FORMATS)}")
+        raise options.BadValueError(f"{text!r} must end in one of {', '.join(_FORMATS)}")
     return Path(text)
 
 
