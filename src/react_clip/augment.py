@@ -1,8 +1,8 @@
-r"""The weak stochastic augmentation :math:`\mathcal T(x)` behind the prediction-instability score.
+r"""Changes of images: the weak stochastic augmentation :math:`\mathcal T(x)` behind J, motions, filters, JPEG.
 
-A mild affine always; then Gaussian blur, additive noise and colour jitter, each with probability one half. Magnitudes
-and probability are those of the released codes of SS-TPT and MAC, the order is the paper's. Parameters come from one
-stream per image, so an image's augmentation does not depend on its batch. Every step is differentiable in x.
+T(x) is a mild affine always; then Gaussian blur, additive noise and colour jitter, each with probability one half.
+Magnitudes and probability are those of the released codes of SS-TPT and MAC, the order is the paper's. Parameters come
+from one stream per image, so an image's augmentation does not depend on its batch. Every step is differentiable in x.
 
 Those codes use torchvision. Different here: shifts are not rounded to whole pixels; the border fades into black once,
 there twice; brightness, contrast, saturation and hue change in this order, there in a random one; and hue turns in
@@ -11,12 +11,15 @@ YIQ, which is smooth, instead of HSV.
 
 from __future__ import annotations
 
+import io
 import math
 from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from react_clip import noise
@@ -102,7 +105,9 @@ class WeakAugmentation(Motion):
         view = self._move(images, draw[:, 0:4])
         if self._jitter_first:
             view = torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
-        view = torch.where(_per_image(blurred), _blur(view, self._blur_kernels(draw[:, 7])), view)
+        kernels = self._blur_kernels(draw[:, 7])
+        blurry = filtered(filtered(view, kernels[:, None, :]), kernels[:, :, None])
+        view = torch.where(_per_image(blurred), blurry, view)
         # A view without noise has noise of scale zero.
         view = noise.noisy_view(view, grain, self.noise_sigma * draw[:, 8] * noisy).clamp(0.0, 1.0)
         if self._jitter_first:
@@ -150,17 +155,50 @@ def _pixel_centres(side: int, like: Tensor) -> Tensor:
     return (2.0 * torch.arange(side, device=like.device, dtype=like.dtype) + 1.0) / side - 1.0
 
 
-def _blur(images: Tensor, kernels: Tensor) -> Tensor:
-    """Images, each blurred with its own kernel ``[B, K]``, one axis after the other."""
-    batch, channels, height, width = images.shape
-    half = kernels.shape[1] // 2
+def filtered(images: Tensor, kernels: Tensor, border: str = "reflect") -> Tensor:
+    """Images, each filtered with its own kernel ``[B, k, l]`` of odd sides; ``border`` is a mode of ``F.pad``.
+
+    >>> filtered(torch.eye(3)[None, None], torch.full((1, 1, 3), 1 / 3), "replicate")
+    tensor([[[[0.6667, 0.3333, 0.0000],
+              [0.3333, 0.3333, 0.3333],
+              [0.0000, 0.3333, 0.6667]]]])
+    """
+    height, width = kernels.shape[1] // 2, kernels.shape[2] // 2
     # The batch becomes channels of a grouped convolution.
-    weight = kernels.repeat_interleave(channels, 0)[:, None, None, :]
-    stacked = images.reshape(1, batch * channels, height, width)
-    stacked = F.conv2d(F.pad(stacked, (half, half, 0, 0), mode="reflect"), weight, groups=batch * channels)
-    stacked = F.pad(stacked, (0, 0, half, half), mode="reflect")
-    stacked = F.conv2d(stacked, weight.transpose(2, 3), groups=batch * channels)
-    return stacked.reshape(images.shape)
+    planes = F.pad(images, (width, width, height, height), mode=border).flatten(0, 1)[None]
+    weights = kernels.to(images).repeat_interleave(images.shape[1], 0)[:, None]
+    return F.conv2d(planes, weights, groups=planes.shape[1]).reshape(images.shape)
+
+
+def jpeg(images: Tensor, quality: int) -> Tensor:
+    """Images in [0, 1] as JPEG files written and read again; no gradients.
+
+    >>> jpeg(torch.full((1, 3, 8, 8), 0.5), quality=50).unique()
+    tensor([0.5020])
+    """
+    read = []
+    for pixels in images.detach().mul(255.0).round().byte().permute(0, 2, 3, 1).cpu().numpy():
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+        read.append(torch.from_numpy(np.array(Image.open(file))))
+    return torch.stack(read).permute(0, 3, 1, 2).to(images).div(255.0)
+
+
+def low_pass(images: Tensor, radius: float) -> Tensor:
+    r"""Images with every frequency k damped by :math:`\exp(-\lVert k \rVert^2 / 2 r^2)`, clamped to [0, 1].
+
+    k is in cycles per side, so the filter does not depend on the number of pixels.
+
+    >>> stripes = torch.tensor([0.0, 1.0]).repeat(4).expand(1, 1, 8, 8)
+    >>> low_pass(stripes, 1.0)[0, 0, 0, :2]
+    tensor([0.4998, 0.5002])
+    """
+    height, width = (
+        torch.fft.fftfreq(side, 1 / side, device=images.device, dtype=images.dtype) for side in images.shape[2:]
+    )
+    mask = torch.exp(-(height[:, None] ** 2 + width**2) / (2.0 * radius**2))
+    damped: Tensor = torch.fft.ifft2(torch.fft.fft2(images) * mask).real
+    return damped.clamp(0.0, 1.0)
 
 
 def _gray(images: Tensor) -> Tensor:

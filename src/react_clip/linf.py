@@ -49,7 +49,7 @@ class Ball:
         return self.project(self.centre + self.eps * (2.0 * unit - 1.0))
 
 
-def slope(values: Tensor, pixels: Tensor) -> Tensor | None:
+def gradient(values: Tensor, pixels: Tensor) -> Tensor | None:
     """The gradient ``[B, C, H, W]`` of values ``[B]`` in the pixels; ``None`` if they do not depend on the pixels.
 
     The values are summed over the batch, not averaged: a mean would shrink an image's gradient with the size of the
@@ -59,13 +59,13 @@ def slope(values: Tensor, pixels: Tensor) -> Tensor | None:
 
 
 def ascend(
-    slope_at: Callable[[Tensor], Tensor], start: Tensor, ball: Ball, *, steps: int, step_size: Tensor | float
+    gradient_at: Callable[[Tensor], Tensor], start: Tensor, ball: Ball, *, steps: int, step_size: Tensor | float
 ) -> Tensor:
     r"""Sign-gradient ascent inside a ball; returns the last iterate.
 
     .. math:: x_{k+1} = \Pi\big(x_k + s\,\mathrm{sign}\,\nabla_x \textstyle\sum_b \ell(x_k^b)\big)
 
-    ``slope_at`` returns the gradient at given images, for example by :func:`slope`.
+    ``gradient_at`` returns the gradient at given images, for example by :func:`gradient`.
 
     >>> ball = Ball(torch.full((1, 1, 1, 2), 0.5), eps=0.25)
     >>> ascend(lambda images: torch.tensor([[[[3.0, -1.0]]]]), ball.centre, ball, steps=4, step_size=0.1)
@@ -73,5 +73,5 @@ def ascend(
     """
     images = start
     for _ in range(steps):
-        images = ball.step(images, slope_at(images), step_size)
+        images = ball.step(images, gradient_at(images), step_size)
     return images

@@ -15,6 +15,7 @@ import math
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 _UNIT_24 = 2.0**-24
 
+SHORTEST_SECRET = 16
+"""Fewest bytes of a secret."""
+
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Logical shift; torch's own keeps the sign bit."""
@@ -54,18 +58,6 @@ def _mix(value: Tensor) -> Tensor:
     value = (value ^ _shift_right(value, 30)).mul_(_MIX_1)
     value.bitwise_xor_(_shift_right(value, 27)).mul_(_MIX_2)
     return value.bitwise_xor_(_shift_right(value, 31))
-
-
-def _mix_number(value: int) -> int:
-    """:func:`_mix` of one Python number, without a tensor: reading one back would make the host wait.
-
-    >>> _mix_number(-7) == _mix(torch.tensor([-7])).item()
-    True
-    """
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        value &= (1 << 64) - 1
-        value = (value ^ (value >> shift)) * factor
-    return _signed(value)
 
 
 def _bits(keys: Tensor, count: int) -> Tensor:
@@ -117,33 +109,36 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
 
 
+def check_seed(seed: object) -> None:
+    """Refuse what is neither a number nor a secret that nobody can guess."""
+    if isinstance(seed, bytes):
+        if len(seed) < SHORTEST_SECRET:
+            raise ReactClipError(
+                f"the secret has {len(seed)} bytes, which can be guessed; give at least {SHORTEST_SECRET} random ones, "
+                "such as secrets.token_bytes(32)"
+            )
+    elif not isinstance(seed, SupportsIndex):
+        raise ReactClipError(
+            f"seed is of type {type(seed).__name__}; give a whole number, or a secret as bytes, such as "
+            "secrets.token_bytes(32)"
+        )
+
+
 def stream_keys(images: Tensor, seed: Seed) -> Tensor:
     """One key per image ``[N]``, from its pixels and the seed: the same alone, in any batch and in any order.
 
-    With an integer seed the pixels are hashed on their own device. With ``bytes`` the key is the HMAC-SHA256 of the
-    pixels: without the secret nobody can predict the noise or find two images that share it. Then images may also be
-    uint8; they have the keys of the same pixels in [0, 1].
+    With a number as seed the pixels are hashed on their own device, by a multilinear hash of their fp32 bit patterns:
+    exact integer arithmetic, hence equal on every device. With ``bytes`` the key is the HMAC-SHA256 of the pixels:
+    without the secret nobody can predict the noise or find two images that share it. Then images may also be uint8;
+    they have the keys of the same pixels in [0, 1].
     """
+    check_seed(seed)
     if isinstance(seed, bytes):
-        if not seed:
-            raise ReactClipError("the secret key is empty; give at least one byte, better 32 random ones")
         return torch.tensor([secret_key(image, seed) for image in _numbers_to_hash(images)], device=images.device)
-    return keys_of_seeds(images, seeds_like(images, seed))
-
-
-def seeds_like(images: Tensor, seed: int) -> Tensor:
-    """The seed once per image, ``[N]``, for :func:`keys_of_seeds`."""
-    return torch.full((len(images),), _mix_number(int(seed)), device=images.device)
-
-
-def keys_of_seeds(images: Tensor, seeds: Tensor) -> Tensor:
-    """:func:`stream_keys` with one seed per image, as a function of tensors alone.
-
-    It is a multilinear hash of the fp32 bit patterns: exact integer arithmetic, hence equal on every device.
-    """
     rows = _fp32_rows(images)
-    hashes = (rows.view(torch.int32) * hash_weights(rows.shape[1], rows.device)).sum(dim=1)
-    return _mix(_mix(hashes + rows.shape[1]) ^ seeds)
+    hashes = (rows.view(torch.int32) * _hash_weights(rows.shape[1], rows.device)).sum(dim=1)
+    # The seed stays on the CPU: one number there joins the operation on any device.
+    return _mix(_mix(hashes + rows.shape[1]) ^ _mix(torch.tensor(_signed(int(seed)))))
 
 
 def _fp32_rows(images: Tensor) -> Tensor:
@@ -178,6 +173,6 @@ def secret_key(image: Tensor, secret: bytes) -> int:
 
 
 @cache
-def hash_weights(count: int, device: torch.device) -> Tensor:
-    """Weights ``[1, count]`` of :func:`keys_of_seeds`, kept for the life of the process: CUDA graphs hold addresses."""
+def _hash_weights(count: int, device: torch.device) -> Tensor:
+    """Weights ``[1, count]`` of :func:`stream_keys`, kept for the life of the process."""
     return _bits(torch.zeros(1, dtype=torch.long, device=device), count)

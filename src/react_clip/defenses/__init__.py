@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from react_clip.defenses.agc import AGC
-from react_clip.defenses.base import BaseDefense, Defended, Defense, Undefended, as_module
+from react_clip.defenses.anti_adv import AntiAdv
+from react_clip.defenses.aom import AOM, DefendCLIP
+from react_clip.defenses.base import Defended, Defense, Undefended, as_module
 from react_clip.defenses.clipure import CLIPure
-from react_clip.defenses.counterattack import DOC, HD, MAC, TTC, AntiAdv
 from react_clip.defenses.csr import CSR
 from react_clip.defenses.dbd import DBD
+from react_clip.defenses.doc import DOC
 from react_clip.defenses.et3 import ET3
-from react_clip.defenses.look_calibration import Photos
+from react_clip.defenses.hd import HD
+from react_clip.defenses.mac import MAC
 from react_clip.defenses.prompt_tuning import RTPT, SSTPT
-from react_clip.defenses.react import AOM, DefendCLIP, ReACT
+from react_clip.defenses.react import ReACT
 from react_clip.defenses.second_look import SecondLook
+from react_clip.defenses.ttc import TTC
 from react_clip.defenses.tte import TTE
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
+
+if TYPE_CHECKING:
+    from react_clip.calibration import Photos
 
 __all__ = [
     "AGC",
@@ -35,7 +42,6 @@ __all__ = [
     "TTC",
     "TTE",
     "AntiAdv",
-    "BaseDefense",
     "CLIPure",
     "DefendCLIP",
     "Defended",
@@ -69,16 +75,13 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     return Defense.registry.read(data)
 
 
-def resolve_guard(
-    guard: Defense | str | None, encoder: Encoder, photos: Photos | None = None, *, features: bool = False
-) -> Defense:
+def resolve_guard(guard: Defense | str | None, encoder: Encoder, photos: Photos | None = None) -> Defense:
     """The defence as it is; for ``"auto"`` SecondLook, calibrated on clean photos; for ``None`` the default.
 
     Args:
         guard: a defence, ``"auto"`` or ``None``.
         encoder: the encoder that it will defend.
         photos: for ``"auto"``: some hundred clean photos, as :meth:`SecondLook.calibrate` takes them.
-        features: as for :func:`default_for`.
     """
     if guard == "auto":
         if photos is None:
@@ -91,23 +94,22 @@ def resolve_guard(
         raise ReactClipError(f"guard is {guard!r}; give a defence, such as rc.ReACT(), or 'auto' with photos=[...]")
     if photos is not None:
         raise ReactClipError("photos are given, but only guard='auto' is calibrated on them; leave one of them out")
-    return default_for(encoder, features=features) if guard is None else guard
+    return default_for(encoder) if guard is None else guard
 
 
-def default_for(encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
+def default_for(encoder: Encoder) -> Defense:
     """The defence of an encoder where a user gives none: SecondLook if we ship a threshold, otherwise ReACT.
 
-    Raises for encoders that neither has constants for. ``features`` matters for ReACT alone: its anchors then have all
-    M views, for callers who store or compare features; without, it may stop drawing views once the label is settled.
+    Raises for encoders that neither has constants for.
     """
     with suppress(ReactClipError):
         guard = SecondLook.for_encoder(encoder)
         # The threshold was measured with smaller copies, which not every exported encoder takes.
-        if guard.look_size(encoder) < encoder.image_size:
+        if guard.sizes(encoder)[0] < encoder.image_size:
             return guard
     with suppress(ReactClipError):
-        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
-    name = encoder.original
+        return ReACT.for_encoder(encoder)
+    name = encoder.weights
     raise ReactClipError(
         f"there is no calibration for {name!r}, and every encoder needs its own; with some hundred clean photos give "
         "--calibrate-on PHOTOS, or in Python guard='auto', photos=[...]; "

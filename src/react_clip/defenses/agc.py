@@ -21,25 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from react_clip import functional, noise
+from react_clip import noise
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.base import Defended, Defense, answer, encode_with_views
-from react_clip.noise import Seed
-from react_clip.preprocess import Images
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.defenses.base import Defense
+from react_clip.defenses.view import View
+from react_clip.functional import normalize
 
 DISTORTION = 0.5
-"""Largest shift of a corner, as a share of half the side."""
+"""Largest shift of a corner, as a fraction of half the side."""
 
 
 class AGC(Defense):
     """Correct every image along the great circle to the mean of its perspective views.
 
-    ``score`` is c, ``drift`` the angle between f and a in radians. Gradients flow through all of it where the pixels
-    ask for them.
+    ``score`` is c, ``drift`` the angle between f and a in radians. 33 passes.
 
-    >>> AGC().cost()
-    (33, 0)
+    >>> AGC().views
+    32
     """
 
     kind = "agc"
@@ -47,29 +45,17 @@ class AGC(Defense):
     views: Count = 32
     """Perspective views of the image."""
     beta_clean: NonNegative = 0.45
-    """Share of the angle to the views' mean that an image moves whose views all have its feature."""
+    """Fraction of the angle to the views' mean that an image moves whose views all have its feature."""
     beta_adv: NonNegative = 2.25
     """The same for c = 1; values above 1 lead beyond the mean."""
     gamma: NonNegative = 0.9
     """Exponent of the views' mean distance in c."""
-    max_batch: Count = 64
-    """Most views in one encoder call."""
 
-    def cost(self) -> tuple[int, int]:
-        """Forward and backward passes of an image."""
-        return 1 + self.views, 0
-
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        pixels = clf.encoder.prepare(images)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-
-            def make(images: Tensor, _: int, keys: Tensor) -> Tensor:
-                return perspective_views(images, keys)
-
-            plain, views = encode_with_views(clf.encoder, pixels, seed, make, self.views, self.max_batch)
-            features, score, angle = self.correct(plain, views)
-            return answer(clf, features, passes=self.cost(), score=score.detach(), drift=angle.detach())
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """The turned features."""
+        plain, views = x.encode_together(x.image, x.drawn(perspective_views, None, range(self.views)))
+        features, score, angle = self.correct(plain, views)
+        return features, {"score": score, "drift": angle}
 
     def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Corrected unit features ``[B, D]``, c and the angle ``[B]``, from unit features ``[B, D]`` and ``[B, V, D]``.
@@ -89,14 +75,14 @@ class AGC(Defense):
         score = (distance.clamp_min(1e-12) ** self.gamma * agreement).clamp(0.0, 1.0)
         beta = self.beta_clean + (self.beta_adv - self.beta_clean) * score
 
-        anchor = functional.normalize(views.mean(1))
+        anchor = normalize(views.mean(1))
         cosine = (plain * anchor).sum(-1)
         # In fp32 the bound would round to 1, where the arc cosine has no gradient; 1e-7 is the next number.
         bound = 1.0 - max(1e-8, torch.finfo(cosine.dtype).eps)
         angle = torch.arccos(cosine.clamp(-bound, bound))
-        tangent = functional.normalize(anchor - cosine[:, None] * plain)
+        tangent = normalize(anchor - cosine[:, None] * plain)
         step = (beta * angle)[:, None]
-        turned = functional.normalize(step.cos() * plain + step.sin() * tangent)
+        turned = normalize(step.cos() * plain + step.sin() * tangent)
         return torch.where((angle < 1e-6)[:, None], plain, turned), score, angle
 
 

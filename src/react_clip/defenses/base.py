@@ -1,20 +1,21 @@
-"""The interface of defences: called on a classifier and images, a defence returns answers, diagnostics and costs."""
+"""Defences: the base class with its one ``__call__``, the result, and what attackers who know a defence compute."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
 
 from react_clip import noise
 from react_clip.config import Registered, Registry
-from react_clip.encoders.base import Encoder, Gradients
+from react_clip.defenses.view import PLAIN_GRADIENTS, Classes, Gradients, View, straight_through
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity
 from react_clip.noise import Seed
 from react_clip.optional import require
@@ -24,71 +25,83 @@ from react_clip.zeroshot import ZeroShotClassifier
 if TYPE_CHECKING:
     import pandas as pd
 
-MEASUREMENTS = ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma")
-"""Fields of :class:`Defended` with one number per image that say why it was corrected or not."""
+MEASUREMENTS = ("drift", "instability", "score", "sigma")
+"""Diagnostics that :class:`Defended` has of every defence; NaN where a defence does not measure them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Defended:
-    """Defended answers and diagnostics, one row per image; values that were not measured are NaN."""
+    """Defended answers and diagnostics, one row per image.
+
+    A diagnostic is also an attribute: ``out.drift`` is ``out.diagnostics["drift"]``.
+    """
 
     features: Tensor
-    """Unit features ``[B, D]``. They serve retrieval too, except those of ``ReACT.for_encoder``: its anchors may have
-    two of the ten views, which are enough for the answer; ``ReACT.constants_for`` always has all of them."""
-    logits: Tensor
-    """``[B, K]``"""
-    drift_low: Tensor
-    """Distance that the feature moves under the weak probe noise."""
-    drift_high: Tensor
-    """The same under the stronger probe noise."""
-    drift: Tensor
-    """r(x), the relative cross-noise drift."""
-    instability: Tensor
-    """J(x); NaN where r alone decides the gate, so that the augmented view was not encoded."""
-    score: Tensor
-    """s(x) = r + J, with J counted as 0 where it was not measured; ``gated`` is always ``score >= tau``, where tau may
-    be shifted per image (``jitter``)."""
+    """Unit features ``[B, D]``; they serve retrieval too."""
+    scores: Tensor | None
+    """:attr:`logits`, or ``None`` without classes."""
     gated: Tensor
-    """Mask ``[B]``: which images were corrected."""
-    sigma: Tensor
-    """Noise scale of the anchor views, from the drift."""
+    """Mask ``[B]``: true exactly where the feature of the answer is not the image's own."""
     passes: Tensor
-    """Encoder forward passes spent on the image: whole numbers, or floats where views of another size count as their
-    share of the tokens."""
+    """Encoder forward passes of each image ``[B]``; a view of another size counts as its fraction of the tokens."""
     backward_passes: Tensor
-    """Encoder backward passes spent on the image (0 for everything optimisation-free)."""
-    class_names: tuple[str, ...]
-    similarity: Similarity = field(default=Similarity(), kw_only=True)
-    """Scale and bias from cosines to logits, and whether probabilities are a softmax or one sigmoid per label."""
+    """Backward passes of each image ``[B]``; 0 for all defences without optimisation."""
+    diagnostics: dict[str, Tensor]
+    """Why an image was corrected or not: tensors ``[B]``, NaN where a value was not measured. ``gate_open`` is the
+    decision of defences that have a gate."""
+    class_names: Sequence[tuple[str, ...]] = ()
+    """Names of the classes of each image."""
+    similarity: Similarity = field(default=Similarity())
+    """From logits to probabilities."""
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits ``[B, K]``; -inf for classes that an image does not have. Raises without classes."""
+        if self.scores is None:
+            raise ReactClipError("these features were computed without classes, so there are no answers")
+        return self.scores
 
     @property
     def labels(self) -> Tensor:
-        """The answer per image as an index into ``class_names``, integers ``[B]``; :attr:`names` has the words."""
+        """The answer of each image as the index of a class ``[B]``; :attr:`names` has the words."""
         return self.logits.argmax(-1)
 
     @property
     def names(self) -> list[str]:
-        """The answer per image as a word; :attr:`labels` has the indices."""
-        return [self.class_names[index] for index in self.labels.tolist()]
+        """The answer of each image as a word."""
+        return [names[label] for names, label in zip(self.class_names, self.labels.tolist(), strict=True)]
 
     @property
     def probs(self) -> Tensor:
         """Class probabilities ``[B, K]``; those of a model with a sigmoid (SigLIP) do not add up to 1."""
         return self.similarity.probabilities(self.logits)
 
+    def __getattr__(self, name: str) -> Tensor:
+        diagnostics = self.__dict__.get("diagnostics", {})
+        if name in diagnostics:
+            value: Tensor = diagnostics[name]
+            return value
+        if name in MEASUREMENTS and "passes" in self.__dict__:
+            return torch.full_like(self.passes, torch.nan)
+        raise AttributeError(f"{name!r} is no field or diagnostic; there are {', '.join(diagnostics)}")
+
     def __len__(self) -> int:
         return len(self.features)
 
     def __repr__(self) -> str:
-        """Number of images, the first answers and how many were corrected."""
-        shown = ", ".join(self.names[:4]) + (", ..." if len(self) > 4 else "")
+        """Number of images, the first answers and how many were changed."""
+        names = [] if self.scores is None else self.names[:4]
+        shown = ", ".join(names) + (", ..." if len(self) > len(names) > 0 else "")
         return f"{type(self).__name__}({len(self)} images: {shown}; {int(self.gated.sum())} corrected)"
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """One dictionary of JSON values per image: answer, probability and :data:`MEASUREMENTS`; no features."""
-        best = self.probs.max(-1).values.tolist()
-        rows = zip(self.names, best, diagnostics(self), strict=True)
-        return [{"name": name, "probability": value, **measured} for name, value, measured in rows]
+        """JSON values of each image: answer, probability, ``gated``, passes, diagnostics (``None`` for NaN)."""
+        columns: dict[str, list[Any]] = {}
+        if self.scores is not None:
+            columns = {"name": self.names, "probability": self.probs.max(-1).values.tolist()}
+        measured = {"gated": self.gated, "passes": self.passes, **self.diagnostics}
+        columns |= {name: [None if x != x else x for x in value.tolist()] for name, value in measured.items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_pandas(self) -> pd.DataFrame:
         """:meth:`to_dict` as a table with one row per image; needs pandas (extra ``eval``)."""
@@ -99,96 +112,101 @@ class Defended:
 class Defense(Registered, ABC):
     """A frozen configuration with a ``kind``; its ``repr`` is its id, and all its randomness follows seed and image.
 
-    A class of another package is found by an entry point in the group ``react_clip.defenses``, or is written as
-    ``module:Class``; see :mod:`react_clip.config`.
+    A subclass defines :meth:`defend`. A class of another package is found by an entry point in the group
+    ``react_clip.defenses``, or is written as ``module:Class``; see :mod:`react_clip.config`.
     """
 
     registry: ClassVar[Registry[Defense]] = Registry("defence", "react_clip.defenses")
 
-    @abstractmethod
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """New names of fields in earlier configuration files."""
+    removed: ClassVar[Mapping[str, Any]] = {}
+    """Fields of earlier files that are gone, with the values that can still be read; ``...`` for any value."""
 
-        ``seed`` is a number, or a secret as ``bytes``.
+    @abstractmethod
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """Unit features of the answers ``[B, D]``, and diagnostics with one value per image ``[B]``.
+
+        The diagnostics may hold ``logits`` ``[B, K]`` where the answer is not that of the features.
         """
-
-    @abstractmethod
-    def cost(self) -> tuple[int, int]:
-        """Most forward and backward encoder passes that one image can need."""
 
     def check(self, encoder: Encoder) -> None:
         """Raise if this defence cannot run on an encoder; most defences run on all."""
 
+    @final
+    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
 
-BaseDefense = Defense
-"""Earlier name of :class:`Defense`."""
+        ``seed`` is a number, or a secret of at least 16 bytes. Random numbers depend on it and on the image alone.
+        """
+        if not isinstance(clf, ZeroShotClassifier):
+            raise ReactClipError(f"the first argument is of type {type(clf).__name__}; call guard(classifier, images)")
+        noise.check_seed(seed)
+        return self.run(clf.encoder, clf.encoder.prepare(images), seed, clf)
+
+    @final
+    def run(
+        self,
+        encoder: Encoder,
+        pixels: Tensor,
+        keys: Tensor | Seed,
+        classes: Classes = None,
+        *,
+        skip_unneeded: bool = True,
+        how: Gradients = PLAIN_GRADIENTS,
+    ) -> Defended:
+        """The defence of checked pixels whose classes may differ.
+
+        Args:
+            encoder: the image encoder.
+            pixels: ``[B, 3, S, S]`` in [0, 1] on the encoder's device.
+            keys: a seed, or the random stream of each image ``[B]``, from :func:`react_clip.noise.stream_keys`.
+            classes: the classes of all images, of each image, or ``None`` for features alone.
+            skip_unneeded: leave out views that cannot change an answer; without, every image takes the same time.
+            how: gradients for an attacker, where the pixels require them.
+        """
+        return self._answer(View(encoder, pixels, keys, classes, skip_unneeded=skip_unneeded, how=how))
+
+    def _answer(self, x: View) -> Defended:
+        self.check(x.encoder)
+        differentiable = torch.is_grad_enabled() and x.pixels.requires_grad
+        # Some defences take gradients of their own, which inference mode would forbid.
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
+            if x.pixels.is_inference():
+                x.pixels = x.pixels.clone()
+            features, diagnostics = self.defend(x)
+            logits = diagnostics.pop("logits", None)
+            if logits is None and x.classes is not None:
+                logits = x.logits(features)
+            if x.decision is not None:
+                diagnostics["gate_open"] = x.decision.open
+            gated = torch.ones_like(features[:, 0], dtype=torch.bool)
+            if x.known_plain is not None:
+                gated = (features != x.known_plain).any(1)
+            passes, backward = (
+                torch.zeros(len(x), device=features.device) + count for count in (x.passes, x.backward_passes)
+            )
+            measured = {name: value.detach() for name, value in diagnostics.items()}
+            names = [clf.names for clf in x.classifiers]
+            return Defended(features, logits, gated, passes, backward, measured, names, x.encoder.similarity)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """A defence from its fields; files of the last release can be read if they keep to what is left."""
+        if not isinstance(data, Mapping) or "kind" not in vars(cls):
+            return super().from_dict(data)
+        values = {cls.renamed.get(name, name): value for name, value in data.items()}
+        for name, default in (_REMOVED | dict(cls.removed)).items():
+            if name in values and values.pop(name) != default and default is not ...:
+                raise ReactClipError(
+                    f"{cls.kind} has no field {name!r} any more, and this file sets it to {data[name]!r}; it now works "
+                    f"as with {default!r}: remove the field"
+                )
+        return super().from_dict(values)
 
 
-def answer(
-    clf: ZeroShotClassifier,
-    features: Tensor,
-    *,
-    passes: tuple[Tensor | int, Tensor | int],
-    logits: Tensor | None = None,
-    **measured: Tensor,
-) -> Defended:
-    """The result of a defence; :data:`MEASUREMENTS` that are not given are NaN, and ``gated`` is true for all images.
-
-    ``passes`` are forward and backward passes, each one number for all images or one per image ``[B]``. ``logits`` are
-    those of the features by default.
-    """
-    if logits is None:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or features.requires_grad):
-            logits = clf.logits(features)
-
-    def column(value: Tensor | float) -> Tensor:
-        return value if isinstance(value, Tensor) else torch.full((len(features),), value, device=features.device)
-
-    if "gated" not in measured:
-        measured["gated"] = column(True)
-    return Defended(
-        features=features,
-        logits=logits,
-        passes=column(passes[0]),
-        backward_passes=column(passes[1]),
-        class_names=clf.names,
-        similarity=clf.encoder.similarity,
-        **(dict.fromkeys(MEASUREMENTS, column(torch.nan)) | measured),
-    )
-
-
-Views = Callable[[Tensor, int, Tensor], Tensor]
-"""From images ``[N, 3, S, S]``, the view number of the first row and random streams ``[N]`` to one view per image."""
-
-
-def encode_with_views(
-    encoder: Encoder, pixels: Tensor, seed: Seed, make: Views, count: int, max_batch: int
-) -> tuple[Tensor, Tensor]:
-    """Unit features of images ``[B, D]`` and of ``count`` views of each ``[B, count, D]``.
-
-    ``make`` gets consecutive views: those of the first image, then those of the second, and so on.
-    """
-    keys = noise.stream_keys(pixels, seed)
-
-    def build(start: int, stop: int) -> Tensor:
-        number = torch.arange(start, stop, device=pixels.device)
-        image = number // count
-        return make(pixels[image], start % count, noise.fork(keys[image], number % count))
-
-    plain = encoder.encode_in_batches(len(pixels), max_batch, lambda start, stop: pixels[start:stop])
-    views = encoder.encode_in_batches(len(pixels) * count, max_batch, build)
-    return plain, views.reshape(len(pixels), count, -1)
-
-
-def diagnostics(out: Any) -> list[dict[str, Any]]:
-    """:data:`MEASUREMENTS` and passes of each image as JSON values, ``None`` for what was not measured.
-
-    ``out`` is a :class:`Defended`, or a correction that has some of these fields.
-    """
-    nothing = dict.fromkeys((*MEASUREMENTS, "passes"))
-    known = [name for name in nothing if hasattr(out, name)]
-    rows = zip(*(getattr(out, name).tolist() for name in known), strict=True)
-    return [nothing | {name: value for name, value in zip(known, row, strict=True) if value == value} for row in rows]
+_REMOVED: dict[str, Any] = {"lazy": True, "max_batch": ..., "sequential": None, "jitter": 0.0, "alpha_closed": 0.0}
+"""Fields of the last release that no defence has any more."""
 
 
 class Undefended(Defense):
@@ -202,27 +220,114 @@ class Undefended(Defense):
     label = "CLIP"
     colour = "#767676"
 
-    def cost(self) -> tuple[int, int]:
-        """Forward and backward passes of an image."""
-        return 1, 0
-
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Plain answers."""
-        pixels = clf.encoder.prepare(images)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            features = clf.encoder.encode_views(pixels)
-            never = torch.zeros(len(pixels), dtype=torch.bool, device=pixels.device)
-            return answer(clf, features, passes=self.cost(), gated=never)
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """The features of the images."""
+        return x.plain, {}
 
 
-@contextmanager
-def gradients(encoder: Encoder, how: Gradients) -> Iterator[None]:
-    """Within this block, defences of this encoder are differentiated that way."""
-    before, encoder.gradients = encoder.gradients, how
-    try:
-        yield
-    finally:
-        encoder.gradients = before
+# ---------------------------------------------------------------------- for attackers who know the defence
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Features ``[B, D]`` and logits ``[B, K]``, with gradients where the pixels require them."""
+
+    features: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """Both answers of a defence, whatever its gate decides; one row per image."""
+
+    closed: Answers
+    """With the gate closed. For a defence without a gate: the plain answer."""
+    opened: Answers
+    """With the gate open. For a defence without a gate: its answer."""
+    gated: Tensor
+    """Mask ``[B]``: whose gate is open."""
+    score: Tensor
+    """What the gate compares with its threshold ``[B]``; NaN without a gate."""
+    threshold: Tensor
+    """The gate is open where the score is at least this ``[B]``; minus infinity without a gate."""
+
+
+def forced_answers(
+    defense: Defense, clf: ZeroShotClassifier, pixels: Tensor, seed: Seed, how: Gradients = PLAIN_GRADIENTS
+) -> Forced:
+    """The answers of one draw of the noise with the gate closed and with it open; differentiable in the pixels.
+
+    The defence runs twice, and the second run takes over the features of the first. Answers without a gradient get that
+    of undefended CLIP (BPDA with the identity).
+    """
+    pixels = clf.encoder.prepare(pixels)
+    x = View(clf.encoder, pixels, seed, clf, skip_unneeded=False, how=how, force=False)
+    first = defense._answer(x)
+    if x.decision is None:
+        nan = torch.full_like(first.passes, torch.nan)
+        closed, opened = Answers(x.plain, clf.logits(x.plain)), Answers(first.features, first.logits)
+        if closed.features.requires_grad and not opened.logits.requires_grad:
+            opened = Answers(
+                straight_through(opened.features, closed.features), straight_through(opened.logits, closed.logits)
+            )
+        return Forced(closed, opened, torch.ones_like(first.gated), nan, torch.full_like(nan, -torch.inf))
+    again = View(clf.encoder, pixels, seed, clf, skip_unneeded=False, how=how, force=True, replay=x.recorded)
+    second = defense._answer(again)
+    closed, opened = Answers(first.features, first.logits), Answers(second.features, second.logits)
+    return Forced(closed, opened, x.decision.open, x.decision.score, x.decision.threshold)
+
+
+class DefendedModule(nn.Module):
+    """The defended classifier as a module: [0, 1] pixels to logits, for any attack library.
+
+    The noise follows the pixels, so every step of an iterative attack meets other noise, as it would in deployment.
+
+    Args:
+        clf: CLIP with its classes.
+        defense: any defence.
+        seed: of the noise.
+        differentiable: for an attacker who knows the defence: memory stays bounded, and a defence that gives no
+            gradients gets those of undefended CLIP (BPDA with the identity).
+        fresh: every call draws other noise, also for the same pixels, as averaging over draws (EOT) needs; a new
+            module with the same seed repeats the same sequence.
+        how: details of the gradients; by default activations are computed again where ``differentiable`` is on.
+    """
+
+    def __init__(
+        self,
+        clf: ZeroShotClassifier,
+        defense: Defense,
+        *,
+        seed: Seed = 0,
+        differentiable: bool = False,
+        fresh: bool = False,
+        how: Gradients | None = None,
+    ) -> None:
+        super().__init__()
+        self.clf = clf
+        self.defense = defense
+        self.seed = seed
+        self.differentiable = differentiable
+        self.fresh = fresh
+        self.how = how or Gradients(checkpoint=differentiable)
+        self.calls = 0
+
+    def next_seed(self) -> Seed:
+        """Seed of the next call: always the same, or with ``fresh`` another one for every call."""
+        self.calls += 1
+        return derived_seed(self.seed, f"draw {self.calls}") if self.fresh else self.seed
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Defended logits ``[B, K]``; gradients flow through the correction if the pixels require them."""
+        encoder = self.clf.encoder
+        checked = encoder.prepare(pixels)
+        logits = self.defense.run(encoder, checked, self.next_seed(), self.clf, how=self.how).logits
+        wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
+        return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
+
+
+as_module = DefendedModule
+"""``as_module(clf, defense)``: classifier and defence as one ``nn.Module`` from [0, 1] pixels to logits."""
 
 
 def derived_seed(seed: Seed, label: str) -> Seed:
@@ -237,74 +342,3 @@ def derived_seed(seed: Seed, label: str) -> Seed:
         return hashlib.blake2b(label.encode(), key=hashlib.blake2b(seed).digest(), digest_size=32).digest()
     digest = hashlib.blake2b(f"{seed}/{label}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**62 + 2**62
-
-
-class DefendedModule(nn.Module):
-    """The defended classifier as a module: [0, 1] pixels to logits, for any attack library.
-
-    The noise follows the pixels, so every step of an iterative attack meets other noise, as it would in deployment.
-
-    Args:
-        clf: CLIP with its classes.
-        defense: any defence.
-        seed: of the noise.
-        differentiable: for an attacker who knows the defence: memory stays bounded (see ``checkpoint``), and a defence
-            that gives no gradients gets those of undefended CLIP (BPDA with the identity).
-        checkpoint: recompute every encoder call in the backward pass instead of keeping its activations; on where
-            ``differentiable`` is.
-        detach_sigma: keep the anchor's noise scale out of the gradient.
-        instability_temperature: divides the logits that the gradient of J is taken of.
-        fresh: every call draws other noise, also for the same pixels, as averaging over draws (EOT) needs; a new
-            module with the same seed repeats the same sequence.
-    """
-
-    def __init__(
-        self,
-        clf: ZeroShotClassifier,
-        defense: Defense,
-        *,
-        seed: Seed = 0,
-        differentiable: bool = False,
-        checkpoint: bool | None = None,
-        detach_sigma: bool = False,
-        instability_temperature: float = 1.0,
-        fresh: bool = False,
-    ) -> None:
-        super().__init__()
-        self.clf = clf
-        self.defense = defense
-        self.seed = seed
-        self.differentiable = differentiable
-        checkpoint = differentiable if checkpoint is None else checkpoint
-        self.how = Gradients(checkpoint, detach_sigma, instability_temperature)
-        self.fresh = fresh
-        self.calls = 0
-
-    def next_seed(self) -> Seed:
-        """Seed of the next call: always the same, or with ``fresh`` another one for every call."""
-        self.calls += 1
-        return derived_seed(self.seed, f"draw {self.calls}") if self.fresh else self.seed
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Defended logits ``[B, K]``; gradients flow through the correction if the pixels require them."""
-        with gradients(self.clf.encoder, self.how):
-            logits = self.defense(self.clf, pixels, seed=self.next_seed()).logits
-        wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
-        return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
-
-
-as_module = DefendedModule
-"""``as_module(clf, defense)``: classifier and defence as one ``nn.Module`` from [0, 1] pixels to logits."""
-
-
-def straight_through(defended: Tensor, plain: Tensor) -> Tensor:
-    r"""The values of a defence without gradients, with the gradients of undefended CLIP (BPDA with the identity).
-
-    .. math:: z = z_{def}(x), \qquad \partial z / \partial x := \partial z_{CLIP} / \partial x
-
-    >>> plain = torch.tensor([1.0], requires_grad=True)
-    >>> answer = straight_through(torch.tensor([5.0]), 3.0 * plain)
-    >>> answer.detach(), torch.autograd.grad(answer, plain)[0]
-    (tensor([5.]), tensor([3.]))
-    """
-    return defended.detach() + (plain - plain.detach())

@@ -16,77 +16,60 @@ files do. It also takes text features from descriptions by a language model; her
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from react_clip import functional, noise
-from react_clip.config import Count, NonNegative
+from react_clip import noise
+from react_clip.augment import filtered, jpeg
+from react_clip.config import NonNegative
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, Defense, answer, encode_with_views, straight_through
+from react_clip.defenses.base import Defense
 from react_clip.defenses.prompt_tuning import most_confident
-from react_clip.noise import Seed
-from react_clip.preprocess import Images
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.defenses.view import View, straight_through
+from react_clip.functional import normalize
 
-VIEWS = 31
 NOISE = 0.1
+CROPS = AugMix(area=(0.5, 1.0), chains=0)
+CROP_COUNT = 16
 
 
 class DBD(Defense):
     """Correct every image along the mean drift of its surest views, and 2.5 times as far where these views agree.
 
-    ``score`` is s, ``gated`` is s > threshold. Gradients flow through all of it where the pixels ask for them; the
-    reductions to 3 bits and the JPEG files count as the identity there.
+    ``score`` is s. 32 passes. Gradients flow through all of it where the pixels ask for them; the reductions to 3 bits
+    and the JPEG files count as the identity there.
 
-    >>> DBD().cost()
-    (32, 0)
+    >>> DBD().selected, DBD().threshold
+    (16, 0.8)
     """
 
     kind = "dbd"
     colour = "#BBAA33"
-    selected: Annotated[int, Field(ge=1, le=VIEWS)] = 16
+    selected: Annotated[int, Field(ge=1, le=31)] = 16
     """Number of views, those of lowest entropy, whose drifts are averaged."""
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.8
-    """Mean cosine of the drifts with their mean above which an image counts as attacked."""
+    """Mean cosine of the drifts with their mean from which an image counts as attacked."""
     alpha: NonNegative = 2.5
     """Strength of the correction of attacked images; that of the others is 1, the mean of the views."""
-    max_batch: Count = 64
-    """Most views in one encoder call."""
 
-    def cost(self) -> tuple[int, int]:
-        """Forward and backward passes of an image."""
-        return 1 + VIEWS, 0
-
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        pixels = clf.encoder.prepare(images)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            plain, views = encode_with_views(clf.encoder, pixels, seed, make_views, VIEWS, self.max_batch)
-            sure = most_confident(clf.logits(views), self.selected)
-            chosen = views[torch.arange(len(views), device=views.device)[:, None], sure]
-            features, score, gated = self.correct(plain, chosen)
-            return answer(clf, features, passes=self.cost(), score=score.detach(), gated=gated)
-
-    def correct(self, plain: Tensor, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Corrected unit features ``[B, D]``, s and s > threshold ``[B]``; from features ``[B, D]`` and ``[B, V, D]``.
-
-        >>> DBD(alpha=1.0).correct(torch.tensor([[1.0, 0.0]]), torch.tensor([[[0.6, 0.8], [0.6, 0.8]]]))
-        (tensor([[0.6000, 0.8000]]), tensor([1.]), tensor([True]))
-        """
-        drifts = views - plain[:, None]
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """The features moved along the mean drift."""
+        crops = x.drawn(CROPS, None, range(CROP_COUNT))
+        others = (x.drawn(operation, number) for number, operation in enumerate(OPERATIONS, start=CROP_COUNT))
+        plain, cropped, *single = x.encode_together(x.image, crops, *others)
+        views = torch.cat([cropped, torch.stack(single, 1)], 1)
+        sure = most_confident(x.logits(views), self.selected)
+        drifts = views.gather(1, sure[..., None].expand(-1, -1, views.shape[-1])) - plain[:, None]
         mean = drifts.mean(1)
         score = (_direction(drifts) * _direction(mean)[:, None]).sum(-1).mean(1)
-        gated = score > self.threshold
-        strength = torch.where(gated, self.alpha, 1.0)[:, None]
-        return functional.normalize(plain + strength * mean), score, gated
+        strength = torch.where(x.gate(score, self.threshold), self.alpha, 1.0)
+        return normalize(plain + strength[:, None] * mean), {"score": score}
 
 
 def _direction(vectors: Tensor) -> Tensor:
@@ -95,73 +78,37 @@ def _direction(vectors: Tensor) -> Tensor:
     return vectors / (length + 1e-8)
 
 
-def make_views(images: Tensor, first: int, keys: Tensor) -> Tensor:
-    """One view per image ``[N, 3, S, S]``: row n has view ``first`` + n, counted around the 31."""
-    views = images
-    for start, stop, operation in _OPERATIONS:
-        rows = [row for row in range(len(images)) if start <= (first + row) % VIEWS < stop]
-        if rows:
-            chosen = torch.tensor(rows, device=images.device)
-            views = views.index_copy(0, chosen, operation(images[chosen], keys[chosen]))
-    return views
-
-
-Operation = Callable[[Tensor, Tensor], Tensor]
-"""From images ``[n, 3, S, S]`` and their random streams ``[n]`` to views of them."""
-
-
-def _reduce(rounding: Callable[[Tensor], Tensor]) -> Operation:
+def _reduce(rounding: Callable[[Tensor], Tensor], images: Tensor, _: Tensor) -> Tensor:
     """Reduction to 3 bits; 256 wraps around to 0."""
-
-    def reduce(images: Tensor, keys: Tensor) -> Tensor:
-        levels = (255.0 * images.detach()).round()
-        return straight_through(rounding(levels / 32.0) * 32.0 % 256.0 / 255.0, images)
-
-    return reduce
+    levels = (255.0 * images.detach()).round()
+    return straight_through(rounding(levels / 32.0) * 32.0 % 256.0 / 255.0, images)
 
 
-def _jpeg(quality: int) -> Operation:
-    """A JPEG file written and read again."""
-
-    def compress(images: Tensor, keys: Tensor) -> Tensor:
-        read = []
-        for pixels in (255.0 * images.detach()).round().byte().permute(0, 2, 3, 1).cpu().numpy():
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "JPEG", quality=quality)
-            read.append(np.array(Image.open(file)))
-        stack = torch.from_numpy(np.stack(read)).permute(0, 3, 1, 2).to(images)
-        return straight_through(stack / 255.0, images)
-
-    return compress
+def _compress(quality: int, images: Tensor, _: Tensor) -> Tensor:
+    return straight_through(jpeg(images, quality), images)
 
 
 def _add_noise(images: Tensor, keys: Tensor) -> Tensor:
     return noise.noisy_view(images, keys, images.new_full((len(images),), NOISE)).clamp(0.0, 1.0)
 
 
-def _median(images: Tensor, keys: Tensor) -> Tensor:
+def _median(images: Tensor, _: Tensor) -> Tensor:
     windows = F.pad(images, (2, 2, 2, 2), mode="replicate").unfold(2, 5, 1).unfold(3, 5, 1)
     return windows.flatten(4).median(-1).values
 
 
-def _filter(weights: list[float]) -> Operation:
-    """A separable filter with these weights in both directions; borders are mirrored."""
-
-    def convolve(images: Tensor, keys: Tensor) -> Tensor:
-        line = torch.tensor(weights, device=images.device, dtype=images.dtype) / sum(weights)
-        kernel = (line[:, None] * line).expand(3, 1, 5, 5)
-        return F.conv2d(F.pad(images, (2, 2, 2, 2), mode="reflect"), kernel, groups=3)
-
-    return convolve
+def _smooth(weights: tuple[float, ...], images: Tensor, _: Tensor) -> Tensor:
+    """Images filtered with these weights in both directions."""
+    line = torch.tensor(weights) / sum(weights)
+    return filtered(images, (line[:, None] * line).expand(len(images), -1, -1))
 
 
-_OPERATIONS: tuple[tuple[int, int, Operation], ...] = (
-    (0, 16, AugMix(area=(0.5, 1.0), chains=0)),
-    *((16 + i, 17 + i, _reduce(rounding)) for i, rounding in enumerate((torch.floor, torch.round, torch.ceil))),
-    *((19 + i, 20 + i, _jpeg(quality)) for i, quality in enumerate((50, 60, 75))),
-    (22, 28, _add_noise),
-    (28, 29, _median),
-    (29, 30, _filter([1.0] * 5)),
-    (30, 31, _filter([1.0, 4.0, 6.0, 4.0, 1.0])),
+OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    *(partial(_reduce, rounding) for rounding in (torch.floor, torch.round, torch.ceil)),
+    *(partial(_compress, quality) for quality in (50, 60, 75)),
+    *[_add_noise] * 6,
+    _median,
+    partial(_smooth, (1.0,) * 5),
+    partial(_smooth, (1.0, 4.0, 6.0, 4.0, 1.0)),
 )
-"""First view, the one after the last, and what makes them."""
+"""The views after the crops."""

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from react_clip import functional
 from react_clip.config import Count, NonNegative, PixelLength
-from react_clip.defenses.base import Defended, answer
-from react_clip.defenses.counterattack import Counterattack, encode_moved, gradient
-from react_clip.linf import Ball
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.defenses.base import Defense
+from react_clip.defenses.view import View
+from react_clip.functional import normalize
 
 
-class ET3(Counterattack):
-    """Move every image down the energy of its logits.
+class ET3(Defense):
+    """Move every image down the energy of its logits: ``steps`` + 1 forward and ``steps`` backward passes.
 
     Values are those of the released script for CLIP. The released code can also take the energy over the names of
     ImageNet-21k; here it is that over the classifier's own classes, the script's choice. Nothing is drawn at random.
 
-    >>> ET3().cost()
-    (3, 2)
+    >>> ET3().steps
+    2
     """
 
     kind = "et3"
@@ -37,18 +35,12 @@ class ET3(Counterattack):
     step_size: NonNegative = 2.5
     """a, the L2 length of a step over all pixels of an image."""
 
-    def cost(self) -> tuple[int, int]:
-        """Forward and backward passes of an image."""
-        return self.steps + 1, self.steps
-
-    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
-        def minus_energy(features: Tensor) -> Tensor:
-            return clf.logits(functional.normalize(features)).logsumexp(-1)
-
-        ball = Ball(pixels.detach(), self.eps)
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """Features of the moved images."""
+        ball = x.ball(self.eps)
         moved = ball.centre
         for _ in range(self.steps):
-            _, slope = gradient(clf.encoder, moved, minus_energy)
-            length = slope.flatten(1).norm(dim=1).clamp_min(1e-8)[:, None, None, None]
-            moved = ball.project(moved + self.step_size * slope / length)
-        return answer(clf, encode_moved(clf.encoder, pixels, moved), passes=self.cost())
+            _, gradient = x.gradient(lambda raw: x.logits(normalize(raw)).logsumexp(-1), moved)
+            length = gradient.flatten(1).norm(dim=1).clamp_min(1e-8)[:, None, None, None]
+            moved = ball.project(moved + self.step_size * gradient / length)
+        return x.answer_at(moved), {}

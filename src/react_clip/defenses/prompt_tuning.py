@@ -8,8 +8,7 @@ all views, scored with the tuned prompts:
 
 Image features do not depend on the prompt, so a view is encoded once, where the published codes encode it three or four
 times; ``passes`` counts these image-tower passes. The text tower has to run on all K prompts again for every image: one
-forward and one backward pass per step (``backward_passes`` counts the latter), one more forward pass for the answer,
-and a repetition of the former where K prompts do not fit into one call.
+forward and one backward pass per step (``backward_passes`` counts the latter), and one more forward pass for the answer.
 
 The published codes hand the attacked image over as an 8-bit one, its pixels cut off to multiples of 1/255. So does this
 one, for every image.
@@ -27,23 +26,25 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from react_clip import functional, noise
+from react_clip import noise
 from react_clip.augment import JitterFirst
 from react_clip.config import Count, NonNegative, Positive, Share, Whole
 from react_clip.defenses.augmix import AugMix
-from react_clip.defenses.base import Defended, Defense, answer, straight_through
+from react_clip.defenses.base import Defense
+from react_clip.defenses.view import View, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.functional import Similarity
-from react_clip.noise import Seed
-from react_clip.preprocess import Images
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.functional import Similarity, js_divergence, normalize
 
-# Branches of an image's random stream.
-_VIEWS, _VARIANTS = range(2)
+VIEWS, VARIANTS = range(2)
+"""Branches: of an image's random stream, its views and what their augmentations share; of each view's stream, its
+augmentation (the second)."""
 
-_FLOOR = 1e-8
+FLOOR = 1e-8
 """Added to every denominator, as in the published code."""
+
+PROMPTS = 64
+"""Most prompts in one call of the text tower: bounds the memory."""
 
 
 class SoftPrompts:
@@ -54,7 +55,6 @@ class SoftPrompts:
 
     def __init__(self, encoder: Encoder, words: str, names: Sequence[str]) -> None:
         self._text = encoder.text
-        self.similarity = encoder.similarity
         embedded, ends = self._text.embed([words])
         # The words are the tokens between the start and the end token.
         start = embedded[0, 1 : int(ends[0])]
@@ -64,27 +64,23 @@ class SoftPrompts:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __call__(self, context: Tensor, max_batch: int) -> Tensor:
-        """Unit class features ``[B, K, dim]`` of contexts ``[B, n, width]``, ``max_batch`` prompts at a time.
+    def __call__(self, context: Tensor) -> Tensor:
+        """Unit class features ``[B, K, dim]`` of contexts ``[B, n, width]``; differentiable in the context.
 
-        Differentiable in the context. Where that takes several calls, the backward pass runs each again instead of
-        keeping what they computed, so that memory does not grow with the number of classes.
+        Where that takes several calls, the backward pass runs each again instead of keeping what they computed, so that
+        memory does not grow with the number of classes.
         """
-        total = len(context) * len(self)
-        parts = []
-        for first in range(0, total, max_batch):
-            last = min(first + max_batch, total)
-            if total > max_batch and torch.is_grad_enabled() and context.requires_grad:
-                part: Any = checkpoint(
-                    self._encode, context, first, last, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                part = self._encode(context, first, last)
-            parts.append(part)
-        return torch.cat(parts).reshape(len(context), len(self), -1)
+        rows = torch.arange(len(context) * len(self), device=context.device)
+        parts = rows.split(PROMPTS)
+        if len(parts) > 1 and torch.is_grad_enabled():
+            features = [
+                checkpoint(self._encode, context, part, use_reentrant=False, preserve_rng_state=False) for part in parts
+            ]
+        else:
+            features = [self._encode(context, part) for part in parts]
+        return torch.cat(features).reshape(len(context), len(self), -1)
 
-    def _encode(self, context: Tensor, first: int, last: int) -> Tensor:
-        rows = torch.arange(first, last, device=context.device)
+    def _encode(self, context: Tensor, rows: Tensor) -> Tensor:
         image, label = rows // len(self), rows % len(self)
         fixed = self._embeddings[label]
         soft = context[image].to(fixed.dtype)
@@ -109,8 +105,6 @@ class PromptTuning(Defense):
     """Words before the class name, whose embeddings are tuned. The classifier's own templates are not used."""
     augmix: AugMix = field(default_factory=AugMix)
     """The augmentation that draws the views."""
-    max_batch: Count = 64
-    """Most views, and most prompts, in one encoder call."""
 
     def __post_init__(self) -> None:
         if self.selected > self.views:
@@ -118,21 +112,9 @@ class PromptTuning(Defense):
         if not self.words.strip():
             raise ReactClipError(f"words is {self.words!r}; give the words before the name, such as 'a photo of a'")
 
-    def cost(self) -> tuple[int, int]:
-        """Image-tower forward passes and text-tower backward passes (each over all prompts) of an image."""
-        return self.views * self._variants_per_view, self.steps
-
-    # ------------------------------------------------------------------ for subclasses
-
-    _variants_per_view: ClassVar[int] = 1
-
-    def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
-        """One random view per image."""
-        return self.augmix(images, keys)
-
-    def _variants(self, views: Tensor, keys: Tensor, image_keys: Tensor) -> list[Tensor]:
-        """Images to encode for each view, the view itself first; ``image_keys`` are equal for views of one image."""
-        return [views]
+    def _views(self, images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+        """What is encoded of each view ``[N * variants, 3, S, S]``; ``shared`` are keys of the images of the views."""
+        return images
 
     @abstractmethod
     def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
@@ -146,8 +128,6 @@ class PromptTuning(Defense):
     def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
         """The loss per image ``[B]`` from the logits ``[B, S, K]`` of the selected views."""
 
-    # ------------------------------------------------------------------ the algorithm
-
     def check(self, encoder: Encoder) -> None:
         """Refuse an encoder without a text tower."""
         if not encoder.has_text:
@@ -156,66 +136,55 @@ class PromptTuning(Defense):
                 "(openai/clip-vit-base-patch32) or a defence without prompts"
             )
 
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean of the views' features, with the logits of the tuned prompts.
 
-        Gradients, where the pixels ask for them, flow through the views and their weights; the tuned prompt and the cut
-        to 8 bits count as constants.
+        Gradients flow through the views and their weights; the tuned prompt and the cut to 8 bits count as constants.
         """
-        self.check(clf.encoder)
-        pixels = clf.encoder.prepare(images)
-        differentiable = torch.is_grad_enabled() and pixels.requires_grad
-        # Tuning needs gradients of its own, which inference mode would forbid.
-        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
-            return self._defend(clf, pixels, noise.stream_keys(pixels, seed))
-
-    def _defend(self, clf: ZeroShotClassifier, pixels: Tensor, keys: Tensor) -> Defended:
-        pixels = straight_through((255.0 * pixels.detach()).floor() / 255.0, pixels)
-        prompts = SoftPrompts(clf.encoder, self.words, clf.names)
+        similarity = x.encoder.similarity
+        prompts = SoftPrompts(x.encoder, self.words, x.classifier.names)
         with torch.no_grad():
-            class_features = prompts(prompts.start[None], self.max_batch)[0]
-        features = self._encode_views(clf.encoder, pixels, keys)
-        quality = self._quality(features, class_features, prompts.similarity)
-        features = features[:, :, 0]
-        chosen = most_confident(prompts.similarity.logits(features, class_features), self.selected)
+            class_features = prompts(prompts.start[None])[0]
+        variants = self._encode_views(x)
+        quality, features = self._quality(variants, class_features, similarity), variants[:, :, 0]
+        chosen = most_confident(similarity.logits(features, class_features), self.selected)
         mean = (self._weights(quality)[..., None] * features).sum(1)
-
+        sure = torch.arange(len(x), device=chosen.device)[:, None], chosen
         tuned = []
-        sure = torch.arange(len(pixels), device=pixels.device)[:, None], chosen
-        sure_features, sure_quality = features[sure].detach(), quality[sure].detach()
-        group = max(1, self.max_batch // len(prompts))
-        for first in range(0, len(pixels), group):
-            rows = slice(first, first + group)
-            context = self._tune(prompts, sure_features[rows], sure_quality[rows])
+        for part, values in zip(
+            *(each[sure].detach().split(max(1, PROMPTS // len(prompts))) for each in (features, quality))
+        ):
+            context = self._tune(prompts, part, values, similarity)
             with torch.no_grad():
-                tuned.append(prompts(context, self.max_batch))
-        logits = prompts.similarity.logits(mean[:, None], torch.cat(tuned))[:, 0]
-        return answer(clf, functional.normalize(mean), logits=logits, passes=self.cost())
+                tuned.append(prompts(context))
+        x.backward_passes = float(self.steps)
+        return normalize(mean), {"logits": similarity.logits(mean[:, None], torch.cat(tuned))[:, 0]}
 
-    def _encode_views(self, encoder: Encoder, pixels: Tensor, keys: Tensor) -> Tensor:
+    def _encode_views(self, x: View) -> Tensor:
         """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
-        numbers = torch.arange(self.views, device=pixels.device)
-        view_keys = noise.fork(noise.fork(keys, _VIEWS)[:, None], numbers).flatten()
-        image_keys = noise.fork(keys, _VARIANTS)
-        parts = []
-        for first in range(0, len(view_keys), self.max_batch):
-            rows = torch.arange(first, min(first + self.max_batch, len(view_keys)), device=pixels.device)
-            images, streams = pixels[rows // self.views], view_keys[rows]
-            itself = (rows % self.views == 0)[:, None, None, None]
-            views = torch.where(itself, images, self._augment(images, streams))
-            variants = self._variants(views, noise.fork(streams, _VARIANTS), image_keys[rows // self.views])
-            parts.append(torch.stack([encoder.encode_views(variant) for variant in variants], 1))
-        unit = torch.cat(parts)
-        return unit.reshape(len(pixels), self.views, *unit.shape[1:])
+        shared = x.keys(VARIANTS)
 
-    def _tune(self, prompts: SoftPrompts, features: Tensor, quality: Tensor) -> Tensor:
+        def eight_bits(images: Tensor) -> Tensor:
+            return straight_through((255.0 * images.detach()).floor() / 255.0, images)
+
+        def itself(images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+            return self._views(eight_bits(images), keys, shared)
+
+        def augmented(images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+            return self._views(self.augmix(eight_bits(images), keys), keys, shared)
+
+        first = x.drawn(itself, VIEWS, range(1), shared)
+        others = x.drawn(augmented, VIEWS, range(1, self.views), shared)
+        features = torch.cat(x.encode_together(first, others), 1)
+        return features.unflatten(1, (self.views, -1))
+
+    def _tune(self, prompts: SoftPrompts, features: Tensor, quality: Tensor, similarity: Similarity) -> Tensor:
         """Tuned contexts ``[B, n, width]``; AdamW works element by element, so images do not affect each other."""
         context = prompts.start.repeat(len(features), 1, 1).requires_grad_()
         optimizer = torch.optim.AdamW([context], lr=self.learning_rate)
         for _ in range(self.steps):
             with torch.enable_grad():
-                logits = prompts.similarity.logits(features, prompts(context, self.max_batch))
-                loss = self._loss(logits, quality).sum()
+                loss = self._loss(similarity.logits(features, prompts(context)), quality).sum()
             # Only the context receives a gradient, even if the encoder is not frozen.
             (context.grad,) = torch.autograd.grad(loss, [context])
             optimizer.step()
@@ -228,7 +197,7 @@ def entropy(logits: Tensor) -> Tensor:
     >>> entropy(torch.zeros(1, 2))
     tensor([0.6931])
     """
-    log_p = logits.log_softmax(-1)
+    log_p = logits.log_softmax(-1).clamp_min(-1e4)  # finite for classes that an image does not have
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -265,7 +234,7 @@ class RTPT(PromptTuning):
     ``views`` forward passes of the image tower (the published code encodes every view four times and the image once
     more, 257) and ``steps`` backward passes of the text tower, each over the prompts of all classes.
 
-    >>> RTPT().cost()
+    >>> RTPT().views, RTPT().steps
     (64, 1)
     """
 
@@ -312,20 +281,20 @@ class SSTPT(PromptTuning):
     published code encodes every view three times, 64), and ``steps`` backward passes of the text tower, each over the
     prompts of all classes.
 
-    >>> SSTPT().cost()
-    (32, 1)
+    >>> SSTPT().views, SSTPT().steps
+    (16, 1)
     """
 
     kind = "ss-tpt"
     label = "SS-TPT"
     colour = "#C2452D"
-    _variants_per_view: ClassVar[int] = 2
+    removed: ClassVar[dict[str, Any]] = {"weak_views": False}
 
     views: Count = 16
     selected: Annotated[int, Field(ge=2)] = 3
     temperature: Positive = 0.25
     suitability: Share = 0.4
-    """Share of suitability in the score; the rest is stability."""
+    """Fraction of suitability in the score; the rest is stability."""
     consistency: NonNegative = 1.0
     """Weight of the divergence in the loss."""
     augmentation: JitterFirst = field(default_factory=JitterFirst)
@@ -334,23 +303,20 @@ class SSTPT(PromptTuning):
     """As the released code: one draw of T for all views of an image (each has noise of its own), J the mean of
     KL(m || p) and KL(m || q) with m = (p + q) / 2 and 1e-8 added to all three, and no p below 1e-8 in the loss.
     Otherwise as the text: a draw of T for each view, and J the Jensen-Shannon divergence."""
-    weak_views: bool = False
-    """Draw the views from the weak augmentation too; the published code draws them from AugMix."""
 
-    def _augment(self, images: Tensor, keys: Tensor) -> Tensor:
-        return self.augmentation(images, keys) if self.weak_views else super()._augment(images, keys)
-
-    def _variants(self, views: Tensor, keys: Tensor, image_keys: Tensor) -> list[Tensor]:
-        return [views, self.augmentation(views, keys, shared=image_keys if self.released else None)]
+    def _views(self, images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+        """Each view, followed by its weak augmentation."""
+        moved = self.augmentation(images, noise.fork(keys, VARIANTS), shared=shared if self.released else None)
+        return torch.stack([images, moved], 1).flatten(0, 1)
 
     def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
         """Suitability and stability, ``[B, V, 2]``."""
         spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
         # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
         plain, moved = similarity.logits(features.double(), class_features.double()).unbind(2)
-        divergence = reversed_divergence if self.released else functional.js_divergence
+        divergence = reversed_divergence if self.released else js_divergence
         instability = divergence(plain, moved).to(features.dtype)
-        return torch.stack([1.0 / (spread + _FLOOR), 1.0 / (instability + _FLOOR)], -1)
+        return torch.stack([1.0 / (spread + FLOOR), 1.0 / (instability + FLOOR)], -1)
 
     def _weights(self, quality: Tensor) -> Tensor:
         suitability, stability = stretch(quality).unbind(-1)
@@ -358,7 +324,7 @@ class SSTPT(PromptTuning):
         return (score / self.temperature).softmax(1)
 
     def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
-        log_p = logits.softmax(-1).clamp_min(_FLOOR).log() if self.released else logits.log_softmax(-1)
+        log_p = logits.softmax(-1).clamp_min(FLOOR).log() if self.released else logits.log_softmax(-1)
         others = leave_one_out(log_p.exp(), self._weights(quality)).detach()
         divergence = (torch.xlogy(others, others) - others * log_p).sum(-1)
         return (entropy(logits) + self.consistency * divergence).mean(1)
@@ -371,8 +337,8 @@ def reversed_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     tensor([0.0348])
     """
     p, q = logits_p.softmax(-1), logits_q.softmax(-1)
-    mean = (p + q) / 2 + _FLOOR
-    return (mean * (mean.log() - ((p + _FLOOR).log() + (q + _FLOOR).log()) / 2)).sum(-1)
+    mean = (p + q) / 2 + FLOOR
+    return (mean * (mean.log() - ((p + FLOOR).log() + (q + FLOOR).log()) / 2)).sum(-1)
 
 
 def stretch(values: Tensor) -> Tensor:
@@ -382,7 +348,7 @@ def stretch(values: Tensor) -> Tensor:
     tensor([[0.0000, 1.0000, 0.5000]])
     """
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    return (values - low) / (high - low + _FLOOR)
+    return (values - low) / (high - low + FLOOR)
 
 
 def leave_one_out(probs: Tensor, weights: Tensor) -> Tensor:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from react_clip import functional, noise
+from react_clip import noise
 from react_clip.config import Count, Whole
-from react_clip.defenses.base import Defended, Defense, answer
-from react_clip.noise import Seed
-from react_clip.preprocess import Images
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.defenses.base import Defense
+from react_clip.defenses.view import View
+from react_clip.functional import normalize
 
-# Branch of an image's random stream.
 CROPS = 0
+"""Branch of an image's random stream: the corners of the crops."""
 
 
 class TTE(Defense):
@@ -24,12 +25,11 @@ class TTE(Defense):
 
     with :math:`x_i` a crop of the image's own size from the zero-padded image, at an offset of 0 to 2 ``padding`` - 1
     pixels drawn per image, and :math:`\bar x_i` the crop of the mirror image at the same offset. The paper's C crops
-    differ; in the released code they are one and the same crop, which counts C times (and is encoded once here).
-    ``features`` are the unit mean of the views' unit features. No gradients are needed; they flow through the mean
-    where the pixels ask for them.
+    differ; in the released code they are one and the same crop, which counts C times and is encoded once here: 4
+    passes. ``features`` are the unit mean of the views' unit features.
 
-    >>> TTE().cost(), TTE(different=True).cost()
-    ((4, 0), (10, 0))
+    >>> TTE().crops
+    4
     """
 
     kind = "tte"
@@ -37,54 +37,34 @@ class TTE(Defense):
     crops: Whole = 4
     """C."""
     different: bool = False
-    """Draw every crop on its own, as the paper's text has it."""
+    """Draw every crop on its own, as the paper's text has it: 2 + 2 C passes."""
     padding: Count = 4
     """Zeros on each side, in pixels: the released value, for images of 32 pixels."""
-    max_batch: Count = 64
-    """Most views in one encoder call."""
 
-    def cost(self) -> tuple[int, int]:
-        """Forward and backward passes of an image."""
-        return 2 + 2 * self._encoded_crops, 0
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean of the views' features and of their logits."""
+        drawn = self.crops if self.different else min(self.crops, 1)
+        crops = [
+            x.drawn(partial(self._crop, mirror, drawn, i), CROPS) for mirror in (False, True) for i in range(drawn)
+        ]
+        mirrored = x.changed(lambda images: images.flip(-1))
+        unit = torch.stack(x.encode_together(x.image, mirrored, *crops), 1)
+        weights = unit.new_full((unit.shape[1],), self.crops / max(drawn, 1))
+        weights[:2] = 1.0
+        mean = (weights[:, None] * unit).sum(1) / (2 + 2 * self.crops)
+        return normalize(mean), {"logits": x.logits(mean)}
 
-    @property
-    def _encoded_crops(self) -> int:
-        return self.crops if self.different else min(self.crops, 1)
-
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
-        """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`."""
-        pixels = clf.encoder.prepare(images)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
-            count, views = len(pixels), self.cost()[0]
-            padded = F.pad(pixels, (self.padding,) * 4)
-            offsets = self._offsets(noise.stream_keys(pixels, seed))
-
-            def build(start: int, stop: int) -> Tensor:
-                """The first half of the views is from the image, the second from its mirror image."""
-                view = torch.arange(start, stop, device=pixels.device)
-                row, image = view // count % (views // 2), view % count
-                mirrored = (view // count >= views // 2)[:, None, None, None]
-                source = torch.where(mirrored, padded[image].flip(-1), padded[image])
-                return _crop(source, offsets[row, image], pixels.shape[-1])
-
-            unit = clf.encoder.encode_in_batches(views * count, self.max_batch, build).reshape(views, count, -1)
-            weights = torch.ones(views // 2, dtype=unit.dtype, device=unit.device)
-            weights[1:] = self.crops / max(self._encoded_crops, 1)
-            mean = (weights.repeat(2)[:, None, None] * unit).sum(0) / (2 + 2 * self.crops)
-            return answer(clf, functional.normalize(mean), logits=clf.logits(mean), passes=self.cost())
-
-    def _offsets(self, keys: Tensor) -> Tensor:
-        """Top left corners ``[1 + crops, B, 2]`` in the padded image; the first is where the image itself lies."""
-        draw = noise.uniform(noise.fork(keys, CROPS), 2 * self._encoded_crops) * (2 * self.padding)
+    def _crop(self, mirror: bool, count: int, number: int, images: Tensor, keys: Tensor) -> Tensor:
+        """One of ``count`` crops of each image, or of its mirror image."""
+        draw = noise.uniform(keys, 2 * count) * (2 * self.padding)
         # A draw just below 1 can round up to the end of the range, which is outside it.
-        corners = draw.long().clamp_max(2 * self.padding - 1).reshape(len(keys), self._encoded_crops, 2).transpose(0, 1)
-        return torch.cat([torch.full((1, len(keys), 2), self.padding, device=keys.device), corners])
-
-
-def _crop(padded: Tensor, corner: Tensor, size: int) -> Tensor:
-    """Square crops ``[N, C, size, size]`` of the images at the given corners ``[N, 2]``."""
-    side = torch.arange(size, device=padded.device)
-    rows, columns = corner[:, :1] + side, corner[:, 1:] + side
-    image = torch.arange(len(padded), device=padded.device)
-    # Indices on both sides of the slice put the channels last.
-    return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        top, left = draw.long().clamp_max(2 * self.padding - 1)[:, 2 * number : 2 * number + 2].unbind(1)
+        padded = F.pad(images.flip(-1) if mirror else images, (self.padding,) * 4)
+        side = torch.arange(images.shape[-1], device=images.device)
+        rows, columns, image = (
+            top[:, None] + side,
+            left[:, None] + side,
+            torch.arange(len(images), device=images.device),
+        )
+        # Indices on both sides of the slice put the channels last.
+        return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
