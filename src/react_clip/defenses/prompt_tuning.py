@@ -8,7 +8,7 @@ all views, scored with the tuned prompts:
 
 Image features do not depend on the prompt, so a view is encoded once, where the published codes encode it three or four
 times; ``passes`` counts these image-tower passes. The text tower has to run on all K prompts again for every image: one
-forward and one backward pass per step (``backward_passes`` counts the latter), and one more forward pass for the answer.
+forward and one backward pass per step (``backward_passes`` counts the latter), one more forward pass for the answer.
 
 The published codes hand the attacked image over as an 8-bit one, its pixels cut off to multiples of 1/255. So does this
 one, for every image.
@@ -150,11 +150,11 @@ class PromptTuning(Defense):
         chosen = most_confident(similarity.logits(features, class_features), self.selected)
         mean = (self._weights(quality)[..., None] * features).sum(1)
         sure = torch.arange(len(x), device=chosen.device)[:, None], chosen
-        tuned = []
-        for part, values in zip(
-            *(each[sure].detach().split(max(1, PROMPTS // len(prompts))) for each in (features, quality))
-        ):
-            context = self._tune(prompts, part, values, similarity)
+        sure_features, sure_quality, tuned = features[sure].detach(), quality[sure].detach(), []
+        group = max(1, PROMPTS // len(prompts))
+        for start in range(0, len(x), group):
+            rows = slice(start, start + group)
+            context = self._tune(prompts, sure_features[rows], sure_quality[rows], similarity)
             with torch.no_grad():
                 tuned.append(prompts(context))
         x.backward_passes = float(self.steps)

@@ -9,7 +9,6 @@ from react_clip.defenses.base import Defense
 from react_clip.defenses.counterattack import START, ascend, distance_from, iterate_weights, relative_distance
 from react_clip.defenses.view import View
 from react_clip.functional import normalize
-from react_clip.linf import Ball
 
 
 class TTC(Defense):

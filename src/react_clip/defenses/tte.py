@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -44,9 +45,8 @@ class TTE(Defense):
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of the views' features and of their logits."""
         drawn = self.crops if self.different else min(self.crops, 1)
-        crops = [
-            x.drawn(partial(self._crop, mirror, drawn, i), CROPS) for mirror in (False, True) for i in range(drawn)
-        ]
+        choices = itertools.product((False, True), range(drawn))
+        crops = [x.drawn(partial(self._crop, mirror, drawn, i), CROPS) for mirror, i in choices]
         mirrored = x.changed(lambda images: images.flip(-1))
         unit = torch.stack(x.encode_together(x.image, mirrored, *crops), 1)
         weights = unit.new_full((unit.shape[1],), self.crops / max(drawn, 1))
@@ -60,11 +60,7 @@ class TTE(Defense):
         # A draw just below 1 can round up to the end of the range, which is outside it.
         top, left = draw.long().clamp_max(2 * self.padding - 1)[:, 2 * number : 2 * number + 2].unbind(1)
         padded = F.pad(images.flip(-1) if mirror else images, (self.padding,) * 4)
-        side = torch.arange(images.shape[-1], device=images.device)
-        rows, columns, image = (
-            top[:, None] + side,
-            left[:, None] + side,
-            torch.arange(len(images), device=images.device),
-        )
+        image, side = (torch.arange(count, device=images.device) for count in (len(images), images.shape[-1]))
+        rows, columns = top[:, None] + side, left[:, None] + side
         # Indices on both sides of the slice put the channels last.
         return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from react_clip import functional, linf, noise
+from react_clip import linf, noise
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -47,6 +47,9 @@ class Gradients:
     """The gradient of J is that of logits divided by this: at CLIP's own scale it vanishes where an answer is clear."""
 
 
+PLAIN_GRADIENTS = Gradients()
+
+
 @dataclass(frozen=True, eq=False)
 class Copies:
     """Views of each image that can be encoded: ``make(images, [keys], *values)`` makes one per row."""
@@ -60,6 +63,16 @@ class Copies:
     """Branch of an image's random stream; ``None`` for the stream itself."""
     numbers: range | None = None
     """Numbers of the views, each with a branch of that stream; ``None`` for a single view on the stream itself."""
+
+    def views(self, images: Tensor, keys: Tensor | None, values: Sequence[Tensor]) -> Tensor:
+        """Views ``[n * count, 3, s, s]`` of images ``[n, 3, S, S]``: those of the first image, then of the second."""
+        if not self.drawn or keys is None:
+            return self.make(images, *values)
+        keys = keys if self.stream is None else noise.fork(keys, self.stream)
+        if self.numbers is not None:
+            keys = noise.fork(keys[:, None], torch.tensor(self.numbers, device=keys.device)).flatten()
+            images, *values = (each.repeat_interleave(len(self.numbers), 0) for each in (images, *values))
+        return self.make(images, keys, *values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +106,7 @@ class View:
         classes: Classes = None,
         *,
         skip_unneeded: bool = True,
-        how: Gradients = Gradients(),
+        how: Gradients = PLAIN_GRADIENTS,
         force: bool | None = None,
         replay: Sequence[Any] = (),
     ) -> None:
@@ -145,9 +158,9 @@ class View:
         sigma = (sigma.detach() if self.how.detach_sigma else sigma).to(self.pixels.dtype)
         return self.drawn(noise.noisy_view, stream, range(count), sigma)
 
-    def keys(self, stream: int, rows: Tensor | slice = slice(None)) -> Tensor:
+    def keys(self, stream: int) -> Tensor:
         """A branch of the random stream of each image ``[B]``."""
-        return noise.fork(self._streams(rows), stream)
+        return noise.fork(self._streams(None), stream)
 
     # ------------------------------------------------------------------ features
 
@@ -203,7 +216,7 @@ class View:
         """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
         self.passes = self.passes + 1.0
         with torch.no_grad():
-            return self._once(lambda: torch.cat([_raw(self.encoder, part) for part in images.detach().split(VIEWS)]))
+            return self._once(lambda: torch.cat([self.encoder.raw(part) for part in images.detach().split(VIEWS)]))
 
     def gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
         """Raw features of images ``[B, D]``, and the gradient ``[B, 3, S, S]`` of an objective in their pixels.
@@ -224,7 +237,7 @@ class View:
         for start in range(0, len(at), VIEWS_WITH_GRADIENTS):
             with torch.enable_grad():
                 pixels = at[start : start + VIEWS_WITH_GRADIENTS].requires_grad_()
-                raw = _raw(self.encoder, pixels)
+                raw = self.encoder.raw(pixels)
                 stop = start + len(raw)
                 # The objective sees all rows; those of other parts are zero here, and their values are left out.
                 values = objective(F.pad(raw, (0, 0, start, len(at) - stop)))[start:stop]
@@ -325,14 +338,14 @@ class View:
 
     # ------------------------------------------------------------------ batches, passes, replay
 
-    def _streams(self, rows: Tensor | slice) -> Tensor:
-        """Random streams of some images; a seed is hashed with these images alone, unless all are asked for."""
+    def _streams(self, rows: Tensor | None) -> Tensor:
+        """Random streams of all images, or of those with these numbers; a seed is hashed with these images alone."""
         if isinstance(self._keys, Tensor):
-            return self._keys[rows]
-        keys = noise.stream_keys(self.pixels[rows], self._keys)
-        if len(keys) == len(self):
-            self._keys = keys
-        return keys
+            return self._keys if rows is None else self._keys[rows]
+        if rows is not None:
+            return noise.stream_keys(self.pixels[rows], self._keys)
+        self._keys = noise.stream_keys(self.pixels, self._keys)
+        return self._keys
 
     def _features(self, copies: tuple[Copies, ...], rows: Tensor | None = None) -> list[Tensor]:
         """Unit features of views of all images, or of those with these numbers ``[n]``."""
@@ -346,47 +359,34 @@ class View:
         return result
 
     def _encode(self, copies: tuple[Copies, ...], rows: Tensor | None) -> list[Tensor]:
-        if rows is None and any(each.drawn for each in copies):
-            self._streams(slice(None))  # all at once, not once for each part
         limit = VIEWS_WITH_GRADIENTS if torch.is_grad_enabled() else VIEWS
         step = max(1, limit // sum(1 if each.numbers is None else len(each.numbers) for each in copies))
+        keys = self._streams(rows) if any(each.drawn for each in copies) else None
         parts = []
         for start in range(0, len(self) if rows is None else len(rows), step):
-            some = slice(start, start + step) if rows is None else rows[start : start + step]
+            part = slice(start, start + step)
+            arguments = copies, part if rows is None else rows[part], None if keys is None else keys[part]
             if self.how.checkpoint and torch.is_grad_enabled():
                 # Noise follows from keys, so views that are made again have the same bits.
                 options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-                parts.append(checkpoint(self._make_and_encode, copies, some, **options))
+                parts.append(checkpoint(self._make_and_encode, *arguments, **options))
             else:
-                parts.append(self._make_and_encode(copies, some))
+                parts.append(self._make_and_encode(*arguments))
         features, passes = zip(*parts, strict=True)
         self.passes = self.passes + self._spread(passes[0], rows)
         return [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*features, strict=True)]
 
-    def _make_and_encode(self, copies: tuple[Copies, ...], rows: Tensor | slice) -> tuple[list[Tensor], float]:
+    def _make_and_encode(
+        self, copies: tuple[Copies, ...], rows: Tensor | slice, keys: Tensor | None
+    ) -> tuple[list[Tensor], float]:
         """Unit features of views of some images, one tensor for each of ``copies``, and the passes of one image."""
         images = self.pixels[rows]
-        views = [self._make(each, images, rows) for each in copies]
+        views = [each.views(images, keys, [value[rows] for value in each.values]) for each in copies]
         features = _encode(self.encoder, views)
-        passes = sum(len(each) * _fraction(self.encoder, each.shape[-1]) for each in views) / len(images)
-        single = [each.numbers is None for each in copies]
-        shapes = [
-            (len(images), -1) if one else (len(images), -1, each.shape[-1]) for one, each in zip(single, features)
-        ]
-        return [each.reshape(shape) for each, shape in zip(features, shapes, strict=True)], passes
-
-    def _make(self, copies: Copies, images: Tensor, rows: Tensor | slice) -> Tensor:
-        """Views ``[n * count, 3, s, s]`` of images ``[n, 3, S, S]``: those of the first image, then of the second."""
-        values = [value[rows] for value in copies.values]
-        if not copies.drawn:
-            return copies.make(images, *values)
-        keys = self._streams(rows) if copies.stream is None else self.keys(copies.stream, rows)
-        if copies.numbers is not None:
-            count = len(copies.numbers)
-            numbers = torch.arange(copies.numbers.start, copies.numbers.stop, device=keys.device)
-            keys = noise.fork(keys[:, None], numbers).flatten()
-            images, *values = (each.repeat_interleave(count, 0) for each in (images, *values))
-        return copies.make(images, keys, *values)
+        passes = sum(len(each) * self.encoder.token_fraction(each.shape[-1]) for each in views) / len(images)
+        numbered = [each.unflatten(0, (len(images), -1)) for each in features]
+        single = [copy.numbers is None for copy in copies]
+        return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)], passes
 
     def _spread(self, passes: Tensor | float, rows: Tensor | None) -> Tensor | float:
         """Passes of each of some images, as passes of all images ``[B]``."""
@@ -410,17 +410,9 @@ def straight_through(values: Tensor, source: Tensor) -> Tensor:
 
 
 def _encode(encoder: Encoder, views: Sequence[Tensor]) -> list[Tensor]:
-    """Unit features of views; those of one size in one call."""
+    """Unit features of views; those of one size are joined."""
     sizes = list(dict.fromkeys(each.shape[-1] for each in views))
     joined = [[each for each in views if each.shape[-1] == size] for size in sizes]
-    features = [encoder.encode_views(each[0] if len(each) == 1 else torch.cat(each)) for each in joined]
+    features = encoder.encode([each[0] if len(each) == 1 else torch.cat(each) for each in joined])
     split = [iter(each.split([len(view) for view in group])) for each, group in zip(features, joined, strict=True)]
     return [next(split[sizes.index(each.shape[-1])]) for each in views]
-
-
-def _raw(encoder: Encoder, pixels: Tensor) -> Tensor:
-    return encoder.raw_features(pixels)
-
-
-def _fraction(encoder: Encoder, size: int) -> float:
-    return encoder.token_share(size)
