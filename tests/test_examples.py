@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -16,13 +15,9 @@ import pytest
 
 from react_clip.cli.photos import bundled_photos
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
-pytestmark = [pytest.mark.tower, pytest.mark.usefixtures("pulled_tower")]
-
-
-# ---------------------------------------------------------------------- the notebook
+pytestmark = [pytest.mark.docs, pytest.mark.process, pytest.mark.usefixtures("pulled_tower")]
 
 
 def test_the_notebook_runs_from_photo_to_ranking() -> None:
@@ -36,11 +31,7 @@ def test_the_notebook_runs_from_photo_to_ranking() -> None:
     answers, picture, ranking = shown[1]["text/plain"], shown[-2]["image/png"], shown[-1]["text/markdown"]
     assert re.findall(r"\d +(\w+)", answers) == ["cat", "coffee"]
     assert len(picture) > 10_000
-    rows = json.loads((ROOT / "benchmarks" / "results" / "standard" / "result.json").read_text())["rows"]
-    assert set(re.findall(r"^\| ([^|]+) \| \d", ranking, re.MULTILINE)) == {row["defense"] for row in rows}
-
-
-# ---------------------------------------------------------------------- the FastAPI app
+    assert {"CLIP", "SecondLook", "ReACT"} <= set(re.findall(r"^\| ([^|]+) \| \d", ranking, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -72,35 +63,24 @@ def test_the_app_labels_an_upload(client: httpx.Client) -> None:
     [
         (b"no image at all", 422, "not an image"),
         (bundled_photos()[0].read_bytes()[:20_000], 422, "truncated or damaged"),
-        (b"", 422, "empty"),
         (b"\x89PNG" + bytes(8 * 2**20), 413, "scale it down"),
     ],
-    ids=["text", "truncated", "empty", "large"],
+    ids=["text", "truncated", "large"],
 )
 def test_the_app_refuses_what_is_no_photo(client: httpx.Client, data: bytes, status: int, words: str) -> None:
     answer = client.post("/label", files={"photo": data})
     assert answer.status_code == status, answer.text
     assert words in answer.json()["detail"]
-    assert "\n" not in answer.json()["detail"]
-
-
-def test_five_lines_of_the_app_are_ours() -> None:
-    lines = (EXAMPLES / "fastapi_app.py").read_text().splitlines()
-    ours = [line for line in lines if re.search(r"\brc\b|guard\(", line) and "except" not in line]
-    assert [line.rpartition("# ")[2] for line in ours] == ["1", "2", "3", "4", "5"]
-
-
-# ---------------------------------------------------------------------- the search index
 
 
 def test_the_search_prints_recall_before_and_after_an_attack() -> None:
-    command = [sys.executable, str(EXAMPLES / "search_index.py"), *map(str, bundled_photos()[:2]), "--steps", "1"]
+    command = [sys.executable, str(EXAMPLES / "search_index.py"), *map(str, bundled_photos()[:2]), "--steps", "10"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     title, *rows = finished.stdout.splitlines()
     assert title.startswith("recall@1 of 2 photos")
-    assert [row.split()[0] for row in rows] == ["plain", "defended"]
-    for row in rows:
-        clean, attacked = (int(cell.removesuffix("%")) for cell in row.split()[1:])
-        assert clean == 100
-        assert attacked in (0, 50, 100)
+    recalls = {name: (clean, attacked) for name, clean, attacked in map(str.split, rows)}
+    assert recalls["plain"][0] == recalls["defended"][0] == "100%"
+    assert int(recalls["plain"][1][:-1]) < int(recalls["defended"][1][:-1]), (
+        "the attack works and the defence undoes it"
+    )

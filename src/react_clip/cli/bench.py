@@ -18,8 +18,9 @@ from react_clip.environment import device_name, typed_command, versions
 from react_clip.storage import write_text
 
 if TYPE_CHECKING:
-    from react_clip import Defense, ZeroShotClassifier
+    from react_clip import ZeroShotClassifier
     from react_clip.bench import Timing
+    from react_clip.defenses import Defense
 
 EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 3

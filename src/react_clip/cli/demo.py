@@ -14,7 +14,8 @@ from react_clip.environment import has_fast_bf16
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from react_clip import Defense, ZeroShotClassifier
+    from react_clip import ZeroShotClassifier
+    from react_clip.defenses import Defense
     from react_clip.report.demo_page import Answer, Outcome, PhotoResult
 
 EXAMPLE = "react-clip demo my.jpg --labels 'cat, dog, teapot'"

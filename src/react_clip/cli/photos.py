@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import PHOTO_SUFFIXES
-from react_clip.cli import common
-from react_clip.cli.options import existing
+from react_clip.cli import common, options
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _BUNDLED = {
 def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
     """Add the photos a command works on, as ``args.photos_in``."""
     parser.add_argument(
-        "photos_in", nargs=nargs, type=existing, metavar="PHOTO", help=f"image files or folders of them{note}"
+        "photos_in", nargs=nargs, type=options.existing, metavar="PHOTO", help=f"image files or folders of them{note}"
     )
 
 
@@ -57,7 +56,7 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
                 )
             files += photos
         else:
-            files.append(existing(str(path)))
+            files.append(options.existing(str(path)))
     return files
 
 
