@@ -11,7 +11,7 @@ from torch import Tensor
 from react_clip.attacks import losses
 from react_clip.attacks.base import Attack
 from react_clip.attacks.losses import Loss
-from react_clip.attacks.problem import Candidates, Problem, relay, select
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn, select
 from react_clip.config import Count
 
 _MOMENTUM = 0.75
@@ -58,11 +58,6 @@ class APGD(Attack):
         """``apgd-ce-100``, ``apgd-dlr-100`` or ``apgd-t-100``."""
         return f"apgd-{'t' if self.loss == 'dlr-targeted' else self.loss}-{self.steps}"
 
-    @property
-    def total_steps(self) -> int:
-        """All restarts towards all targets."""
-        return self.steps * self.restarts * (self.targets if self.loss == "dlr-targeted" else 1)
-
     def search(self, problem: Problem) -> Tensor:
         """The best image over all restarts, and for APGD-T over all targets."""
         clean = problem.logits(problem.x)
@@ -71,7 +66,7 @@ class APGD(Attack):
         else:
             ranks = (None,)
         attempts = [partial(self._attempt, targets) for targets in ranks for _ in range(self.restarts)]
-        return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
+        return run_in_turn(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
     def _attempt(self, targets: Tensor | None, problem: Problem, rows: Tensor) -> Candidates:
         if targets is None:
@@ -81,8 +76,8 @@ class APGD(Attack):
     def _climb(self, problem: Problem, loss: Loss) -> Candidates:
         ball, marks = problem.ball, checkpoints(self.steps)
         x = previous = problem.random_start()
-        logits, value, slope = problem.gradient(x, loss, self.eot)
-        highest: tuple[Tensor, ...] = (x, logits, slope, value)
+        logits, value, gradient = problem.gradient(x, loss, self.eot)
+        highest: tuple[Tensor, ...] = (x, logits, gradient, value)
         breaking: tuple[Tensor, ...] = (x, logits)
         wrong = logits.argmax(1) != problem.y
         step = 2.0 * ball.eps
@@ -91,21 +86,21 @@ class APGD(Attack):
         halved, highest_at_mark = torch.ones_like(value, dtype=torch.bool), value
 
         for k in range(1, self.steps + 1):
-            share = _MOMENTUM if k > 1 else 1.0  # the first step has no previous one to continue
-            aim = ball.step(x, slope, step)
-            x, previous = ball.project(x + share * (aim - x) + (1.0 - share) * (x - previous)), x
-            logits, value, slope = problem.gradient(x, loss, self.eot)
-            problem.steps.tick()
+            new = _MOMENTUM if k > 1 else 1.0  # the first step has no previous one to continue
+            aim = ball.step(x, gradient, step)
+            x, previous = ball.project(x + new * (aim - x) + (1.0 - new) * (x - previous)), x
+            logits, value, gradient = problem.gradient(x, loss, self.eot)
+            problem.tick()
 
             rises, old_value = rises + (value > old_value), value
-            highest = select(value > highest[3], (x, logits, slope, value), highest)
+            highest = select(value > highest[3], (x, logits, gradient, value), highest)
             breaks = logits.argmax(1) != problem.y
             breaking, wrong = select(breaks, (x, logits), breaking), wrong | breaks
 
             if k in marks:
                 stalled = (rises <= _RISE_RATE * (k - last_mark)) | (~halved & (highest[3] == highest_at_mark))
                 step = torch.where(stalled[:, None, None, None], step / 2.0, step)
-                x, slope = select(stalled, highest[::2], (x, slope))
+                x, gradient = select(stalled, highest[::2], (x, gradient))
                 rises, last_mark, halved, highest_at_mark = torch.zeros_like(rises), k, stalled, highest[3]
         images, logits = select(wrong, breaking, highest[:2])
         return Candidates.judged(images, logits, problem.y)
@@ -114,7 +109,7 @@ class APGD(Attack):
 def checkpoints(steps: int) -> list[int]:
     """Steps after which the step size may be halved: first 22 % of all, then 3 % fewer each time, but at least 6 %.
 
-    Shares are rounded down to whole steps, as in the released code, but to at least one step.
+    Fractions are rounded down to whole steps, as in the released code, but to at least one step.
 
     >>> checkpoints(100)
     [22, 41, 57, 70, 80, 87, 93, 99]

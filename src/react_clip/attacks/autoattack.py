@@ -9,13 +9,12 @@ from torch import Tensor
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import Attack
 from react_clip.attacks.fab import FAB
-from react_clip.attacks.problem import Problem, relay
+from react_clip.attacks.problem import Problem, run_in_turn
 from react_clip.attacks.square import Square
 
 _VERSIONS: dict[str, tuple[Attack, ...]] = {
     "ttc": (APGD(loss="ce"), APGD(loss="dlr")),
     "standard": (APGD(loss="ce"), APGD(loss="dlr-targeted"), FAB(), Square()),
-    "rand": (APGD(loss="ce", eot=20), APGD(loss="dlr", eot=20)),
 }
 
 
@@ -27,8 +26,9 @@ class AutoAttack(Attack):
     ============ ============================================================ ===================================
     ``ttc``      APGD-CE, APGD-DLR                                            comparing with the TTC line of work
     ``standard`` APGD-CE, APGD-T (9 targets), FAB-T (9 targets), Square       deterministic models
-    ``rand``     APGD-CE, APGD-DLR, gradients averaged over 20 passes (EOT)   randomised models
     ============ ============================================================ ===================================
+
+    AutoAttack's ``rand``, for randomised models, is :class:`~react_clip.attacks.Rand` on a defended classifier.
 
     A member runs only on images that the model still classifies correctly after the members before it; the others keep
     the adversarial image that broke them. The reported loss is the margin.
@@ -39,17 +39,17 @@ class AutoAttack(Attack):
     >>> result = AutoAttack(eps=4/255, version="ttc")(model, x, y)
     >>> result.success
     tensor([ True, False])
-    >>> result.queries  # clean and last pass: 2; each member: clean pass, start, 100 steps and the judging pass: 103
-    tensor([105, 208])
+    >>> result.queries  # clean pass and two to judge: 3; each member: clean pass, start, 100 steps, its outcome: 103
+    tensor([106., 209.])
     """
 
     kind: ClassVar[str] = "autoattack"
-    version: Literal["ttc", "standard", "rand"] = "standard"
-    """The ensemble: ``standard``; ``rand`` for targets with noise; ``ttc`` as in the paper's line of work."""
+    version: Literal["ttc", "standard"] = "standard"
+    """The ensemble: ``standard``, or ``ttc`` as in the paper's line of work."""
 
     @property
     def name(self) -> str:
-        """``autoattack-ttc``, ``autoattack-standard`` or ``autoattack-rand``."""
+        """``autoattack-ttc`` or ``autoattack-standard``."""
         return f"autoattack-{self.version}"
 
     @property
@@ -57,12 +57,7 @@ class AutoAttack(Attack):
         """The attacks, in the order in which they run; the budget is that of the call, not theirs."""
         return _VERSIONS[self.version]
 
-    @property
-    def total_steps(self) -> int:
-        """Those of all members."""
-        return sum(member.total_steps for member in self.members)
-
     def search(self, problem: Problem) -> Tensor:
         """The images of the first successful member, or those of largest margin."""
         attempts = [lambda part, _, member=member: part.candidates(member.search(part)) for member in self.members]
-        return relay(problem, problem.candidates(problem.x), attempts).images
+        return run_in_turn(problem, problem.candidates(problem.x), attempts).images

@@ -1,30 +1,45 @@
-"""Base classes of all attacks and the result that they return."""
+"""The base class of all attacks and the result that they return."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from react_clip import linf, noise
 from react_clip.attacks.losses import LOSSES
-from react_clip.attacks.problem import Candidates, Problem, Progress, Steps, budgets, check_images, check_labels
-from react_clip.attacks.targets import Model, Passes, Target, judge, total, with_own_noise
+from react_clip.attacks.problem import (
+    Candidates,
+    Model,
+    Problem,
+    Progress,
+    budgets,
+    check_images,
+    check_in_ball,
+    check_labels,
+    encoder_of,
+    on_8_bits,
+)
 from react_clip.config import PixelLength, Registered, Registry
-from react_clip.defenses.base import DefendedModule, Defense, derived_seed
-from react_clip.errors import ReactClipError
+from react_clip.defenses.base import Defense
 from react_clip.zeroshot import ZeroShotClassifier
 
 OBLIVIOUS, TRANSFER, ADAPTIVE = "oblivious", "transfer", "adaptive"
 """Threat models: the attacker knows CLIP but not the defence; only another model; CLIP and the defence."""
 
-JUDGE_DRAWS = 10
-"""Draws of the noise that decide whether an attack on a defence succeeded; no attack optimises on them."""
+# Kinds in recipes of earlier versions, and what they are now.
+_EARLIER: dict[str, dict[str, Any]] = {
+    "cw": {"kind": "pgd", "loss": "margin"},
+    **{
+        f"adaptive-{objective}": {"kind": "adaptive", "objective": objective}
+        for objective in ("through", "both", "evade", "bpda", "feature")
+    },
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +51,19 @@ class AttackResult:
     """
 
     images: Tensor
-    """``[B, C, H, W]`` fp32 in [0, 1], within eps of the input."""
+    """``[B, C, H, W]`` fp32 in [0, 1], within eps of the input, rounded to 8 bits as a file holds them."""
     success: Tensor
     """``[B]`` bool: more than half of the judging answers are wrong."""
+    crafted: Tensor
+    """``[B]`` bool: the attack on a plain model had succeeded before its images were rounded."""
     loss: Tensor
     """``[B]`` fp32: the attack's own loss, or for a defended classifier the mean margin, over the judging answers."""
     queries: Tensor
-    """``[B]`` int64: encoder forward passes, judging included; for a defended classifier an upper bound."""
+    """``[B]``: forward passes of the encoder, judging included; a view of another size counts as its tokens."""
     backward: Tensor
-    """``[B]`` int64: encoder backward passes, likewise."""
+    """``[B]``: backward passes of the encoder, likewise."""
     broken: Tensor
-    """``[B]`` fp32: share of the judging answers that are wrong."""
+    """``[B]`` fp32: fraction of the judging answers that are wrong."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """For a suite: ``broken`` of each member's images by the member's name; NaN where it was not run."""
 
@@ -69,22 +86,13 @@ class Attack(Registered, ABC):
 
     @property
     def name(self) -> str:
-        """Short name for tables, such as ``square-5000``."""
-        return f"{self.kind}-{self._length}"
-
-    @property
-    def total_steps(self) -> int:
-        """Most steps of a call, for progress bars."""
-        return self._length
-
-    @property
-    def _length(self) -> int:
-        """The field ``steps`` or ``queries``."""
-        return int(getattr(self, "steps", getattr(self, "queries", 1)))
+        """Short name for tables, such as ``square-5000``: the kind with the number of steps or queries."""
+        length = getattr(self, "steps", getattr(self, "queries", None))
+        return self.kind if length is None else f"{self.kind}-{length}"
 
     @abstractmethod
     def search(self, problem: Problem) -> Tensor:
-        """The best adversarial images ``[B, C, H, W]`` inside the problem's balls."""
+        """The best adversarial images ``[n, C, H, W]`` inside ``problem.ball``; called with gradients enabled."""
 
     def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss ``[B]`` in the result: the one that the field ``loss`` names, or the margin."""
@@ -93,31 +101,6 @@ class Attack(Registered, ABC):
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
         return clf
-
-    def obstacle(self, defense: Defense) -> str:
-        """The reason why the attack makes no sense on a defence; empty where it does.
-
-        >>> from react_clip.attacks import Evade
-        >>> from react_clip.defenses import AOM
-        >>> Evade().obstacle(AOM())
-        'aom has no gate to keep shut'
-        """
-        return ""
-
-    def members_for(self, defense: Defense) -> tuple[Attack, ...]:
-        """For a suite, the members that make sense on a defence."""
-        return ()
-
-    def cost(self, defense: Defense) -> Passes:
-        """Most encoder passes, forward and backward, for one image, judging included.
-
-        >>> from react_clip.attacks import PGD
-        >>> from react_clip.defenses import ReACT
-        >>> PGD(steps=10).cost(ReACT())  # PGD does not run the defence
-        (11, 10)
-        """
-        # An image that cannot be broken costs the same at every budget.
-        return _counted_cost(self.replace(eps=4 / 255))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -133,8 +116,8 @@ class Attack(Registered, ABC):
     ) -> AttackResult:
         """Attack ``[B, C, H, W]`` pixels in [0, 1] with labels ``[B]``.
 
-        ``eps`` overrides the configured budget, with one number or a ``[B]`` tensor. ``progress(done_steps,
-        total_steps)`` is called once per step; where images break early it jumps to the end.
+        ``eps`` overrides the configured budget, with one number or a ``[B]`` tensor. ``progress(done_steps)`` is called
+        after every step.
         """
         check_images(x)
         check_labels(y, len(x))
@@ -143,89 +126,65 @@ class Attack(Registered, ABC):
         pixels, labels = x.detach().float().clone(), y.detach().to(x.device, torch.int64, copy=True)
         if len(x) == 0:
             empty = torch.zeros(0, device=x.device)
-            return AttackResult(pixels, empty.bool(), empty, empty.long(), empty.long(), empty)
-        defended = self._defended(target, seed)
-        problem = Problem(
-            Target(target, target),
-            defended,
-            linf.Ball(pixels, radius),
-            labels,
-            keys=noise.stream_keys(pixels, seed if defended is None else defended.seed),
-            rows=torch.arange(len(x), device=x.device),
-            spent=torch.zeros(2, len(x), dtype=torch.int64, device=x.device),
-            steps=Steps(self.total_steps, progress),
-        )
-        best, parts = self.run(problem)
-        problem.steps.tick(max(0, problem.steps.total - problem.steps.done))
-        forward, backward = problem.spent
-        return AttackResult(best.images, best.wrong > 0.5, best.loss.float(), forward, backward, best.wrong, parts)
-
-    def run(self, problem: Problem) -> tuple[Candidates, dict[str, Tensor]]:
-        """Search, then judge the images; also returns the ``parts`` of the result."""
-        images = self.search(problem)
-        return self._judged(problem, images), {}
-
-    def _judged(self, problem: Problem, images: Tensor) -> Candidates:
-        logits = problem.logits(images)
-        return Candidates(images, (logits.argmax(1) != problem.y).float(), self.own_loss(logits, problem.y))
-
-    def _defended(self, target: Model, seed: noise.Seed) -> DefendedModule | None:
-        """The target as a classifier behind a defence, for attacks that know the defence."""
-        return None
-
-
-class DefendedAttack(Attack):
-    """An attack that knows the defence; its target is ``rc.as_module(clf, defense)``.
-
-    Every step draws new noise, from seeds that no evaluation uses (:func:`~react_clip.defenses.base.derived_seed`).
-    """
-
-    threats: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
-
-    @abstractmethod
-    def search_cost(self, defense: Defense) -> Passes:
-        """Most encoder passes for one image without judging."""
-
-    def cost(self, defense: Defense) -> Passes:
-        """Most encoder passes for one image, judging included."""
-        return total((self.search_cost(defense), 1), (defense.cost(), JUDGE_DRAWS))
-
-    def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
-        """The defended classifier."""
-        return DefendedModule(clf, defense)
-
-    def _defended(self, target: Model, seed: noise.Seed) -> DefendedModule | None:
-        if not isinstance(target, DefendedModule):
-            raise ReactClipError(
-                f"the target is a {type(target).__name__}, but an attack that knows the defence needs one; give "
-                "rc.as_module(clf, defense)"
+            return AttackResult(pixels, empty.bool(), empty.bool(), empty, empty, empty, empty)
+        target, seed = self._prepared(target, seed)
+        encoder = encoder_of(target)
+        with nullcontext() if encoder is None else encoder.counting() as passes:
+            problem = Problem(
+                target,
+                linf.Ball(pixels, radius),
+                labels,
+                keys=noise.stream_keys(pixels, seed),
+                rows=torch.arange(len(x), device=x.device),
+                passes=passes,
+                spent=torch.zeros(2, len(x), device=x.device),
+                progress=progress,
             )
-        if reason := self.obstacle(target.defense):
-            raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
-        return DefendedModule(target.clf, target.defense, seed=derived_seed(seed, "attack"))
+            best, crafted, parts = self.run(problem)
+        spent = problem.spent
+        if passes is not None:  # passes outside of the problem's methods, as those of another library, have no image
+            total = torch.tensor([passes.forward, passes.backward], device=x.device)
+            spent = spent + ((total - spent.sum(1)) / len(x))[:, None]
+        forward, backward = spent
+        return AttackResult(
+            best.images, best.wrong > 0.5, crafted, best.loss.float(), forward, backward, best.wrong, parts
+        )
 
-    def _judged(self, problem: Problem, images: Tensor) -> Candidates:
-        problem.spend(total((problem.defended.defense.cost(), JUDGE_DRAWS)))
-        return Candidates(images, *judge(with_own_noise(problem.defended, "judge"), images, problem.y, JUDGE_DRAWS))
+    def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
+        """Search, round to 8 bits, then judge; returns the images, ``crafted`` and ``parts`` of the result."""
+        found = self.found(problem)
+        rounded = found if self.natural else on_8_bits(found, problem.ball)
+        crafted = problem.candidates(found).wrong > 0.5
+        logits = problem.logits(rounded)
+        judged = Candidates(rounded, (logits.argmax(1) != problem.y).float(), self.own_loss(logits, problem.y))
+        return judged, crafted, {}
 
+    def found(self, problem: Problem) -> Tensor:
+        """The images of the search, checked."""
+        with torch.enable_grad():
+            images = self.search(problem)
+        if not self.natural:
+            check_in_ball(images, problem.ball, self.name)
+        return images.detach().to(problem.x)
 
-@cache
-def _counted_cost(attack: Attack) -> Passes:
-    """Passes for one image of a tiny model that nothing can break."""
+    def _prepared(self, target: Model, seed: noise.Seed) -> tuple[Model, noise.Seed]:
+        """The checked target, and the seed of the attack's random streams."""
+        return target, seed
 
-    def unbreakable(images: Tensor) -> Tensor:
-        wrong = images.flatten(1).sum(1, keepdim=True) * 1e-6 * torch.arange(10.0)
-        return torch.cat([wrong[:, :1] + 1.0, wrong[:, 1:]], dim=1)
-
-    result = attack(unbreakable, torch.full((1, 3, 4, 4), 0.5), torch.tensor([0]))
-    return int(result.queries), int(result.backward)
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """One of the family from its kind or from plain values; kinds of earlier versions are known."""
+        values: Any = {"kind": data} if isinstance(data, str) else data
+        if isinstance(values, Mapping) and values.get("kind") in _EARLIER:
+            values = {**values, **_EARLIER[values["kind"]]}
+        return super().from_dict(values)
 
 
 def names(threat: str | None = None) -> list[str]:
     """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
 
     >>> names("oblivious")
-    ['apgd', 'autoattack', 'corruption', 'cw', 'fab', 'pgd', 'square']
+    ['apgd', 'autoattack', 'corruption', 'fab', 'pgd', 'square']
     """
     kinds = Attack.registry.names()
     return kinds if threat is None else [kind for kind in kinds if threat in Attack.registry.get(kind).threats]
@@ -237,4 +196,4 @@ def from_dict(config: Mapping[str, Any] | str) -> Attack:
     >>> from_dict({"kind": "pgd", "eps": "8/255", "steps": 20})
     PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True, margin=0.0)
     """
-    return Attack.registry.read(config)
+    return Attack.from_dict(config)  # type: ignore[arg-type]

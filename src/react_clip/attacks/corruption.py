@@ -16,8 +16,6 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
-from react_clip.attacks.targets import Passes
-from react_clip.defenses.base import Defense
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_image
 
@@ -36,8 +34,8 @@ class Corruption(Attack):
     - ``blur``, ``defocus``: radius in pixels of a Gaussian, of a disk;
     - ``motion``: length in pixels of a straight movement in a random direction;
     - ``contrast``, ``brightness``: factor (1 changes nothing);
-    - ``fog``: largest share of the light that comes from an uneven white haze;
-    - ``pixelate``: share of the side that is left before the image is enlarged again.
+    - ``fog``: largest fraction of the light that comes from an uneven white haze;
+    - ``pixelate``: fraction of the side that is left before the image is enlarged again.
 
     It has no budget (``eps`` is 0), and an evaluation applies it to all images, also to those that CLIP gets wrong.
 
@@ -54,7 +52,7 @@ class Corruption(Attack):
     )
     severity: Annotated[float, Field(gt=0)] = 0.02
     """``noise``: sigma; ``shot``: photons; ``jpeg``: quality; ``blur``, ``defocus``, ``motion``: pixels; ``contrast``,
-    ``brightness``: factor; ``fog``, ``pixelate``: share."""
+    ``brightness``: factor; ``fog``, ``pixelate``: fraction."""
     eps: Literal[0] = 0
     """Damage has no budget."""
 
@@ -67,11 +65,6 @@ class Corruption(Attack):
     def name(self) -> str:
         """``noise-0.02``."""
         return f"{self.type}-{self.severity:g}"
-
-    def cost(self, defense: Defense) -> Passes:
-        """One pass, which looks at the outcome."""
-        del defense
-        return 1, 0
 
     def search(self, problem: Problem) -> Tensor:
         """The damaged images."""

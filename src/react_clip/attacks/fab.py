@@ -10,12 +10,12 @@ from torch import Tensor
 
 from react_clip.attacks.base import Attack
 from react_clip.attacks.losses import ranked_targets, target_margin
-from react_clip.attacks.problem import Candidates, Problem, relay
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.config import Count
 
 _BIAS = 0.1  # largest pull towards the original image
 _OVERSHOOT = 1.05
-_RETREAT = 0.9  # an adversarial point moves back to this share of its distance, to look for a nearer one
+_RETREAT = 0.9  # an adversarial point moves back to this fraction of its distance, to look for a nearer one
 
 
 class FAB(Attack):
@@ -49,17 +49,12 @@ class FAB(Attack):
         """``fab-t-100``."""
         return f"fab-t-{self.steps}"
 
-    @property
-    def total_steps(self) -> int:
-        """All steps towards all targets."""
-        return self.steps * self.targets
-
     def search(self, problem: Problem) -> Tensor:
         """The nearest adversarial images over all targets, clipped to the balls."""
         clean = problem.logits(problem.x)
         ranks = ranked_targets(clean, problem.y, self.targets).unbind(dim=1)
         attempts = [partial(self._walk, targets) for targets in ranks]
-        return relay(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
+        return run_in_turn(problem, Candidates.judged(problem.x, clean, problem.y), attempts).images
 
     def _walk(self, targets: Tensor, problem: Problem, rows: Tensor) -> Candidates:
         """The nearest images across the boundary to the classes ``targets[rows]``, clipped to the balls."""
@@ -81,7 +76,7 @@ class FAB(Attack):
             nearer = broken & (length < distance)
             nearest, distance = torch.where(nearer, x, nearest), torch.where(nearer, length, distance)
             x = torch.where(broken, origin + _RETREAT * (x - origin), x)
-            problem.steps.tick()
+            problem.tick()
         return problem.candidates(problem.ball.project(nearest))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class PGD(Attack):
     >>> round(255 * (result.images - x).mean().item(), 3)
     -4.0
     >>> result.success, result.queries
-    (tensor([False]), tensor([11]))
+    (tensor([False]), tensor([12.]))
     """
 
     kind: ClassVar[str] = "pgd"
@@ -56,25 +56,23 @@ class PGD(Attack):
     def search(self, problem: Problem) -> Tensor:
         """The images after ``steps`` steps."""
 
-        def slope_at(images: Tensor) -> Tensor:
-            problem.steps.tick()
-            logits, _, slope = problem.gradient(images, self.own_loss)
+        def gradient_at(images: Tensor) -> Tensor:
+            problem.tick()
+            logits, _, gradient = problem.gradient(images, self.own_loss)
             if self.stop == "success":
                 # A zero gradient moves no pixel.
-                slope = slope * (margin(logits, problem.y) < self.margin)[:, None, None, None]
-            return slope
+                gradient = gradient * (margin(logits, problem.y) < self.margin)[:, None, None, None]
+            return gradient
 
         start = problem.random_start() if self.random_start else problem.x
-        step_size = problem.step_size(self.step_size)
-        return linf.ascend(slope_at, start, problem.ball, steps=self.steps, step_size=step_size)
+        step_size = problem.ball.eps / 4 if isinstance(self.step_size, str) else self.step_size
+        return linf.ascend(gradient_at, start, problem.ball, steps=self.steps, step_size=step_size)
 
 
-class CW(PGD):
-    """Earlier name of ``PGD(loss="margin")``, kept for recipes and results that say ``cw``.
+def CW(**options: Any) -> PGD:  # noqa: N802 (the name of an attack)
+    """``PGD(loss="margin")``, which papers on CLIP call C&W.
 
-    >>> CW().name, PGD(loss="margin").name
-    ('cw-10', 'cw-10')
+    >>> CW(steps=20).name
+    'cw-20'
     """
-
-    kind: ClassVar[str] = "cw"
-    loss: Literal["ce", "margin"] = "margin"
+    return PGD(**{"loss": "margin", **options})

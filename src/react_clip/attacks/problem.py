@@ -1,79 +1,82 @@
-"""The input of an attack: checked images, their budgets and random streams, and a count of the passes spent."""
+"""What an attack gets: the model, checked images with their budgets and random streams, and a count of the passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from react_clip import linf, noise
 from react_clip.attacks.losses import Loss, margin
-from react_clip.attacks.targets import Passes, Target
 from react_clip.defenses.base import DefendedModule
+from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
+from react_clip.zeroshot import ZeroShotClassifier
 
-Progress = Callable[[int, int], None]
-"""Called as ``progress(done_steps, total_steps)``."""
+Model = Callable[[Tensor], Tensor]
+"""From pixels ``[B, C, H, W]`` in [0, 1] to logits ``[B, K]``."""
+
+Progress = Callable[[int], None]
+"""Called as ``progress(done_steps)``."""
 
 
-@dataclass
-class Steps:
-    """Counts the steps done and reports each to ``progress``."""
-
-    total: int
-    progress: Progress | None = None
-    done: int = 0
-
-    def tick(self, count: int = 1) -> None:
-        """Count a step, or several; none is reported if there are none."""
-        self.done += count
-        if self.progress is not None and count:
-            self.progress(self.done, self.total)
+def encoder_of(target: Model) -> Encoder | None:
+    """The encoder behind a classifier or a defended classifier; ``None`` for other models."""
+    clf = target.clf if isinstance(target, DefendedModule) else target
+    return clf.encoder if isinstance(clf, ZeroShotClassifier) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Images to attack, each with its label, budget and random stream.
+    """Images to attack, each with its label, budget and random stream; an attack of your own needs these fields.
 
     A subset made by :meth:`take` has the same streams and counts into the same ``spent``, so an attack may drop images
     at any time without changing what happens to the others.
     """
 
-    target: Target
-    module: DefendedModule | None
-    """The classifier behind its defence, for attacks that know the defence."""
+    target: Model
+    """The model: pixels ``[n, C, H, W]`` in [0, 1] to logits ``[n, K]``, differentiable, with or without a defence. It
+    may be called directly, or given to another attack library."""
     ball: linf.Ball
+    """The allowed images: ``ball.project(images)`` moves any images to the nearest ones."""
     y: Tensor
+    """Labels ``[n]``."""
     keys: Tensor
     """Random streams ``[n]``."""
     rows: Tensor
     """Positions ``[n]`` of these images in the caller's batch."""
+    passes: Any
+    """The encoder's running count, with ``forward`` and ``backward``; ``None`` for a model without an encoder."""
     spent: Tensor
-    """Forward and backward passes ``[2, B]`` of the caller's whole batch; shared by all subsets."""
-    steps: Steps
-
-    @property
-    def defended(self) -> DefendedModule:
-        """The classifier behind its defence; only attacks that know the defence may ask for it."""
-        assert self.module is not None
-        return self.module
+    """Forward and backward passes ``[2, B]`` of each image of the caller's batch; shared by all subsets."""
+    progress: Progress | None = None
+    done: list[int] = field(default_factory=lambda: [0])
+    """Steps done so far; shared by all subsets."""
 
     @property
     def x(self) -> Tensor:
         """The images ``[n, C, H, W]`` before the attack."""
         return self.ball.centre
 
+    @property
+    def defended(self) -> DefendedModule:
+        """The target as a classifier behind a defence; only attacks that know the defence may ask for it."""
+        assert isinstance(self.target, DefendedModule)
+        return self.target
+
     def take(self, rows: Tensor) -> Problem:
         """The problem restricted to some of its images."""
         return replace(self, ball=self.ball.take(rows), y=self.y[rows], keys=self.keys[rows], rows=self.rows[rows])
 
-    def fork(self, branch: int) -> Problem:
-        """The same problem on another branch of the random streams."""
-        return replace(self, keys=noise.fork(self.keys, branch))
+    def fork(self, number: int) -> Problem:
+        """The same problem with random streams of its own for every number."""
+        return replace(self, keys=noise.fork(self.keys, number))
 
-    def on(self, target: Target, seed: noise.Seed) -> Problem:
+    def on(self, target: Model, seed: noise.Seed) -> Problem:
         """The same images with another target and the random streams of another seed."""
         return replace(self, target=target, keys=noise.stream_keys(self.x, seed))
 
@@ -81,19 +84,29 @@ class Problem:
         """Images drawn uniformly from the balls."""
         return self.ball.random_start(self.keys)
 
-    def step_size(self, size: float | str) -> Tensor | float:
-        """A configured step size; ``"eps/4"`` is a quarter of each image's budget."""
-        return self.ball.eps / 4 if isinstance(size, str) else size
+    def tick(self) -> None:
+        """Report a step."""
+        self.done[0] += 1
+        if self.progress is not None:
+            self.progress(self.done[0])
 
-    def spend(self, passes: Passes) -> None:
-        """Count encoder passes for each of these images."""
-        self.spent[:, self.rows] += torch.tensor(passes, device=self.spent.device)[:, None]
+    @contextmanager
+    def counted(self, *, backward: int = 0) -> Iterator[None]:
+        """The encoder's passes within this block count for these images, in equal parts.
+
+        Without an encoder that is one answer, and ``backward`` gradients.
+        """
+        before = (self.passes.forward, self.passes.backward) if self.passes is not None else (0, 0)
+        yield
+        spent = [1.0, float(backward)]
+        if self.passes is not None:
+            spent = [(self.passes.forward - before[0]) / len(self.y), (self.passes.backward - before[1]) / len(self.y)]
+        self.spent[:, self.rows] += torch.tensor(spent, device=self.spent.device)[:, None]
 
     def logits(self, images: Tensor) -> Tensor:
-        """One counted answer of the target, without gradients."""
-        self.spend(self.target.answer_passes)
-        with torch.no_grad():
-            return _checked(self.target.answer(images), self.y)
+        """One answer of the target, without gradients."""
+        with self.counted(), torch.no_grad():
+            return _checked(self.target(images), self.y)
 
     def candidates(self, images: Tensor) -> Candidates:
         """Images with the target's answers on them."""
@@ -101,20 +114,17 @@ class Problem:
 
     def gradient(self, images: Tensor, loss: Loss, eot: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, loss per image and the gradient of the summed loss, each averaged over ``eot`` passes."""
-        logits, value, slope = self._one_gradient(images, loss)
-        for _ in range(eot - 1):
-            again = self._one_gradient(images, loss)
-            logits, value, slope = logits + again[0], value + again[1], slope + again[2]
-        return logits / eot, value / eot, slope / eot
+        draws = [self._one_gradient(images, loss) for _ in range(eot)]
+        logits, value, gradient = (sum(parts[1:], parts[0]) / eot for parts in zip(*draws, strict=True))
+        return logits, value, gradient
 
     def _one_gradient(self, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-        self.spend(self.target.gradient_passes)
-        with torch.enable_grad():
+        with self.counted(backward=1), torch.enable_grad():
             pixels = images.detach().requires_grad_()
-            logits = _checked(self.target.differentiable(pixels), self.y)
+            logits = _checked(self.target(pixels), self.y)
             value = loss(logits, self.y)
-            slope = checked_gradient(linf.slope(value, pixels), "attacks.Square")
-        return logits.detach(), value.detach(), slope
+            gradient = checked_gradient(linf.gradient(value, pixels), "attacks.Square")
+        return logits.detach(), value.detach(), gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +133,7 @@ class Candidates:
 
     images: Tensor
     wrong: Tensor
-    """Share ``[n]`` of the answers that are wrong; a tie is decided by argmax."""
+    """Fraction ``[n]`` of the answers that are wrong; a tie is decided by argmax."""
     loss: Tensor
     """Which of two candidates is better if both are wrong equally often; the larger the better."""
 
@@ -161,8 +171,10 @@ Attempt = Callable[[Problem, Tensor], Candidates]
 """One attack on some images of a problem; the second argument is which rows of it they are."""
 
 
-def relay(problem: Problem, best: Candidates, attempts: Sequence[Attempt], *, spare_broken: bool = True) -> Candidates:
-    """Run the attempts in turn on their own branches of the random streams; returns the best candidates of each image.
+def run_in_turn(
+    problem: Problem, best: Candidates, attempts: Sequence[Attempt], *, spare_broken: bool = True
+) -> Candidates:
+    """Run the attempts one after the other, with random streams of their own; returns the best candidate of each image.
 
     With ``spare_broken`` an attempt gets only images that are not wrong in every answer so far.
     """
@@ -183,13 +195,10 @@ def check_images(x: Tensor) -> None:
         raise ReactClipError(f"images have {_shape(x)}, but an attack takes [batch, channels, height, width]")
     if not x.is_floating_point():
         raise ReactClipError(f"images are {x.dtype}, but an attack takes floats in [0, 1]; divide bytes by 255")
-    if x.numel() == 0:
-        return
-    low, high = x.min().item(), x.max().item()
-    if not (low >= 0.0 and high <= 1.0):  # true for NaN as well
+    if x.numel() and not (x.min() >= 0.0 and x.max() <= 1.0):  # refuses NaN as well
         raise ReactClipError(
-            f"pixels lie in [{low:.4g}, {high:.4g}], but an attack takes [0, 1]; divide bytes by 255, "
-            "and leave mean/std normalisation to the model"
+            f"pixels lie in [{x.min().item():.4g}, {x.max().item():.4g}], but an attack takes [0, 1]; divide bytes by "
+            "255, and leave mean/std normalisation to the model"
         )
 
 
@@ -219,18 +228,48 @@ def budgets(eps: Tensor | float, x: Tensor) -> Tensor:
     return values.reshape(-1, 1, 1, 1).clone()
 
 
-def checked_gradient(slope: Tensor | None, way_out: str) -> Tensor:
+def checked_gradient(gradient: Tensor | None, way_out: str) -> Tensor:
     """The gradient, refused if it is missing or not finite; ``way_out`` names an attack that needs none."""
-    if slope is None:
+    if gradient is None:
         raise ReactClipError(
             "the target's logits carry no gradient to the pixels, which this attack needs; remove the no_grad or "
             f"detach inside the model, or use {way_out}, which needs none"
         )
-    if not bool(slope.isfinite().all()):
+    if not bool(gradient.isfinite().all()):
         raise ReactClipError(
             f"the target's gradient holds NaN or infinite values; run the model in float32, or use {way_out}"
         )
-    return slope
+    return gradient
+
+
+def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
+    """Refuse images that an attack was not allowed to make; rounding errors of a float are allowed."""
+    if not isinstance(images, Tensor) or images.shape != ball.centre.shape:
+        raise ReactClipError(f"{name} returned {_shape(images)}, but it must return {_shape(ball.centre)}")
+    excess = ((images - ball.centre).abs() - ball.eps).nan_to_num(torch.inf).flatten(1).amax(1)
+    worst = int(excess.argmax())
+    if excess[worst] > 1e-5:
+        budget = torch.as_tensor(ball.eps).expand(len(images), 1, 1, 1)[worst].item()
+        raise ReactClipError(
+            f"{name} moved a pixel of photo {worst} of the batch by {budget + excess[worst].item():.4g}, but the "
+            f"budget is {budget:.4g}; return problem.ball.project(images)"
+        )
+    if not (images.min() >= 0.0 and images.max() <= 1.0):
+        raise ReactClipError(f"{name} returned pixels outside [0, 1]; return problem.ball.project(images)")
+
+
+def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
+    """The nearest images of the ball whose pixels are whole 255ths, as a file holds them.
+
+    Where a pixel's range has none (a clean pixel between two levels, at a budget below 1/255), it keeps its clean value.
+
+    >>> ball = linf.Ball(torch.full((1, 1, 1, 2), 100 / 255), eps=2 / 255)
+    >>> 255 * on_8_bits(torch.tensor([[[[101.6 / 255, 98.4 / 255]]]]), ball)
+    tensor([[[[102.,  98.]]]])
+    """
+    low = ((ball.centre - ball.eps).clamp_min(0.0) * 255.0 - 1e-4).ceil()
+    high = ((ball.centre + ball.eps).clamp_max(1.0) * 255.0 + 1e-4).floor()
+    return torch.where(low <= high, (images * 255.0).round().clamp(low, high) / 255.0, ball.centre)
 
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:

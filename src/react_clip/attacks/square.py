@@ -10,11 +10,11 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.attacks.base import Attack
-from react_clip.attacks.problem import Candidates, Problem, relay
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.config import Count
 
-_FIRST_SHARE = 0.8
-# The share of pixels that a square covers halves after these queries. Like AutoAttack's, the schedule is not stretched
+_FIRST_FRACTION = 0.8
+# The fraction of pixels that a square covers halves after these queries. Like AutoAttack's, the schedule is not stretched
 # to the number of queries at hand.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 
@@ -39,11 +39,11 @@ class Square(Attack):
 
     def search(self, problem: Problem) -> Tensor:
         """The images of largest margin; images that the target gets wrong already are returned as they are."""
-        return relay(problem, problem.candidates(problem.x), [self._paint]).images
+        return run_in_turn(problem, problem.candidates(problem.x), [self._paint]).images
 
     def _paint(self, problem: Problem, rows: Tensor) -> Candidates:
         best = problem.candidates(_stripes(problem.fork(0)))
-        problem.steps.tick()
+        problem.tick()
         for query in range(1, self.queries):
             active = (best.wrong < 1).nonzero().squeeze(1)
             if len(active) == 0:
@@ -51,7 +51,7 @@ class Square(Attack):
             part, current = problem.take(active), best.take(active)
             painted = _repaint(part.fork(query), current.images, _side(query, problem.x.shape))
             best = best.put(active, current.or_better(part.candidates(painted)))
-            problem.steps.tick()
+            problem.tick()
         return best
 
 
@@ -83,7 +83,7 @@ def _interval(draw: Tensor, side: int, length: int) -> Tensor:
 def _side(query: int, shape: torch.Size) -> int:
     """Side of the square at this query."""
     halvings = sum(query > mark for mark in _HALVINGS)
-    return max(1, round(math.sqrt(_FIRST_SHARE * 0.5**halvings * shape[2] * shape[3])))
+    return max(1, round(math.sqrt(_FIRST_FRACTION * 0.5**halvings * shape[2] * shape[3])))
 
 
 def _signs(draws: Tensor) -> Tensor:

@@ -9,18 +9,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from react_clip.attacks import targets
+from react_clip.attacks.adaptive import Adaptive
 from react_clip.attacks.apgd import APGD
-from react_clip.attacks.base import JUDGE_DRAWS, Attack, DefendedAttack
+from react_clip.attacks.base import Attack
+from react_clip.attacks.defended import DefendedAttack, Draws, defended_logits
 from react_clip.attacks.pgd import PGD
-from react_clip.attacks.problem import Candidates, Problem, relay
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.attacks.square import Square
-from react_clip.attacks.targets import Passes, Target
-from react_clip.attacks.whitebox import BPDA, Both, Evade, Feature, Through
 from react_clip.config import Count
-from react_clip.defenses.base import DefendedModule, Defense, derived_seed
+from react_clip.defenses.base import DefendedModule, Gradients, derived_seed
 from react_clip.errors import ReactClipError
-from react_clip.noise import Seed
 
 
 class Queries(DefendedAttack):
@@ -36,19 +34,11 @@ class Queries(DefendedAttack):
     eot: Count = 4
     """Answers averaged per query."""
 
-    def search_cost(self, defense: Defense) -> Passes:
-        """The answers on the clean images and to the queries."""
-        return targets.total((defense.cost(), (self.queries + 1) * self.eot))
-
     def search(self, problem: Problem) -> Tensor:
-        """Adversarial images ``[B, C, H, W]`` of Square."""
-        noisy = targets.with_own_noise(problem.defended, self.kind)
-
-        def answer(images: Tensor) -> Tensor:
-            return targets.mean_answer(noisy, images, self.eot)
-
-        target = Target(answer, answer, targets.total((noisy.defense.cost(), self.eot)))
-        return Square(queries=self.queries).search(problem.on(target, noisy.seed))
+        """Adversarial images ``[n, C, H, W]`` of Square."""
+        draws = Draws(problem.defended, self.kind)
+        target = problem.on(lambda images: draws.mean(images, self.eot), draws.seed)
+        return Square(queries=self.queries).search(target)
 
 
 class Rand(DefendedAttack):
@@ -66,66 +56,45 @@ class Rand(DefendedAttack):
     eot: Count = 20
     """Draws over which a gradient is averaged."""
     checkpoint: bool = True
-    """Encode again in the backward pass instead of keeping activations."""
+    """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
     views: Count | None = None
-    """Most anchor views of the copy of the defence that gradients are taken of; all of them by default."""
-
-    @property
-    def total_steps(self) -> int:
-        """Those of both members."""
-        return 2 * self.steps
-
-    def search_cost(self, defense: Defense) -> Passes:
-        """For each member a gradient at the start and after every step, the clean answer, and the comparison."""
-        gradient = targets.gradient_passes(targets.with_views(defense, self.views), self.checkpoint)
-        return targets.total((gradient, 2 * self.eot * (self.steps + 1)), (defense.cost(), 4 * self.eot))
+    """Most views of the copy of the defence that gradients are taken of; all of them by default."""
 
     def search(self, problem: Problem) -> Tensor:
         """The better image of the two members."""
         best, ce = Candidates.none(problem.x), APGD(loss="ce", steps=self.steps, eot=self.eot)
         for member in (ce, ce.replace(loss="dlr")):
-            label = f"{self.kind} {member.name}"
-            target, seed = self._target(problem.defended, label)
-            images = member.search(problem.on(target, seed))
-            problem.spend(target.answer_passes)
-            judging = targets.with_own_noise(problem.defended, f"{label} chosen")
-            best = best.or_better(Candidates(images, *targets.judge(judging, images, problem.y, self.eot)))
+            images = self._search(member, problem)
+            chosen = Draws(problem.defended, f"{self.kind} {member.name} chosen")
+            best = best.or_better(chosen.judge(problem, images, self.eot))
         return best.images
 
-    def _target(self, defended: DefendedModule, label: str) -> tuple[Target, Seed]:
-        """Single draws where a gradient is taken, which APGD averages; the mean of several where only an answer is."""
-        copy = targets.with_views(defended.defense, self.views)
-        answers = targets.with_own_noise(defended, f"{label} answers")
-        model = targets.with_own_noise(defended, label, copy, differentiable=True, checkpoint=self.checkpoint)
-        target = Target(
-            lambda images: targets.mean_answer(answers, images, self.eot),
-            model,
-            targets.total((defended.defense.cost(), self.eot)),
-            targets.gradient_passes(copy, self.checkpoint),
-        )
-        return target, model.seed
+    def _search(self, member: APGD, problem: Problem) -> Tensor:
+        """The images of one member: single draws where it takes a gradient, the mean of several where an answer."""
+        label, how = f"{self.kind} {member.name}", Gradients(checkpoint=self.checkpoint)
+        answers = Draws(problem.defended, f"{label} answers")
+        draws = Draws(problem.defended, label, views=self.views, how=how)
+
+        def target(images: Tensor) -> Tensor:
+            return defended_logits(draws.forced(images)) if images.requires_grad else answers.mean(images, self.eot)
+
+        return member.search(problem.on(target, draws.seed))
 
 
 class Transfer(DefendedAttack):
     """PGD on undefended CLIP: what an attacker does who does not know the defence. A suite with it is never weaker.
 
-    >>> from react_clip.defenses import ReACT
-    >>> Transfer(steps=10).search_cost(ReACT())  # the cost of the defence does not matter
-    (10, 10)
+    >>> Transfer(steps=10).name
+    'adaptive-transfer-10'
     """
 
     kind: ClassVar[str] = "adaptive-transfer"
     steps: Count = 20
     """Gradient steps."""
 
-    def search_cost(self, defense: Defense) -> Passes:
-        """One gradient of the plain classifier per step."""
-        return self.steps, self.steps
-
     def search(self, problem: Problem) -> Tensor:
-        """Adversarial images ``[B, C, H, W]`` of PGD."""
-        defended = problem.defended
-        plain = problem.on(Target(defended.clf, defended.clf), derived_seed(defended.seed, self.kind))
+        """Adversarial images ``[n, C, H, W]`` of PGD."""
+        plain = problem.on(problem.defended.clf, derived_seed(problem.defended.seed, self.kind))
         return PGD(steps=self.steps, step_size="eps/4").search(plain)
 
 
@@ -134,20 +103,20 @@ class Suite(DefendedAttack):
 
     All members' images are judged on the same fresh draws; per image the one that is wrong in most of them is returned.
     With ``in_turn`` a member attacks only images that the members before it left right in some of these draws: the
-    worst case is the same for a fraction of the work, but a member's own share then covers only those images.
+    worst case is the same for a fraction of the work, but a member's own fraction then covers only those images.
 
-    >>> Suite(members=(Both(steps=5), Evade(steps=5, lambdas=(1.0,)))).name
+    >>> Suite(members=(Adaptive(steps=5), Transfer(steps=5))).name
     'adaptive-suite-2'
     """
 
     kind: ClassVar[str] = "adaptive-suite"
     members: tuple[Attack, ...] = (
         Transfer(),
-        Both(),
-        Through(),
-        Evade(),
-        BPDA(),
-        Feature(),
+        Adaptive(objective="both"),
+        Adaptive(objective="through"),
+        Adaptive(objective="evade"),
+        Adaptive(objective="bpda"),
+        Adaptive(objective="feature"),
         Rand(steps=20, eot=4),
         Queries(queries=500, eot=4),
     )
@@ -172,40 +141,32 @@ class Suite(DefendedAttack):
         """``adaptive-suite-8``: the number of members."""
         return f"{self.kind}-{len(self.members)}"
 
-    @property
-    def total_steps(self) -> int:
-        """Those of all members."""
-        return sum(member.total_steps for member in self.members)
+    def members_for(self, module: DefendedModule) -> list[DefendedAttack]:
+        """The members that make sense on a defence."""
+        return [one for one in self.members if isinstance(one, DefendedAttack) and not one.why_not(module)]
 
-    def members_for(self, defense: Defense) -> tuple[Attack, ...]:
-        """The members that make sense on a defence, with the suite's budget."""
-        return tuple(member.replace(eps=self.eps) for member in self.members if not member.obstacle(defense))
-
-    def obstacle(self, defense: Defense) -> str:
-        """Only if every member has one."""
-        return "" if self.members_for(defense) else self.members[0].obstacle(defense)
-
-    def search_cost(self, defense: Defense) -> Passes:
-        """The members' costs less one judging, which :meth:`cost` adds."""
-        costs = [(member.cost(defense), 1) for member in self.members_for(defense)]
-        return targets.total(*costs, (defense.cost(), -JUDGE_DRAWS))
+    def why_not(self, module: DefendedModule) -> str:
+        """Only if every member has a reason."""
+        reasons = [one.why_not(module) for one in self.members if isinstance(one, DefendedAttack)]
+        return reasons[0] if all(reasons) else ""
 
     def search(self, problem: Problem) -> Tensor:
         """The worst images over the members."""
         return self.run(problem)[0].images
 
-    def run(self, problem: Problem) -> tuple[Candidates, dict[str, Tensor]]:
-        """The worst images over the members, and each member's share of wrong answers."""
-        members = self.members_for(problem.defended.defense)
+    def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
+        """The worst images over the members, and each member's fraction of wrong answers."""
+        members = self.members_for(problem.defended)
         parts = {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in members}
 
-        def attempt(member: Attack, part: Problem, rows: Tensor) -> Candidates:
-            judged, _ = member.run(part)
+        def attempt(member: DefendedAttack, part: Problem, rows: Tensor) -> Candidates:
+            judged, _, _ = member.run(part)
             parts[member.name][rows] = judged.wrong
             return judged
 
         attempts = [partial(attempt, member) for member in members]
-        return relay(problem, Candidates.none(problem.x), attempts, spare_broken=self.in_turn), parts
+        worst = run_in_turn(problem, Candidates.none(problem.x), attempts, spare_broken=self.in_turn)
+        return worst, worst.wrong > 0.5, parts
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; members have no budget of their own."""

@@ -19,32 +19,44 @@ Flags = NDArray[np.bool_]
 
 
 class Estimate(NamedTuple):
-    """A share in [0, 1] and its 95 % interval."""
+    """A fraction in [0, 1] and its 95 % interval."""
 
     value: float
     low: float
     high: float
 
 
-def wilson(share: float, n: int) -> Estimate:
-    r"""The Wilson score interval of a share measured on ``n`` images.
+def interval(value: float, low: float, high: float, digits: int = 1) -> str:
+    """A number with its interval; both bounds are shown where its two sides differ by more than a tenth.
+
+    >>> interval(61.0, 59.8, 62.2), interval(80.0, 37.6, 96.4)
+    ('61.0 ± 1.2', '80.0 [37.6, 96.4]')
+    """
+    below, above = value - low, high - value
+    if abs(below - above) <= max(0.1 * (below + above), 0.5 * 10**-digits):
+        return f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def wilson(fraction: float, n: int) -> Estimate:
+    r"""The Wilson score interval of a fraction measured on ``n`` images.
 
     .. math:: \frac{\hat p + \frac{z^2}{2n} \pm z\sqrt{\frac{\hat p (1-\hat p)}{n} + \frac{z^2}{4n^2}}}{1 + z^2/n}
 
-    The share may be a mean over draws and so need not be a multiple of 1/n; more draws do not make ``n`` larger.
+    The fraction may be a mean over draws and so need not be a multiple of 1/n; more draws do not make ``n`` larger.
 
     >>> estimate = wilson(0.5, 100)
     >>> round(estimate.low, 4), round(estimate.high, 4)
     (0.4038, 0.5962)
     """
     shrink = 1.0 + Z_95**2 / n
-    centre = (share + Z_95**2 / (2 * n)) / shrink
-    reach = Z_95 / shrink * math.sqrt(share * (1.0 - share) / n + Z_95**2 / (4 * n * n))
+    centre = (fraction + Z_95**2 / (2 * n)) / shrink
+    reach = Z_95 / shrink * math.sqrt(fraction * (1.0 - fraction) / n + Z_95**2 / (4 * n * n))
     # The formula reaches 0 and 1 exactly; rounding must not make the interval miss its own estimate.
-    return Estimate(share, min(share, max(0.0, centre - reach)), max(share, min(1.0, centre + reach)))
+    return Estimate(fraction, min(fraction, max(0.0, centre - reach)), max(fraction, min(1.0, centre + reach)))
 
 
-def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
+def mean_over_sets(fractions: Sequence[float], sizes: Sequence[int]) -> Estimate:
     r"""The unweighted mean over data sets, with a stratified normal interval.
 
     .. math:: \bar p \pm z \frac1S \sqrt{\sum_s \tilde p_s (1 - \tilde p_s) / \tilde n_s}, \qquad
@@ -57,29 +69,20 @@ def mean_over_sets(shares: Sequence[float], sizes: Sequence[int]) -> Estimate:
     >>> round(estimate.value, 4), round(estimate.high - estimate.value, 4)
     (0.6, 0.0654)
     """
-    if len(shares) == 1:
-        return wilson(shares[0], sizes[0])
+    if len(fractions) == 1:
+        return wilson(fractions[0], sizes[0])
     variance = 0.0
-    for share, n in zip(shares, sizes, strict=True):
+    for fraction, n in zip(fractions, sizes, strict=True):
         adjusted = n + Z_95**2
-        moved = (n * share + Z_95**2 / 2) / adjusted
+        moved = (n * fraction + Z_95**2 / 2) / adjusted
         variance += moved * (1.0 - moved) / adjusted
-    mean = math.fsum(shares) / len(shares)
-    reach = Z_95 * math.sqrt(variance) / len(shares)
+    mean = math.fsum(fractions) / len(fractions)
+    reach = Z_95 * math.sqrt(variance) / len(fractions)
     return Estimate(mean, max(0.0, mean - reach), min(1.0, mean + reach))
 
 
-def accuracy(correct: Flags) -> float:
-    """Share of correct answers, the mean over draws.
-
-    >>> accuracy(np.array([[True, False, True], [True, True, True]]))
-    0.8333333333333334
-    """
-    return float(correct.mean())
-
-
 def worst_of(correct: Flags) -> float:
-    """Share of images that are correct in every draw: the accuracy against an attacker who may try K times.
+    """Fraction of images that are correct in every draw: the accuracy against an attacker who may try K times.
 
     >>> worst_of(np.array([[True, False, True], [True, True, True]]))
     0.6666666666666666
@@ -88,7 +91,7 @@ def worst_of(correct: Flags) -> float:
 
 
 def majority(correct: Flags) -> float:
-    """Share of images that are correct in more than half of the draws.
+    """Fraction of images that are correct in more than half of the draws.
 
     >>> majority(np.array([[True, False], [True, False], [False, True]]))
     0.5
@@ -110,7 +113,7 @@ def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
 
 
 def gate_rate(gated: Flags, counted: Flags) -> float:
-    """Share of the images in the mask ``counted`` whose gate opened, mean over draws; NaN if the mask is empty.
+    """Fraction of the images in the mask ``counted`` whose gate opened, mean over draws; NaN if the mask is empty.
 
     >>> gate_rate(np.array([[True, False, True, True]]), np.array([True, True, False, True]))
     0.6666666666666666

@@ -6,13 +6,14 @@ default costs hours and gives a wrong table.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
-import re
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
@@ -26,7 +27,7 @@ from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.config import Configuration, Count, pop_kind, read_length
 from react_clip.defenses import Defense, ReACT
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.strict_yaml import read_yaml
+from react_clip.evaluation.yaml import read_yaml
 from react_clip.optional import require
 
 CLEAN = "clean"
@@ -56,8 +57,17 @@ Line = Annotated[str, BeforeValidator(_check_line)]
 Label = Annotated[Line, Field(min_length=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 # YAML reads `none` as text and `null` as nothing; both mean that no image is stored.
-Store = Annotated[Literal["float16", "uint8", "none"], BeforeValidator(lambda value: value or "none")]
+Store = Annotated[Literal["uint8", "none"], BeforeValidator(lambda value: value or "none")]
 Sets = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+def _check_list(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"it must be a list, such as [{value}]")
+    return value
+
+
+Titles = Annotated[tuple[Label, ...], BeforeValidator(_check_list)]
 
 
 class LabelledAttack(Configuration):
@@ -109,10 +119,10 @@ class LabelledDefense(Configuration):
 
 
 class Images(Configuration):
-    """Storage of adversarial images: ``float16``, ``uint8`` or ``none``."""
+    """Storage of adversarial images: ``uint8`` or ``none``."""
 
-    store: Store = "float16"
-    """Number format of the pixels; with ``none`` images are neither rounded nor stored."""
+    store: Store = "uint8"
+    """Number format of the pixels; with ``none`` images are not stored."""
 
 
 class Recipe(Configuration):
@@ -147,10 +157,10 @@ class Recipe(Configuration):
     transfer_model: Label | None = None
     """The model that attacks are crafted on if the threat is ``transfer``."""
     images: Images = Images()
-    """Number format of stored adversarial images."""
+    """Storage of adversarial images."""
     batch: Count = 64
     """Images per shard and per encoder call."""
-    worst_of: tuple[Label, ...] = ()
+    worst_of: Titles = ()
     """Titles of attacks, such as ``pgd-10 4/255``, or ``all``: their worst case per image is a column of its own."""
     self_check: bool = True
     """Before the run, attack undefended CLIP; stop if that does not work."""
@@ -173,7 +183,7 @@ class Recipe(Configuration):
             raise ReactClipError(f"worst_of names {unknown[0]!r}, which is no attack of the recipe; choose of {known}")
 
     def _check_threat(self) -> None:
-        """Refuse attacks that do not fit the threat model or a defence."""
+        """Refuse attacks that do not fit the threat model."""
         if (self.transfer_model is not None) != (self.threat == TRANSFER):
             raise ReactClipError(
                 f"threat is {self.threat!r} and transfer_model is {self.transfer_model!r}; the model to craft on "
@@ -189,23 +199,11 @@ class Recipe(Configuration):
                     f"threat is {self.threat!r}, but attack {item.title!r} belongs to "
                     f"{' or '.join(item.attack.threats)}; for it set threat: {item.attack.threats[0]}"
                 )
-            for chosen in self.defenses:
-                if reason := item.attack.obstacle(chosen.defense):
-                    raise ReactClipError(
-                        f"attack {item.title!r} cannot be run on defence {chosen.label!r}: {reason}; put it into an "
-                        "adaptive-suite, which leaves out what makes no sense"
-                    )
 
     @property
     def crafting_dtype(self) -> str:
         """Precision of the encoder that attacks are crafted on."""
         return self.attack_dtype or self.dtype
-
-    def worst_case_over(self) -> tuple[LabelledAttack, ...]:
-        """The attacks that ``worst_of`` names, without natural damage if it says ``all``."""
-        everything = "all" in self.worst_of
-        wanted = [item for item in self.attacks if everything and not item.attack.natural]
-        return tuple(item for item in self.attacks if item.title in self.worst_of or item in wanted)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -239,8 +237,13 @@ class Recipe(Configuration):
 
     @classmethod
     def load(cls, path: str | Path, *, model: str | None = None) -> Self:
-        """Read a YAML file; ``model`` replaces the recipe's, and with it the constants of ``calibrated: true``."""
+        """Read a YAML file; ``model`` replaces the recipe's, and with it the constants of ``calibrated: true``.
+
+        Attacks and defences written as ``module:Class`` may be in files beside the recipe.
+        """
         values = read_yaml(Path(path))
+        if (beside := str(Path(path).resolve().parent)) not in sys.path:
+            sys.path.append(beside)
         return cls.from_dict(values if model is None else {**values, "model": model})
 
     def save(self, path: str | Path) -> None:
@@ -344,57 +347,51 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
         return [LabelledDefense(defense.name if label is None else label, defense, family, params)]
     family = family or (kind if label is None or "{" in label else label)
     swept = []
-    for point, config in _grid_configs(defense.to_dict(), grid):
-        defense = defense_room.from_dict(config)
-        values = {name: value_at(defense.to_dict(), name) for name in point}
-        swept.append(LabelledDefense(_grid_label(label or kind, point), defense, family, values))
+    for point in _grid_points(grid):
+        config = defense.to_dict()
+        for name, value in point.items():
+            _set_at(config, name, value)
+        chosen = defense_room.from_dict(config)
+        values = {name: value_at(chosen.to_dict(), name) for name in point}
+        swept.append(LabelledDefense(_grid_label(label or kind, point), chosen, family, values))
     return swept
 
 
-def _grid_configs(config: dict[str, Any], grid: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every combination of the grid's values: the swept fields, and the configuration with these values."""
-    lists = isinstance(grid, dict) and all(isinstance(choices, list) and choices for choices in grid.values())
-    if not lists or not grid:
+def _grid_points(grid: Any) -> list[dict[str, Any]]:
+    """Every combination of the grid's values."""
+    if not isinstance(grid, dict) or not grid or not all(isinstance(each, list) and each for each in grid.values()):
         raise ReactClipError(f"grid is {grid!r:.80}; it maps fields to lists of values, such as {{alpha: [1.2, 2.0]}}")
-    combinations = list(itertools.product(*grid.values()))
-    if len(combinations) > MAX_GRID:
-        raise ReactClipError(
-            f"a grid stands for {len(combinations)} defences; at most {MAX_GRID} are allowed, so shorten its lists"
-        )
-    for combination in combinations:
-        point, changed = dict(zip(grid, combination, strict=True)), copy.deepcopy(config)
-        for name, value in point.items():
-            *outer, last = name.split(".")
-            inner = changed
-            for part in outer:
-                if not isinstance(inner.get(part), dict):
-                    inner[part] = {}
-                inner = inner[part]
-            inner[last] = value
-        yield point, changed
+    if (count := math.prod(map(len, grid.values()))) > MAX_GRID:
+        raise ReactClipError(f"a grid stands for {count} defences; at most {MAX_GRID} are allowed: shorten its lists")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _set_at(config: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted field."""
+    *outer, last = name.split(".")
+    for part in outer:
+        config = config.setdefault(part, {})
+    config[last] = value
 
 
 def _grid_label(label: str, point: dict[str, Any]) -> str:
-    """The label with ``{field}`` or ``{field:.2f}`` replaced by swept values; without these the values are appended.
+    """The label with its ``{field}`` or ``{field:.2f}`` filled in; without these the values are appended.
 
     >>> _grid_label("AOM", {"mapping.sigma": 0.05, "alpha": 2.0}), _grid_label("tau {tau:.2f}", {"tau": 0.5})
-    ('AOM sigma=0.05 alpha=2', 'tau 0.50')
+    ('AOM sigma=0.05 alpha=2.0', 'tau 0.50')
     """
-
-    def text(value: Any) -> str:
-        return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-    def fill(match: re.Match[str]) -> str:
-        if match[1] not in point:
-            raise ReactClipError(f"label {label!r} shows {match[1]!r}, which the grid does not sweep")
-        try:
-            return format(point[match[1]], match[2]) if match[2] else text(point[match[1]])
-        except ValueError as error:
-            raise ReactClipError(f"label {label!r} cannot show {match[1]}: {error}") from None
-
-    filled, count = re.subn(r"\{([\w.]+)(?::([^{}]*))?\}", fill, label)
-    appended = [f"{name.rpartition('.')[2]}={text(value)}" for name, value in point.items()]
-    return filled if count else " ".join([label, *appended])
+    if "{" not in label:
+        return " ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in point.items())])
+    fields: dict[str, Any] = {}
+    for name, value in point.items():
+        _set_at(fields, name, value)
+    try:
+        # str.format reads {mapping.sigma} as an attribute.
+        return label.format(**{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in fields.items()})
+    except (KeyError, AttributeError, ValueError, IndexError, TypeError) as error:
+        raise ReactClipError(
+            f"label {label!r} cannot be filled in ({error!r}); the grid sweeps {', '.join(point)}"
+        ) from None
 
 
 def value_at(config: Any, name: str) -> Any:

@@ -25,20 +25,26 @@ from torch import Tensor
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
-from react_clip.evaluation.strict_yaml import read_yaml
+from react_clip.evaluation.results import IMAGES, RESULT
+from react_clip.evaluation.yaml import read_yaml
 from react_clip.optional import require
 from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")
 
-RECIPE, PER_IMAGE, RESULT, TABLES, SHARDS = "recipe.yaml", "per_image.parquet", "result.json", "tables", "shards"
-IMAGES = "images"
+RECIPE, TABLES, SHARDS = "recipe.yaml", "tables", "shards"
+PIXELS = "images"
 """Name of shards that hold pixels, and of the pixels in them."""
 
 Tensors = dict[str, Tensor]
 _LOG = "run.log"
-_FORMAT = "react-clip shard 3"
+_FORMAT = "react-clip shard 4"
 _HEADER = "react-clip"
+
+
+def run_folder(name: str, recipe: Recipe) -> Path:
+    """Where a run goes by default: another folder for every recipe, such as ``runs/MyDefense-1a2b3c4d``."""
+    return Path("runs") / f"{name}-{recipe.fingerprint()[:8]}"
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
     """
     path, asked = folder / RECIPE, recipe.to_dict()
     if not path.exists():
-        if existing := [name for name in (RESULT, PER_IMAGE) if (folder / name).exists()]:
+        if existing := [name for name in (RESULT, IMAGES) if (folder / name).exists()]:
             raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
         recipe.save(path)
         return
@@ -139,12 +145,12 @@ class ShardStore:
             return None
         return shard
 
-    def write(self, path: tuple[str, ...], about: dict[str, Any], tensors: Tensors, note: str = "") -> Shard:
+    def write(self, path: tuple[str, ...], about: dict[str, Any], tensors: Tensors) -> Shard:
         """Write a finished shard."""
         # Clones, because safetensors refuses tensors that share memory, as unmeasured diagnostics may.
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
         digest = storage.tensor_digest(tensors)
-        header = {"format": _FORMAT, "about": about, "sha256": digest, "note": note}
+        header = {"format": _FORMAT, "about": about, "sha256": digest}
         # One entry, because safetensors writes several in no fixed order and equal content must give equal files.
         storage.write_tensors(self._file(path), tensors, {_HEADER: json.dumps(header, sort_keys=True)})
         return Shard(tensors, digest)
@@ -183,43 +189,6 @@ def _read(file: Path) -> tuple[Shard, dict[str, Any]]:
 
 # ---------------------------------------------------------------------- stored images
 
-ROUNDING_NOTES = {
-    "float16": (
-        "adversarial images are stored as float16 (steps of at most 0.12/255) and evaluated as stored: rounding can "
-        "undo an attack, though rarely one of 1/255 or more"
-    ),
-    "uint8": (
-        "adversarial images are stored as uint8 (steps of 1/255) and evaluated as stored: rounding can undo an attack, "
-        "above all at budgets of 1/255 or 2/255"
-    ),
-    "none": "adversarial images are not stored; they are evaluated in float32 as the attack left them",
-}
-"""Notes of a result about each way of storing images."""
-
-
-def rounded(images: Tensor, clean: Tensor, eps: float, store: str) -> Tensor:
-    """Adversarial images ``[B, 3, S, S]`` in the type in which they are stored, still within ``eps`` of the clean ones.
-
-    Rounding to the nearest value may leave the ball by half a step; such a pixel takes the next value towards the clean
-    one instead, so that the stored image is one the attacker was allowed to make (for budgets of at least one step).
-
-    >>> clean = torch.full((1, 3, 2, 2), 100 / 255)
-    >>> rounded(clean + 4 / 255, clean, 4 / 255, "uint8").unique()
-    tensor([104], dtype=torch.uint8)
-    """
-    if store == "none":
-        return images.float()
-    if store == "uint8":
-        nearest = images.mul(255.0).round()
-        back = (nearest / 255.0 - clean).sign()
-        outside = (nearest / 255.0 - clean).abs() > eps + 1e-6
-        return (nearest - back * outside).clamp(0, 255).to(torch.uint8)
-    half = images.half()
-    offset = half.float() - clean
-    # The bit patterns of non-negative floats are ordered like their values: one less is the next smaller number.
-    bits = half.view(torch.int16) - (offset.sign() * (offset.abs() > eps)).to(torch.int16)
-    return bits.clamp_min(0).view(torch.float16)
-
 
 class Pictures:
     """The images that a run stored, one at a time; ``None`` where it has none or a shard cannot be read."""
@@ -246,10 +215,10 @@ class Pictures:
         try:
             with safe_open(file, framework="pt") as stored:
                 row = (stored.get_tensor("index") == index).nonzero().flatten()
-                return to_float(stored.get_slice(IMAGES)[int(row[0])]) if len(row) else None
+                return to_float(stored.get_slice(PIXELS)[int(row[0])]) if len(row) else None
         except (OSError, SafetensorError, ValueError, KeyError):
             return None
 
     def _list(self, *path: str) -> list[tuple[int, Path]]:
-        folder = self._shards.joinpath(*(slug(part) for part in path), IMAGES)
+        folder = self._shards.joinpath(*(slug(part) for part in path), PIXELS)
         return sorted((int(file.stem), file) for file in folder.glob("*.safetensors") if file.stem.isdigit())

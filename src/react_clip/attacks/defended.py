@@ -1,0 +1,120 @@
+"""A classifier behind a defence, as an attacker who knows it sees it.
+
+The defence gives one of two answers, chosen by a gate:
+
+.. math:: z_{def}(x) = z_{closed}(x) + 1[s(x) \\ge \\tau]\\,[z_{open}(x) - z_{closed}(x)]
+
+The attacker forces the gate, so he knows both answers, the score and the threshold, all with gradients. A defence
+without a gate has its answer as the open one, and that of plain CLIP as the closed one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from react_clip.attacks.base import ADAPTIVE, Attack
+from react_clip.attacks.losses import margin
+from react_clip.attacks.problem import Candidates, Model, Problem, on_8_bits
+from react_clip.defenses.base import DefendedModule, Defense, Forced, Gradients, derived_seed, forced_answers
+from react_clip.errors import ReactClipError
+from react_clip.noise import Seed
+from react_clip.zeroshot import ZeroShotClassifier
+
+JUDGE_DRAWS = 10
+"""Draws of the noise that decide whether an attack on a defence succeeded; no attack optimises on them."""
+
+
+class Draws:
+    """A defended classifier that draws new noise in every call; the sequence follows from the seed and the label."""
+
+    def __init__(
+        self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = Gradients()
+    ) -> None:
+        self.clf, self.defense = module.clf, with_views(module.defense, views)
+        self.seed = derived_seed(module.seed, label)
+        self._how = how
+        self._count = 0
+
+    def _next_seed(self) -> Seed:
+        self._count += 1
+        return derived_seed(self.seed, f"draw {self._count}")
+
+    def forced(self, pixels: Tensor) -> Forced:
+        """Both answers of one draw, with gradients where the pixels require them."""
+        return forced_answers(self.defense, self.clf, pixels, self._next_seed(), self._how)
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """The defended logits ``[n, K]`` of one draw."""
+        return self.defense(self.clf, images, seed=self._next_seed()).logits
+
+    def mean(self, images: Tensor, draws: int) -> Tensor:
+        """Mean of the defended logits ``[n, K]`` over several draws."""
+        return torch.stack([self.logits(images) for _ in range(draws)]).mean(0)
+
+    def judge(self, problem: Problem, images: Tensor, draws: int = JUDGE_DRAWS) -> Candidates:
+        """The images with their fraction of wrong answers and mean margin over several draws."""
+        wrong, loss = torch.zeros(2, len(images), device=images.device)
+        with problem.counted():
+            for _ in range(draws):
+                logits = self.logits(images)
+                wrong = wrong + (logits.argmax(1) != problem.y)
+                loss = loss + margin(logits, problem.y).float()
+        return Candidates(images, wrong / draws, loss / draws)
+
+
+def with_views(defense: Defense, views: int | None) -> Defense:
+    """A cheaper copy of a defence that averages views: at most so many of them.
+
+    The mean of fewer views has the same expectation, so its gradients point the same way with more noise. Attackers
+    may optimise on the copy; results are judged on the defence itself.
+
+    >>> from react_clip.defenses import TTC, ReACT
+    >>> with_views(ReACT(), 4).views, with_views(ReACT(), None).views, with_views(TTC(), 4) == TTC()
+    (4, 10, True)
+    """
+    own = getattr(defense, "views", None)
+    return defense if views is None or not isinstance(own, int) else defense.replace(views=min(views, own))
+
+
+def defended_logits(draw: Forced) -> Tensor:
+    """The logits ``[n, K]`` that the defence gives."""
+    return torch.where(draw.gated[:, None], draw.opened.logits, draw.closed.logits)
+
+
+class DefendedAttack(Attack, ABC):
+    """An attack that knows the defence; its target is ``rc.as_module(clf, defense)``.
+
+    Every step draws new noise, from seeds that no evaluation uses (:func:`~react_clip.defenses.base.derived_seed`).
+    """
+
+    threats: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
+
+    def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
+        """The defended classifier."""
+        return DefendedModule(clf, defense)
+
+    def why_not(self, module: DefendedModule) -> str:
+        """The reason why the attack makes no sense on a defence; empty where it does."""
+        return ""
+
+    def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
+        """Search, round to 8 bits, then judge by draws that no attack optimises on."""
+        if reason := self.why_not(problem.defended):
+            raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
+        images = on_8_bits(self.found(problem), problem.ball)
+        judged = Draws(problem.defended, "judge").judge(problem, images)
+        return judged, judged.wrong > 0.5, {}
+
+    def _prepared(self, target: Model, seed: Seed) -> tuple[Model, Seed]:
+        if not isinstance(target, DefendedModule):
+            raise ReactClipError(
+                f"the target is a {type(target).__name__}, but an attack that knows the defence needs one; give "
+                "rc.as_module(clf, defense)"
+            )
+        own = derived_seed(seed, "attack")
+        return DefendedModule(target.clf, target.defense, seed=own), own

@@ -1,0 +1,87 @@
+"""Digests of source code, so that stored work is not mistaken for that of other code."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def code_digest(*classes: type) -> str:
+    """SHA-256 of the modules that define the classes and their bases, and of all modules of ours that these import.
+
+    Modules of the package and those beside the file of a class are ours; comments do not count. A class without a file,
+    as in a notebook, counts by its name.
+    """
+    texts: dict[Path, str] = {}
+    loose: list[str] = []
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__):
+        if base.__module__.partition(".")[0] in (*sys.stdlib_module_names, "torch"):
+            continue
+        try:
+            file = Path(inspect.getfile(base)).resolve()
+        except (OSError, TypeError):
+            loose.append(base.__qualname__)
+            continue
+        if file.suffix == ".py":
+            _collect(file, (PACKAGE.parent, file.parent), texts)
+    return hashlib.sha256("\0".join([*loose, *(texts[file] for file in sorted(texts))]).encode()).hexdigest()
+
+
+def _collect(file: Path, roots: tuple[Path, ...], texts: dict[Path, str]) -> None:
+    """Add the syntax tree of a module and of those below the roots that it imports."""
+    if file in texts:
+        return
+    texts[file], names = _read(file, file.stat().st_mtime_ns)
+    for root in roots:
+        for name in names:
+            place = root.joinpath(*name.split("."))
+            for other in (place.with_suffix(".py"), place / "__init__.py"):
+                # Only the package itself is searched below its folder, not what is installed beside it.
+                if other.is_file() and (root != PACKAGE.parent or PACKAGE in other.parents):
+                    _collect(other, roots, texts)
+
+
+@cache
+def _read(file: Path, changed: int) -> tuple[str, tuple[str, ...]]:
+    """The syntax tree of a file, and the names that it imports."""
+    tree = ast.parse(file.read_bytes())
+    return ast.dump(tree), tuple(dict.fromkeys(_imports(tree)))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports; the last part may be a name within a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def package_digest() -> str:
+    """SHA-256 of all sources of the package."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def git_commit() -> str:
+    """The commit of the package's sources, with ``+`` if they were changed since; empty outside of a repository."""
+    git = ["git", "-C", str(PACKAGE)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True, check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + ("+" if changed.returncode else "")

@@ -1,0 +1,449 @@
+"""The folder of a finished run: ``images.parquet`` with one row per answer, and ``result.json``, which describes it.
+
+The Parquet file is the truth: every number of a table is a group of its rows. Its columns are
+
+- ``dataset, scoring, threat, attack, eps, defense, draw, seed, attack_seed, index``: which answer it is;
+- ``label, clean_prediction, plain_prediction, prediction``: classes; those of undefended CLIP on the clean image and on
+  this one, and that of the defence;
+- ``attacked, attack_success, crafted_success, queries``: whether and how the image was attacked; ``crafted`` is before
+  its pixels were rounded to 8 bits;
+- ``correct``: the defence is right; ``clean_correct``: so it is, in the same draw, on the clean image; ``robust``: both,
+  because an attacker may leave an image as it is (on clean images and natural damage it is ``correct``);
+- ``gated, passes, backward_passes`` and the diagnostics of the defences under their own names; NaN where not measured;
+- ``part NAME``: for a member of a suite, the fraction of draws in which its image was wrong; NaN where it was not tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from react_clip import storage
+from react_clip.errors import MissingFileError, ReactClipError
+from react_clip.evaluation import metrics
+from react_clip.evaluation.recipe import CLEAN, MEAN, THREATS, format_eps
+from react_clip.optional import require
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RESULT, IMAGES = "result.json", "images.parquet"
+PART = "part "
+"""Prefix of columns about one member of a suite."""
+KEY = ["dataset", "attack", "eps", "defense"]
+"""Columns that tell the rows of a table apart."""
+ANSWER = [*KEY, "draw", "index"]
+"""Columns that tell answers apart."""
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A float that may be NaN, which JSON writes as null."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One defence under one attack on one set, or on the mean over sets. Fractions lie in [0, 1]; NaN: not measured."""
+
+    dataset: str
+    attack: str
+    eps: float
+    defense: str
+    threat: str
+    scoring: str
+    n: int
+    attacked: int
+    """Images that were attacked; the rest passed through the defence unperturbed."""
+    accuracy: float
+    """Over the whole set, the mean over draws: right on the image and, under attack, on the clean one too."""
+    low: float
+    high: float
+    paper_accuracy: float
+    """As the paper counts: right on the image, whatever the answer on the clean one."""
+    paper_low: float
+    paper_high: float
+    worst: float
+    """Only images that are right in every draw."""
+    majority: float
+    """Only images that are right in more than half of the draws."""
+    leakage: float
+    """Attacked images that undefended CLIP gets wrong clean and the defence gets right (mean over draws)."""
+    leakage_fraction: float
+    """The same as a fraction of all images: the part of the paper's accuracy that is due to leakage."""
+    gate_rate: float
+    """Fraction of images whose gate opened, among those that undefended CLIP gets right clean."""
+    passes: float
+    """Encoder passes per image."""
+    backward_passes: float
+
+
+@dataclass(frozen=True)
+class AttackRow:
+    """Success and cost of an attack on one set, against undefended CLIP or the defence that it knows."""
+
+    dataset: str
+    attack: str
+    eps: float
+    attacked: int
+    success_rate: float
+    """Fraction of attacked images that undefended CLIP (or the defence, over its draws) gets wrong."""
+    lost: int
+    """Attacks that had succeeded before rounding to 8 bits (or under the attack's own draws of the noise), and that
+    fail on the image as it was judged."""
+    queries: float
+    """Forward passes the attack spent per attacked image."""
+    defense: str = ""
+    """The defence that the attack knows; its success is then that on the defended answers. Empty for other attacks."""
+    part: str = ""
+    """For one member of a suite: its name; ``success_rate`` is then as the suite saw it."""
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """Description of one set."""
+
+    name: str
+    images: int
+    classes: int
+    fingerprint: str
+    class_source: str
+    model_fingerprint: str
+    notes: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
+    """Class name of each label."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """PGD-10 at 1/255 on undefended CLIP: if it does not hurt, the attack or the model is broken."""
+
+    enabled: bool
+    dataset: str
+    images: int
+    clean_accuracy: Number
+    robust_accuracy: Number
+    limit: Number
+    """Largest fraction of the clean accuracy that may be left."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A sanity check of one attack on one defence."""
+
+    name: str
+    defense: str
+    attack: str
+    expected: str
+    """The expectation, in words."""
+    first: Number
+    second: Number
+    """The two accuracies compared, or an accuracy and its limit."""
+    slack: Number
+    """Width of the 95 % intervals that the comparison allows."""
+    passed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult:
+    """A finished run: its description as in ``result.json``, its answers, and the rows of its tables."""
+
+    schema: Literal[2]
+    title: str
+    paper: str
+    created: str
+    command: str
+    """The command line; empty if the run was started from Python."""
+    commit: str
+    """The git commit of the package's sources; empty if they are in no repository."""
+    package: str
+    """SHA-256 of the package's sources."""
+    versions: dict[str, str]
+    device: str
+    recipe: dict[str, Any]
+    recipe_hash: str
+    self_check: SelfCheck
+    sets: tuple[SetInfo, ...]
+    checks: tuple[Check, ...]
+    """Sanity checks of attacks that know the defence; empty where there were none."""
+    notes: tuple[str, ...]
+    """Sentences that a reader of the numbers must know."""
+    images: Annotated[Any, Field(exclude=True)] = None
+    """The answers, a DataFrame with the columns listed above."""
+
+    model = property(lambda self: str(self.recipe["model"]))
+    threat = property(lambda self: str(self.recipe["threat"]))
+    threat_meaning = property(lambda self: THREATS.get(self.threat, ""))
+    scoring = property(lambda self: str(self.recipe["scoring"]))
+    dtype = property(lambda self: str(self.recipe["dtype"]))
+    attack_dtype = property(lambda self: str(self.recipe.get("attack_dtype") or self.dtype))
+    draws = property(lambda self: int(self.recipe["draws"]))
+    seeds = property(lambda self: tuple(range(self.recipe["seed"], self.recipe["seed"] + self.draws)))
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One row per set, attack, budget and defence."""
+        return tuple(rows_of(self.images, self.recipe.get("worst_of", ())))
+
+    @cached_property
+    def means(self) -> tuple[Row, ...]:
+        """The unweighted mean over sets of every attack and defence; counts are summed."""
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.attack, row.eps, row.defense), []).append(row)
+        return tuple(map(_mean_row, groups.values()))
+
+    @cached_property
+    def attacks(self) -> tuple[AttackRow, ...]:
+        """One row per set and attack, for attacks that know the defence also per defence and member of a suite."""
+        return tuple(attack_rows(self.images))
+
+    def select(self, *, eps: float | None = None, dataset: str | None = None, **labels: str) -> list[Row]:
+        """The rows with this budget, data set, ``attack`` or ``defense``; those of ``means`` for ``dataset="mean"``."""
+        rows = [row for row in (self.means if dataset == MEAN else self.rows) if dataset in (None, row.dataset)]
+        for name, label in labels.items():
+            rows = [row for row in rows if getattr(row, name) == label]
+        return rows if eps is None else [row for row in rows if math.isclose(row.eps, eps, rel_tol=1e-6)]
+
+    def __str__(self) -> str:
+        """The means over sets."""
+        lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
+        for row in self.means:
+            budget = f" {format_eps(row.eps)}" if row.eps else ""
+            accuracy = metrics.interval(100 * row.accuracy, 100 * row.low, 100 * row.high)
+            leaked = f", {row.leakage:g} leaked" if self.scoring == "attack_all" else ""
+            lines.append(f"  {row.attack}{budget}, {row.defense}: {accuracy} %{leaked}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: what ``result.json`` holds, and the numbers: ``rows``, ``means`` and ``attacks``."""
+        tables = TypeAdapter(dict[str, tuple[Any, ...]])
+        numbers = {"rows": self.rows, "means": self.means, "attacks": self.attacks}
+        return {**_schema().dump_python(self, mode="json"), **tables.dump_python(numbers, mode="json")}
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``result.json``, whole or not at all."""
+        storage.write_text(Path(folder) / RESULT, _schema().dump_json(self, indent=2).decode() + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> EvaluationResult:
+        """Read the folder of a finished run."""
+        path = Path(folder) / RESULT
+        data = storage.read_json(path, "give the folder of a finished run, or run the evaluation again")
+        try:
+            result = _schema().validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first["loc"] else first["msg"]
+            raise ReactClipError(
+                f"{path} is no complete result of this version ({problem}); run the evaluation again, or use the "
+                "version of react-clip that wrote it"
+            ) from None
+        return dataclasses.replace(result, images=load(folder))
+
+
+@cache
+def _schema() -> TypeAdapter[EvaluationResult]:
+    return TypeAdapter(EvaluationResult)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def load(path: str | Path) -> pd.DataFrame:
+    """The answers of a run, from its folder or its ``images.parquet``."""
+    path = Path(path) / IMAGES if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path} does not exist; give the folder of `react-clip evaluate`")
+    try:
+        frame = require("pyarrow.parquet", "reading results", extra="eval").read_table(path).to_pandas()
+    except (OSError, ValueError) as error:
+        raise ReactClipError(f"{path} is damaged ({error}); run the evaluation again to write it") from None
+    if absent := [name for name in (*ANSWER, "correct", "robust") if name not in frame]:
+        raise ReactClipError(f"{path} has no column {absent[0]!r}; it was written by another version of react-clip")
+    return frame
+
+
+def write_images(path: Path, tables: Sequence[pd.DataFrame]) -> None:
+    """Write the answers of all sets as one compressed Parquet file, whole or not at all."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    # Not joined in pandas, which would copy them several times: runs may have millions of rows.
+    parts = [pa.Table.from_pandas(table, preserve_index=False) for table in tables]
+    sink = pa.BufferOutputStream()
+    merged = pa.concat_tables(parts, promote_options="default").unify_dictionaries()
+    parquet.write_table(merged, sink, compression="zstd")
+    with storage.atomic_path(path) as temporary:
+        # Written by Python, so that a full disk is an OSError with a reason.
+        temporary.write_bytes(sink.getvalue())
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of a table; ``worst_of`` names attacks whose worst case per image has rows of its own."""
+    for table in (images, _worst_case(images, worst_of)):
+        for key, group in table.groupby(KEY, sort=False, observed=True):
+            yield _row(*key, group)
+
+
+def _row(dataset: str, attack: str, eps: float, defense: str, group: pd.DataFrame) -> Row:
+    """The numbers of one defence under one attack on one set, from all its draws."""
+    draws, group = group["draw"].nunique(), group.sort_values(["draw", "index"])
+    n = len(group) // draws
+    first = group.iloc[:n]
+    right = (first["clean_prediction"] == first["label"]).to_numpy()
+    attacked = first["attacked"].to_numpy()
+    correct, robust, gated = (group[name].to_numpy().reshape(draws, n) for name in ("correct", "robust", "gated"))
+    leaked = metrics.leakage(right, attacked, correct)
+    return Row(
+        *(str(dataset), str(attack), float(eps), str(defense)),
+        *(str(first["threat"].iloc[0]), str(first["scoring"].iloc[0])),
+        n,
+        int(attacked.sum()),
+        *metrics.wilson(float(robust.mean()), n),
+        *metrics.wilson(float(correct.mean()), n),
+        worst=metrics.worst_of(robust),
+        majority=metrics.majority(robust),
+        leakage=leaked,
+        leakage_fraction=leaked / n,
+        # Under attack, gates are counted on attacked images that CLIP gets right clean.
+        gate_rate=metrics.gate_rate(gated, right if attack == CLEAN else right & attacked),
+        passes=float(group["passes"].mean()),
+        backward_passes=float(group["backward_passes"].mean()),
+    )
+
+
+def _worst_case(images: pd.DataFrame, titles: Sequence[str]) -> pd.DataFrame:
+    """The worst case per image over some attacks: right only if it is right under each of them.
+
+    ``all`` stands for all attacks, without natural damage. The budget is the largest one; gates and passes are means.
+    """
+    pairs = images[["attack", "eps"]].drop_duplicates().itertuples(index=False, name=None)
+    wanted = [
+        (attack, eps)
+        for attack, eps in pairs
+        if (eps and "all" in titles) or (f"{attack} {format_eps(eps)}" if eps else attack) in titles
+    ]
+    chosen = images[[pair in set(wanted) for pair in zip(images["attack"], images["eps"], strict=True)]]
+    rules = dict.fromkeys(("label", "clean_prediction", "threat", "scoring"), "first")
+    rules |= {"attacked": "any", "correct": "all", "robust": "all"}
+    rules |= dict.fromkeys(("gated", "passes", "backward_passes"), "mean")
+    # Row order is that of the defences in the run.
+    worst = chosen.groupby(["dataset", "defense", "draw", "index"], sort=False, observed=True).agg(rules).reset_index()
+    return worst.assign(attack=f"worst of {len(wanted)}", eps=max((eps for _, eps in wanted), default=0.0))
+
+
+def _mean_row(group: list[Row]) -> Row:
+    sizes = [row.n for row in group]
+    values: dict[str, Any] = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
+    for prefix in ("", "paper_"):
+        estimate = metrics.mean_over_sets([getattr(row, f"{prefix}accuracy") for row in group], sizes)
+        values |= zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True)
+    for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
+        measured = [value for row in group if not math.isnan(value := getattr(row, name))]
+        values[name] = math.fsum(measured) / len(measured) if measured else math.nan
+    values["leakage_fraction"] = values["leakage"] / values["n"]
+    return dataclasses.replace(group[0], dataset=MEAN, **values)
+
+
+def attack_rows(images: pd.DataFrame) -> Iterator[AttackRow]:
+    """Rows about the attacks; those that do not know the defence made the same images for all, so one row is enough."""
+    seen = set()
+    for (dataset, attack, eps, defense), group in images.groupby(KEY, sort=False, observed=True):
+        adaptive = group["threat"].iloc[0] == "adaptive"
+        about = (str(dataset), str(attack), float(eps))
+        if attack == CLEAN or (about in seen and not adaptive):
+            continue
+        seen.add(about)
+        first = group[group["draw"] == group["draw"].min()]
+        success = first["attack_success"].astype(float)
+        if adaptive:
+            success = 1.0 - group.groupby("index")["correct"].mean().reindex(first["index"]).set_axis(first.index)
+        tried, crafted = first["attacked"], first["crafted_success"]
+        whole = AttackRow(
+            *about,
+            attacked=int(tried.sum()),
+            success_rate=float(success[tried].mean()),
+            lost=int((tried & crafted & (success <= 0.5)).sum()),
+            queries=float(first["queries"][tried].mean()),
+            defense=str(defense) if adaptive else "",
+        )
+        yield whole
+        for name in [name for name in group if str(name).startswith(PART) and group[name].notna().any()]:
+            broken = first[name].dropna()
+            part = dataclasses.replace(whole, part=name.removeprefix(PART), attacked=len(broken), lost=0)
+            yield dataclasses.replace(part, success_rate=float(broken.mean()), queries=math.nan)
+
+
+# ---------------------------------------------------------------------- several runs as one
+
+
+def join(results: Sequence[EvaluationResult]) -> EvaluationResult:
+    """One result with the answers of several.
+
+    Their photos and their protocol (sets, attacks, scoring, threat model, seeds) must be the same, and different
+    defences must have different labels, also where their models differ. A defence that several results of one model
+    have, such as undefended CLIP, is taken from the first.
+    """
+    import pandas as pd
+
+    if not results:
+        raise ReactClipError("there is nothing to join; give at least one result")
+    first, *others = results
+    for other in others:
+        if difference := next(_differences(first, other), ""):
+            raise ReactClipError(
+                f"{first.title!r} and {other.title!r} cannot be joined: {difference}; report them apart"
+            )
+    known: dict[str, Any] = {}
+    tables, checks, defenses = [], [], []
+    for result in results:
+        new = {item["label"]: (result.model, item) for item in result.recipe["defenses"]}
+        if clash := [label for label in new if known.get(label, new[label]) != new[label]]:
+            raise ReactClipError(f"defence {clash[0]!r} is in several of the results; give one of them another label")
+        labels = new.keys() - known.keys()
+        known |= new
+        defenses += [item for item in result.recipe["defenses"] if item["label"] in labels]
+        tables.append(result.images[result.images["defense"].isin(labels)].astype(dict.fromkeys(_TEXTS, object)))
+        checks += [check for check in result.checks if check.defense in labels]
+    return dataclasses.replace(
+        first,
+        command="; ".join(result.command for result in results if result.command),
+        recipe={
+            **first.recipe,
+            "model": ", ".join(dict.fromkeys(result.model for result in results)),
+            "defenses": defenses,
+        },
+        images=pd.concat(tables, ignore_index=True),
+        checks=tuple(checks),
+        notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
+    )
+
+
+_TEXTS = ("dataset", "attack", "defense", "threat", "scoring")
+
+
+def _differences(one: EvaluationResult, other: EvaluationResult) -> Iterator[str]:
+    """Reasons why the numbers of two results cannot stand in one table."""
+    for what in ("scoring", "threat", "seeds"):
+        if getattr(one, what) != getattr(other, what):
+            yield f"{what} is {getattr(one, what)!r} in one and {getattr(other, what)!r} in the other"
+    photos = [{info.name: (info.images, info.fingerprint) for info in result.sets} for result in (one, other)]
+    for name in photos[0].keys() | photos[1].keys():
+        if photos[0].get(name) != photos[1].get(name):
+            yield f"they have other photos of {name}"
+    titles = [_attack_titles(result.images) for result in (one, other)]
+    if unshared := titles[0] ^ titles[1]:
+        yield f"only one of them has the attacks {', '.join(sorted(unshared))}"
+
+
+def _attack_titles(images: pd.DataFrame) -> set[str]:
+    pairs: Iterable[tuple[str, float]] = images[["attack", "eps"]].drop_duplicates().itertuples(index=False, name=None)
+    return {f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in pairs}
