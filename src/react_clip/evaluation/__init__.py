@@ -1,8 +1,9 @@
 """Evaluation of defences: recipes, runs that can be interrupted and continued, metrics and results."""
 
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.result import EvaluationResult, Row
+from react_clip.evaluation.results import EvaluationResult, Row
 from react_clip.evaluation.run import evaluate, run_recipe
+from react_clip.evaluation.store import run_folder
 from react_clip.evaluation.validate import Validation, validate
 
-__all__ = ["EvaluationResult", "Recipe", "Row", "Validation", "evaluate", "run_recipe", "validate"]
+__all__ = ["EvaluationResult", "Recipe", "Row", "Validation", "evaluate", "run_folder", "run_recipe", "validate"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,14 +18,14 @@ from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.defenses import Defense
 from react_clip.encoders.loading import DTYPES
-from react_clip.environment import device_name, versions
+from react_clip.environment import device_name, typed_command, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import checks, sets, summary
-from react_clip.evaluation.recipe import THREATS, LabelledAttack, LabelledDefense, Recipe
-from react_clip.evaluation.result import AttackRow, Check, EvaluationResult, SelfCheck, SetInfo
+from react_clip.evaluation import checks, code, results, sets
+from react_clip.evaluation.recipe import LabelledAttack, LabelledDefense, Recipe
+from react_clip.evaluation.results import Check, EvaluationResult, SelfCheck, SetInfo
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
-from react_clip.evaluation.store import PER_IMAGE, RESULT, ROUNDING_NOTES, log, open_run
+from react_clip.evaluation.store import log, open_run
 from react_clip.storage import read_json, write_text
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -51,7 +49,7 @@ def evaluate(
     seed: int = 0,
     scoring: str = "leakage_free",
     threat: str = "oblivious",
-    store: str = "float16",
+    store: str = "uint8",
     batch: int = 64,
     worst_of: Sequence[str] = (),
     self_check: bool = True,
@@ -60,7 +58,7 @@ def evaluate(
     """Measure the clean and robust accuracy of defences on one data set.
 
     All defences answer the same adversarial images, except under attacks that know the defence: these craft images for
-    each.
+    each. Photos and adversarial images have 8 bits a channel, as files hold them.
 
     Args:
         clf: CLIP with its classes.
@@ -77,7 +75,7 @@ def evaluate(
         scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
             counts the leakage.
         threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
-        store: adversarial images are stored as ``float16`` or ``uint8``, or not at all (``none``).
+        store: adversarial images are stored as ``uint8``, or not at all (``none``).
         batch: images per shard and per encoder call.
         worst_of: titles of attacks, such as ``pgd-10 4/255``, or ``all``; their worst case per image is a row too.
         self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
@@ -103,8 +101,7 @@ def evaluate(
         "preprocessing": "model",
         "self_check": self_check,
     }
-    recipe = Recipe.from_dict(values)
-    return _run(recipe, [subject], Path(run_dir), progress=progress, command="")
+    return _run(Recipe.from_dict(values), [subject], Path(run_dir), progress=progress)
 
 
 def run_recipe(
@@ -120,12 +117,7 @@ def run_recipe(
     root = data_room.default_root() if root is None else root
     recipe = recipe.with_sets_under(root)
     subjects = sets.from_recipe(recipe, *sets.load_encoders(recipe, device), root, heads, progress)
-    return _run(recipe, subjects, Path(folder), progress=progress, command=typed_command())
-
-
-def typed_command() -> str:
-    """The command line of this process."""
-    return shlex.join(["react-clip", *sys.argv[1:]])
+    return _run(recipe, subjects, Path(folder), progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +127,11 @@ class SetOutcome:
     info: SetInfo
     device: str
     images: pd.DataFrame
-    """Per-image results, see :meth:`SetRunner.run`."""
+    """The answers, see :meth:`SetRunner.run`."""
     checks: list[Check]
     """Sanity checks that took attacks of their own."""
+    notes: list[str]
+    """Lines about defences whose answers cannot be repeated; only of the first set."""
 
 
 def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
@@ -146,19 +140,20 @@ def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
     log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
     images = runner.run(progress=progress)
     extra = checks.sanity_by_attacks(runner.recipe, subject, images, runner.store)
-    return SetOutcome(subject.info(), device, images, extra)
+    notes = runner.unrepeatable() if subject.name == runner.recipe.datasets[0] else []
+    for note in notes:
+        log.warning("%s", note)
+    return SetOutcome(subject.info(), device, images, extra, notes)
 
 
-def _run(
-    recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool, command: str
-) -> EvaluationResult:
+def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool) -> EvaluationResult:
     with open_run(folder, recipe) as store:
         check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
             if not outcomes:
                 check = _self_check(recipe, subject, store.folder / _SELF_CHECK, progress)
             outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
-        return write_result(recipe, folder, check, outcomes, command)
+        return write_result(recipe, folder, check, outcomes)
 
 
 def _self_check(recipe: Recipe, subject: EvaluationSet, path: Path, progress: bool) -> SelfCheck:
@@ -173,63 +168,49 @@ def _self_check(recipe: Recipe, subject: EvaluationSet, path: Path, progress: bo
     return check
 
 
-def write_result(
-    recipe: Recipe, folder: Path, check: SelfCheck, outcomes: Sequence[SetOutcome], command: str
-) -> EvaluationResult:
-    """Write the result of a run and its rows per image, from the outcomes of its sets in the recipe's order."""
-    # One table per set: all sets together would be copied several times, and runs may have millions of rows.
-    tables = [outcome.images for outcome in outcomes]
-    summary.write_per_image(folder / PER_IMAGE, tables)
-    rows, attacks = summary.summarise(recipe, tables)
-    sanity = [check for outcome in outcomes for check in outcome.checks]
-    sanity += checks.sanity_by_numbers(recipe, rows, attacks)
-    checks.raise_if_failed(sanity)
+def write_result(recipe: Recipe, folder: Path, check: SelfCheck, outcomes: Sequence[SetOutcome]) -> EvaluationResult:
+    """Write the answers and the result of a run, from the outcomes of its sets in the recipe's order."""
+    results.write_images(folder / results.IMAGES, [outcome.images for outcome in outcomes])
     result = EvaluationResult(
-        schema=1,
+        schema=2,
+        title=recipe.title,
+        paper=recipe.paper,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
+        command=typed_command(),
+        commit=code.git_commit(),
+        package=code.package_digest(),
         # On a CPU the last bits of a number may depend on how many threads computed it.
         versions={**versions(), "threads": str(torch.get_num_threads())},
         device=outcomes[-1].device,
+        recipe=recipe.to_dict(),
+        recipe_hash=recipe.fingerprint(),
         self_check=check,
         sets=tuple(outcome.info for outcome in outcomes),
-        attacks=tuple(attacks),
-        rows=(*rows, *summary.mean_rows(rows)),
-        notes=tuple(_notes(recipe, check, attacks)),
-        checks=tuple(sanity),
-        **_recipe_fields(recipe),
+        checks=(),
+        notes=(),
+        images=results.load(folder),
     )
-    result.save(folder / RESULT)
-    log.info("finished: %s", folder / RESULT)
+    sanity = [check for outcome in outcomes for check in outcome.checks]
+    sanity += checks.sanity_by_numbers(recipe, result)
+    checks.raise_if_failed(sanity)
+    notes = [*_notes(recipe, result), *(note for outcome in outcomes for note in outcome.notes)]
+    result = dataclasses.replace(result, checks=tuple(sanity), notes=tuple(notes))
+    result.save(folder)
+    log.info("finished: %s", folder / results.RESULT)
     return result
 
 
-def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """Fields of a result that repeat the recipe."""
-    same = ("title", "paper", "dtype", "model", "threat", "scoring", "draws")
-    return {
-        **{name: getattr(recipe, name) for name in same},
-        "attack_dtype": recipe.crafting_dtype,
-        "threat_meaning": THREATS[recipe.threat],
-        "attack_seed": recipe.seed,
-        "defense_seeds": recipe.seeds,
-        "recipe": recipe.to_dict(),
-        "recipe_hash": recipe.fingerprint(),
-    }
-
-
-def _notes(recipe: Recipe, check: SelfCheck, attacks: Sequence[AttackRow]) -> list[str]:
+def _notes(recipe: Recipe, result: EvaluationResult) -> list[str]:
     """Sentences that a reader of the numbers must know."""
-    notes = [ROUNDING_NOTES[recipe.images.store]] if recipe.attacks else []
-    if not check.enabled:
+    notes = []
+    if not recipe.self_check:
         notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
         if recipe.threat == ADAPTIVE:
             notes.append("the sanity checks of attacks that know the defence were switched off")
-    whole = [row for row in attacks if not row.part]
-    if lost := sum(row.lost_to_rounding for row in whole):
-        total = sum(row.attacked for row in whole)
-        why = ", or not under the noise that judges it" if recipe.threat == ADAPTIVE else ""
-        notes.append(f"{lost} of {total} attacks had succeeded and no longer do on the image as stored{why}")
+    whole = [row for row in result.attacks if not row.part]
+    if lost := sum(row.lost for row in whole):
+        why = "under the noise that judges it" if recipe.threat == ADAPTIVE else "rounded to 8 bits, as files hold it"
+        notes.append(f"{lost} of {sum(row.attacked for row in whole)} attacks had succeeded and fail {why}")
     return notes
 
 

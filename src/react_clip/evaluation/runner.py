@@ -1,7 +1,8 @@
 """The work on one set, cut into shards: clean predictions, adversarial images, defended answers.
 
 Each shard covers ``batch`` images and depends only on them, so that a run can stop anywhere and continue later. A shard
-names the digest of the shard it was computed from; if that one is recomputed with another content, so is this one.
+names what it was computed from: weights, photos, settings, code, and the digest of the shard before it. If one of these
+has changed, it is computed again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.attacks import Attack
+from react_clip.attacks import Attack, Suite
 from react_clip.defenses import Defended, Defense
-from react_clip.encoders.cache import ViewCache, cached_views
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.cost import PLAIN, image_cost, work
+from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
+from react_clip.evaluation.results import PART
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import IMAGES, ROUNDING_NOTES, Shard, ShardStore, Tensors, rounded
+from react_clip.evaluation.store import PIXELS, Shard, ShardStore, Tensors
 from react_clip.optional import require
 from react_clip.preprocess import to_float
 
@@ -35,28 +36,10 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
 
-PART = "part "
-"""Prefix of columns about one member of a suite: the share of draws in which its images were wrong."""
-_ANSWERS = {
-    "prediction": "labels",
-    "d_low": "drift_low",
-    "d_high": "drift_high",
-    "r": "drift",
-    "J": "instability",
-    "score": "score",
-    "gated": "gated",
-    "sigma": "sigma",
-    "passes": "passes",
-    "backward_passes": "backward_passes",
-}
-"""Columns of the per-image results, and the fields of a defended answer that they hold."""
-
-
-def pass_bar(name: str, total: int, *, enabled: bool) -> tqdm[Any]:
-    """A progress bar in encoder passes, the unit in which attacks and defences take the same time."""
-    # In a log file a line every half minute is enough.
-    interval = 0.5 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, desc=name, unit=" passes", unit_scale=True, disable=not enabled, mininterval=interval)
+_REPEATED = 8
+"""Images of which a defence is asked again, to see whether it repeats its answers."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest change of a unit feature that counts as rounding; 0.05 in half precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,75 +55,70 @@ class ShardImages:
 
 
 class SetRunner:
-    """Computes the outcomes of a recipe on one set, or reads them back from shards."""
+    """Computes the answers of a recipe on one set, or reads them back from shards."""
 
     def __init__(self, recipe: Recipe, subject: EvaluationSet, store: ShardStore) -> None:
         self.recipe = recipe
         self.subject = subject
         self.store = store
-        # Passes that turn out not to be needed, or that were done before, count as done.
-        self.bar = pass_bar(subject.name, 0, enabled=False)
+        self.bar = tqdm[Any](disable=True)
         self._identity = subject.identity()
-        # Defences of one recipe often differ in a constant only and need the same noisy views.
-        self._cache = ViewCache()
 
     def run(self, *, progress: bool = False) -> pd.DataFrame:
-        """The per-image results: one row per attack, defence, draw and image, in this order."""
+        """The answers of the whole set, see :mod:`react_clip.evaluation.results`."""
         pd = require("pandas", "evaluating", extra="eval")
-        with pass_bar(self.subject.name, self.planned_work(len(self.subject)), enabled=progress) as self.bar:
-            shards = [self.outcomes(span) for span in self.spans()]
-        titles = {CLEAN: (CLEAN, 0.0), **{item.title: (item.label, item.eps) for item in self.recipe.attacks}}
-        frames = []
-        for title, number, draw in shards[0]:
-            parts = [shard[title, number, draw] for shard in shards]
-            columns = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
-            (attack, eps), defense = titles[title], self.recipe.defenses[number].label
-            frame = pd.DataFrame(columns).assign(attack=attack, eps=eps, defense=defense, draw=draw)
-            frames.append(frame.assign(seed=self.recipe.seeds[draw], attack_seed=self.recipe.seed))
-        images = pd.concat(frames, ignore_index=True)
-        images["correct"] = images["prediction"] == images["label"]
+        crafted = sum(len(self.recipe.defenses) if item.adaptive else 1 for item in self.recipe.attacks)
+        answers = len(self.recipe.defenses) * self.recipe.draws * (1 + len(self.recipe.attacks))
+        pieces = len(self.spans()) * (1 + crafted + answers)
+        # In a log file a line every half minute is enough.
+        interval = 0.5 if sys.stderr.isatty() else 30.0
+        options: dict[str, Any] = {"desc": self.subject.name, "unit": "piece", "mininterval": interval}
+        with tqdm(total=pieces, disable=not progress, **options) as self.bar:
+            images = pd.concat([self.outcomes(span) for span in self.spans()], ignore_index=True)
         texts = {"dataset": self.subject.name, "scoring": self.recipe.scoring, "threat": self.recipe.threat}
-        return images.assign(**texts).astype(dict.fromkeys([*texts, "attack", "defense"], "category"))
-
-    def planned_work(self, images: int) -> int:
-        """Most passes that so many images of the set can take."""
-        return work(image_cost(self.recipe)) * images
+        images = images.assign(attack_seed=self.recipe.seed, **texts)
+        return images.astype(dict.fromkeys([*texts, "attack", "defense"], "category"))
 
     def spans(self) -> list[Span]:
         """The ranges of images that shards cover."""
         starts = range(0, len(self.subject), self.recipe.batch)
         return [(start, min(start + self.recipe.batch, len(self.subject))) for start in starts]
 
-    def outcomes(self, span: Span) -> dict[tuple[str, int, int], Tensors]:
-        """Columns of the images of one span by attack, defence and draw; they depend on no other image."""
-        self._cache.clear()
+    def outcomes(self, span: Span) -> pd.DataFrame:
+        """The answers about the images of one span; they depend on no other image."""
+        import pandas as pd
+
         clean = self._clean_images(span)
-        defenses = list(itertools.product(range(len(self.recipe.defenses)), range(self.recipe.draws)))
-        columns = self._clean_columns(span, clean)
-        outcomes = {
-            (CLEAN, number, draw): {**columns, **self._defended(CLEAN, span, number, draw, clean)}
-            for number, draw in defenses
-        }
-        images: ShardImages | None = None
+        choices = list(itertools.product(enumerate(self.recipe.defenses), enumerate(self.recipe.seeds)))
+        before: dict[tuple[int, int], pd.DataFrame] = {}
+        for (number, chosen), (draw, seed) in choices:
+            columns = {**self._clean_columns(span, clean), **self._answers(CLEAN, span, number, draw, clean)}
+            frame = pd.DataFrame({name: tensor.numpy() for name, tensor in columns.items()})
+            frame = frame.assign(attack=CLEAN, eps=0.0, defense=chosen.label, draw=draw, seed=seed)
+            frame["correct"] = frame["clean_correct"] = frame["robust"] = frame["prediction"] == frame["label"]
+            before[number, draw] = frame
+        frames = list(before.values())
         for item in self.recipe.attacks:
-            self._cache.clear()
-            for number, draw in defenses:
+            images: ShardImages | None = None
+            for (number, _), (draw, _) in choices:
                 if draw == 0 and (number == 0 or item.adaptive):
                     # Only an attack that knows the defence crafts images for each one.
                     images = self._attacked_images(item, span, clean, number)
-                # Images that were not attacked keep the answers that they got as clean images.
-                columns = {**outcomes[CLEAN, number, draw], **self._member_columns(item, span, number)}
+                frame = before[number, draw]
                 if images is not None:
-                    answers = self._defended(item.title, span, number, draw, images)
-                    attacked = {**images.shard.tensors, **answers, "attacked": torch.ones_like(images.rows).bool()}
-                    columns = {
-                        name: old.index_copy(0, images.rows, attacked[name]) if name in attacked else old
-                        for name, old in columns.items()
-                    }
+                    answers = self._answers(item.title, span, number, draw, images)
+                    new = {**images.shard.tensors, **answers, "attacked": torch.ones_like(images.rows).bool()}
+                    changed = {name: tensor.numpy() for name, tensor in new.items() if name != PIXELS}
+                    rows = images.rows.numpy()
+                    # Images that were not attacked keep the answers that they got as clean images.
+                    attacked = frame.loc[rows].assign(**changed)
+                    frame = pd.concat([frame.drop(index=rows), attacked]).sort_index()
                 else:
-                    self.bar.update(self._answer_work(number, span))
-                outcomes[item.title, number, draw] = columns
-        return outcomes
+                    self.bar.update()
+                correct = frame["prediction"] == frame["label"]
+                robust = correct & (frame["clean_correct"] | (item.eps == 0))
+                frames.append(frame.assign(attack=item.label, eps=item.eps, correct=correct, robust=robust))
+        return pd.concat(frames, ignore_index=True)
 
     def _clean_columns(self, span: Span, clean: ShardImages) -> Tensors:
         """Columns of images before any attack and any defence."""
@@ -154,13 +132,8 @@ class SetRunner:
             "attacked": no,
             "attack_success": no,
             "crafted_success": no,
-            "queries": torch.zeros_like(labels),
+            "queries": torch.zeros_like(labels, dtype=torch.float64),
         }
-
-    def _member_columns(self, item: LabelledAttack, span: Span, number: int) -> Tensors:
-        """For a suite: columns about its members, NaN where an image was not attacked."""
-        members = item.attack.members_for(self.recipe.defenses[number].defense)
-        return {PART + member.name: torch.full((span[1] - span[0],), torch.nan) for member in members}
 
     # ------------------------------------------------------------------ the three kinds of shards
 
@@ -170,13 +143,12 @@ class SetRunner:
         shard = self.store.read(path, about)
         if shard is None:
             self._stage("clean")
-            stored = self._path(CLEAN, IMAGES, span=span)
+            stored = self._path(CLEAN, PIXELS, span=span)
             if self.recipe.images.store != "none" and self.store.read(stored, about) is None:
-                # Only shown in reports, never computed with, so bytes are exact enough.
-                photos = self.subject.batch(*span).mul(255).round().byte()
-                self.store.write(stored, about, {IMAGES: photos, "index": torch.arange(*span)})
+                photos = self.subject.pixels[slice(*span)]
+                self.store.write(stored, about, {PIXELS: photos, "index": torch.arange(*span)})
             shard = self.store.write(path, about, {"prediction": self._plain(self.subject.batch(*span))})
-        self.bar.update(span[1] - span[0])
+        self.bar.update()
         return ShardImages(torch.arange(span[1] - span[0]), lambda: self.subject.batch(*span), shard)
 
     def _attacked_images(self, item: LabelledAttack, span: Span, clean: ShardImages, number: int) -> ShardImages | None:
@@ -184,80 +156,104 @@ class SetRunner:
         chosen, labels = self.recipe.defenses[number], self.subject.labels[slice(*span)]
         right = clean.shard.tensors["prediction"] == labels
         rows = (right | (self.recipe.scoring == "attack_all") | item.attack.natural).nonzero().flatten()
-        planned = (work(item.attack.cost(chosen.defense)) + work(PLAIN)) * len(labels)
         if not len(rows):
-            self.bar.update(planned)
+            self.bar.update()
             return None
 
         def craft() -> Tensors:
             self._stage(f"{item.title}, against {chosen.label}" if item.adaptive else item.title)
             photos = self.subject.batch(*span)[rows.to(self.subject.clf.device)]
-            return self._craft(item.attack, chosen.defense, photos, labels[rows], planned) | {
-                "index": (rows + span[0]).int()
-            }
+            return self._craft(item.attack, chosen.defense, photos, labels[rows]) | {"index": (rows + span[0]).int()}
 
-        store = self.recipe.images.store
-        path = self._path(item.title, *([chosen.label] if item.adaptive else []), IMAGES, span=span)
-        about = self._about(span, work="attack", attack=repr(item.attack), clean=clean.shard.digest, store=store)
+        members = item.attack.members if isinstance(item.attack, Suite) else ()
+        classes: list[Any] = [item.attack, *members, self.subject.attack_clf.encoder]
+        about = self._about(span, work="attack", attack=repr(item.attack), clean=clean.shard.digest)
         if item.adaptive:
+            classes.append(chosen.defense)
             about |= {"defense": chosen.defense.to_dict()}
+        about |= {"code": code_digest(*map(type, classes)), "store": self.recipe.images.store}
+        path = self._path(item.title, *([chosen.label] if item.adaptive else []), PIXELS, span=span)
         shard, crafted = self.store.read(path, about), None
         if shard is None:
             crafted = craft()
-            stored = {name: tensor for name, tensor in crafted.items() if name != IMAGES or store != "none"}
-            shard = self.store.write(path, about, stored, note=ROUNDING_NOTES[store])
-        else:
-            self.bar.update(planned)
+            keep = self.recipe.images.store != "none"
+            shard = self.store.write(path, about, {k: v for k, v in crafted.items() if keep or k != PIXELS})
+        self.bar.update()
         tensors = shard.tensors
 
         @cache
         def pixels() -> Tensor:
             # Images that are not stored are crafted again if a defence still needs them: same seed, same images.
-            source = tensors if IMAGES in tensors else crafted or craft()
-            return to_float(source[IMAGES].to(self.subject.clf.device))
+            source = tensors if PIXELS in tensors else crafted or craft()
+            return to_float(source[PIXELS].to(self.subject.clf.device))
 
         return ShardImages(rows, pixels, shard)
 
-    def _craft(self, attack: Attack, defense: Defense, clean: Tensor, labels: Tensor, planned: int) -> Tensors:
-        """Adversarial images in their stored type, and the outcome of the attack; the bar moves by ``planned``."""
-        reached = 0
+    def _craft(self, attack: Attack, defense: Defense, clean: Tensor, labels: Tensor) -> Tensors:
+        """Adversarial images in 8 bits, and the outcome of the attack."""
 
-        def tick(done: int, total: int) -> None:
-            nonlocal reached
-            self.bar.update(planned * done // max(total, 1) - reached)
-            reached = planned * done // max(total, 1)
+        def show(done: int) -> None:
+            self.bar.set_postfix_str(f"step {done}", refresh=False)
+            self.bar.update(0)
 
         with _explained_memory_error(self.recipe.batch):
             target = attack.target(self.subject.attack_clf, defense)
-            result = attack(target, clean, labels.to(clean.device), seed=self.recipe.seed, progress=tick)
-        tick(1, 1)
-        images = rounded(result.images, clean, 1.0 if attack.natural else attack.eps, self.recipe.images.store)
+            result = attack(target, clean, labels.to(clean.device), seed=self.recipe.seed, progress=show)
+        images = result.images.mul(255.0).round().byte()
         prediction = self._plain(to_float(images))
         return {
-            IMAGES: images,
-            "label": labels.int(),
+            PIXELS: images.cpu(),
             "plain_prediction": prediction,
             "attack_success": prediction != labels,
-            "crafted_success": result.success.cpu(),
-            "queries": result.queries.cpu(),
-            **{PART + name: share.cpu() for name, share in result.parts.items()},
+            "crafted_success": result.crafted.cpu(),
+            "queries": result.queries.double().cpu(),
+            **{PART + name: fraction.cpu() for name, fraction in result.parts.items()},
         }
 
-    def _defended(self, title: str, span: Span, number: int, draw: int, images: ShardImages) -> Tensors:
+    def _answers(self, title: str, span: Span, number: int, draw: int, images: ShardImages) -> Tensors:
         """Answers of one defence with one draw of its noise."""
         chosen, seed = self.recipe.defenses[number], self.recipe.seeds[draw]
         path = self._path(title, chosen.label, f"draw-{draw}", span=span)
-        about = self._about(
-            span, work="defence", defense=chosen.defense.to_dict(), defense_seed=seed, source=images.shard.digest
-        )
+        code = code_digest(type(chosen.defense), type(self.subject.clf.encoder))
+        about = self._about(span, work="defence", defense=chosen.defense.to_dict(), defense_seed=seed, code=code)
+        about |= {"source": images.shard.digest}
         shard = self.store.read(path, about)
         if shard is None:
             self._stage(f"{title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else ""))
-            with _explained_memory_error(self.recipe.batch), cached_views(self.subject.clf.encoder, self._cache):
+            with _explained_memory_error(self.recipe.batch):
                 answers = _answer_columns(chosen.defense(self.subject.clf, images.pixels(), seed=seed))
             shard = self.store.write(path, about, answers)
-        self.bar.update(self._answer_work(number, span))
+        self.bar.update()
         return shard.tensors
+
+    # ------------------------------------------------------------------ do the defences repeat their answers?
+
+    def unrepeatable(self) -> list[str]:
+        """One line for each defence that answers a few images differently when it is asked again.
+
+        It is asked for the same batch, and for the images in another order and number; the seed is the same.
+        """
+        clf, images = self.subject.clf, self.subject.batch(0, min(_REPEATED, len(self.subject)))
+        tolerance = _TOLERANCE.get(clf.encoder.dtype, 0.05)
+        lines = []
+        for chosen in self.recipe.defenses:
+
+            def features(batch: Tensor, defense: Defense = chosen.defense) -> Tensor:
+                return defense(clf, batch, seed=self.recipe.seed).features.detach().float()
+
+            first, again = features(images), features(images)
+            half = len(images) // 2
+            parts = [features(part) for part in (images[half:], images[:half]) if len(part)]
+            apart = torch.cat([parts[-1], parts[0]][: len(parts)])
+            if float((first - again).norm(dim=1).max()) > tolerance:
+                why = "when it is asked again with the same seed: it draws from a global generator"
+            # A gate may open or shut by rounding for an image or two, not for most.
+            elif float((first - apart).norm(dim=1).median()) > tolerance:
+                why = "in another batch: they depend on the other images, or on a global generator"
+            else:
+                continue
+            lines.append(f"{chosen.label} gives other answers {why}; its numbers cannot be repeated")
+        return lines
 
     # ------------------------------------------------------------------ helpers
 
@@ -267,9 +263,6 @@ class SetRunner:
         with _explained_memory_error(self.recipe.batch):
             logits: Tensor = self.subject.clf(images)
         return logits.argmax(-1).int().cpu()
-
-    def _answer_work(self, number: int, span: Span) -> int:
-        return work(self.recipe.defenses[number].defense.cost()) * (span[1] - span[0])
 
     def _stage(self, text: str) -> None:
         self.bar.set_description(f"{self.subject.name}: {text}", refresh=False)
@@ -294,7 +287,12 @@ def _explained_memory_error(batch: int) -> Iterator[None]:
 
 
 def _answer_columns(defended: Defended) -> Tensors:
-    def plain(values: Tensor) -> Tensor:
-        return values.float() if values.is_floating_point() else values if values.dtype == torch.bool else values.int()
-
-    return {name: plain(getattr(defended, field).detach().cpu()) for name, field in _ANSWERS.items()}
+    """The columns of an answer: prediction, gate, passes, and the defence's diagnostics under their names."""
+    columns = {
+        "prediction": defended.labels.int(),
+        "gated": defended.gated,
+        "passes": defended.passes,
+        "backward_passes": defended.backward_passes,
+        **defended.diagnostics,
+    }
+    return {name: (v.float() if v.is_floating_point() else v).detach().cpu() for name, v in columns.items()}

@@ -1,22 +1,16 @@
-"""Checks before a run: recipe, data, class features, weights, disk space and cost."""
+"""Checks before a run: recipe, data, class features, weights and disk space. No attack and no defence is run."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from react_clip import data as data_room
-from react_clip.attacks.base import ADAPTIVE
-from react_clip.attacks.targets import Passes, total
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.cost import defense_cost, disk_bytes, image_cost, work
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.sets import check_replayable, class_source, load_encoders
 
@@ -35,22 +29,18 @@ class SetReport:
 
 @dataclass(frozen=True)
 class Validation:
-    """The outcome of a validation; passes and bytes are upper bounds."""
+    """What a run needs; numbers are upper bounds, because it is not known before which images are attacked."""
 
     title: str
     model: str
     sets: tuple[SetReport, ...]
-    image_passes: Passes
-    """Forward and backward passes of one image."""
-    minutes: float | None
-    """Time of all passes at the speed of a few measured ones; None without images or a model."""
-    forward_passes: int
-    backward_passes: int
+    crafted: int
+    """Adversarial images to craft."""
+    answers: int
+    """Answers of defences."""
     disk_bytes: int
     disk_free: int
     problems: tuple[str, ...]
-    defenses: dict[str, Passes]
-    """Forward and backward passes to attack and run each defence that the attacker knows; empty for other threats."""
 
     @property
     def ok(self) -> bool:
@@ -62,20 +52,14 @@ class Validation:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
-        """One line per set, then the totals."""
-        lines = []
-        for report in self.sets:
-            if not report.problem:  # problems are listed apart
-                numbers = f"{report.images:,} images, {report.classes:,} classes"
-                lines.append(f"{report.name}: {numbers}, {report.class_source}")
-        counted = any(report.images for report in self.sets)
-        totals = (self.forward_passes, self.backward_passes) if counted else self.image_passes
-        unit = "" if counted else " an image"
-        for label, passes in {**(self.defenses if counted else {}), "cost": totals}.items():
-            lines.append(f"{label}: at most {passes[0]:,} forward and {passes[1]:,} backward passes{unit}")
-        if self.minutes is not None:
-            lines.append(f"time: about {self.minutes:,.0f} minutes at the speed of a few passes on this device")
-        if counted:
+        """One line per set, then the totals; problems are listed apart."""
+        lines = [
+            f"{report.name}: {report.images:,} images, {report.classes:,} classes, {report.class_source}"
+            for report in self.sets
+            if not report.problem
+        ]
+        if lines:
+            lines.append(f"work: at most {self.crafted:,} adversarial images and {self.answers:,} defended answers")
             lines.append(f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free")
         return lines
 
@@ -88,7 +72,7 @@ def validate(
     heads: Path | None = None,
     device: str | None = None,
 ) -> Validation:
-    """Check everything a run needs, and count what it costs. Problems are collected, not raised one at a time."""
+    """Check everything a run needs. Problems are collected, not raised one at a time."""
     root = data_room.default_root() if root is None else root
     recipe = recipe.with_sets_under(root)
     encoder, problems = None, list[str]()
@@ -99,48 +83,20 @@ def validate(
             item.defense.check(encoder)
     except ReactClipError as error:
         problems.append(str(error))
-    reports = [_set_report(recipe, name, encoder, root, heads) for name in recipe.datasets]
+    reports = tuple(_set_report(recipe, name, encoder, root, heads) for name in recipe.datasets)
     problems += [report.problem for report in reports if report.problem]
     images = sum(report.images for report in reports)
-    forward, backward = total((image_cost(recipe), images))
-    minutes = None
-    if encoder is not None and images:
-        minutes = work((forward, backward)) * _seconds_per_pass(encoder, recipe.batch) / 60
-    size = encoder.image_size if encoder is not None else 0
-    needed, free = sum(disk_bytes(recipe, report.images, size) for report in reports), _free(Path(folder))
+    crafted = images * sum(len(recipe.defenses) if item.adaptive else 1 for item in recipe.attacks)
+    answers = images * len(recipe.defenses) * recipe.draws * (1 + len(recipe.attacks))
+    # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet.
+    stored = 0 if encoder is None or recipe.images.store == "none" else 3 * encoder.image_size**2
+    needed, free = stored * (images + crafted) + 120 * answers, _free(Path(folder))
     if needed > free:
         problems.append(
             f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another "
-            "--out, or set images: {store: uint8} or {store: none}"
+            "--out, or set images: {store: none}"
         )
-    return Validation(
-        title=recipe.title,
-        model=recipe.model,
-        sets=tuple(reports),
-        image_passes=image_cost(recipe),
-        minutes=minutes,
-        forward_passes=forward,
-        backward_passes=backward,
-        disk_bytes=needed,
-        disk_free=free,
-        problems=tuple(problems),
-        defenses={
-            item.label: total((defense_cost(recipe, number), images))
-            for number, item in enumerate(recipe.defenses if recipe.threat == ADAPTIVE else ())
-        },
-    )
-
-
-@torch.no_grad()
-def _seconds_per_pass(encoder: Encoder, batch: int) -> float:
-    """Time of one image in a forward pass: the second of two small batches."""
-    count = min(batch, 64 if encoder.device.type == "cuda" else 4)
-    images = torch.zeros(count, 3, encoder.image_size, encoder.image_size, device=encoder.device)
-    for _ in range(2):
-        began = time.perf_counter()
-        encoder(images).sum().item()
-        seconds = (time.perf_counter() - began) / count
-    return seconds
+    return Validation(recipe.title, recipe.model, reports, crafted, answers, needed, free, tuple(problems))
 
 
 def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, heads: Path | None) -> SetReport:
