@@ -26,10 +26,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import react_clip as rc
-from react_clip.attacks import Both, Evade, Queries, Suite, Transfer
+from react_clip.attacks import Adaptive, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate
-from react_clip.evaluation.strict_yaml import parse_yaml
+from react_clip.evaluation.yaml import parse_yaml
 
 SIZE, CLASSES, COUNT = 32, 5, 40
 NAMES = [f"class {number}" for number in range(CLASSES)]
@@ -99,8 +99,8 @@ def numbers(result: EvaluationResult) -> str:
 GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
 MEMBERS = (
     Transfer(steps=4),
-    Both(steps=6, eot=1, checkpoint=False),
-    Evade(steps=8, eot=2, lambdas=(1.0,), checkpoint=False),
+    Adaptive(objective="both", steps=6, eot=1, checkpoint=False),
+    Adaptive(objective="evade", steps=8, eot=2, lambdas=(1.0,), checkpoint=False),
     Queries(queries=6, eot=1),
 )
 

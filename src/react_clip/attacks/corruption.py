@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from pydantic import Field
 from torch import Tensor
 
-from react_clip import noise
+from react_clip import augment, noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
 from react_clip.errors import ReactClipError
@@ -68,31 +67,32 @@ class Corruption(Attack):
 
     def search(self, problem: Problem) -> Tensor:
         """The damaged images."""
-        x, keys, severity = problem.x, problem.keys, self.severity
+        with torch.no_grad():
+            return self._damaged(problem.x, problem.keys).clamp(0.0, 1.0).mul(255.0).round().div(255.0)
+
+    def _damaged(self, x: Tensor, keys: Tensor) -> Tensor:
+        severity = self.severity
         if self.type == "noise":
-            damaged = noise.noisy_view(x, keys, torch.full_like(x[:, 0, 0, 0], severity))
-        elif self.type == "shot":
-            damaged = _shot_noise(x, keys, severity)
-        elif self.type == "defocus":
-            damaged = _filtered(x, _disk(severity).expand(len(x), -1, -1))
-        elif self.type == "motion":
+            return noise.noisy_view(x, keys, torch.full_like(x[:, 0, 0, 0], severity))
+        if self.type == "shot":
+            return _shot_noise(x, keys, severity)
+        if self.type == "jpeg":
+            return augment.jpeg(x, int(severity))
+        if self.type == "defocus":
+            return augment.filtered(x, _disk(severity).expand(len(x), -1, -1), "replicate")
+        if self.type == "motion":
             directions = math.pi * noise.uniform(keys, 1).flatten()
-            damaged = _filtered(x, torch.stack([_line(severity, float(direction)) for direction in directions]))
-        elif self.type == "fog":
+            lines = torch.stack([_line(severity, float(direction)) for direction in directions])
+            return augment.filtered(x, lines, "replicate")
+        if self.type == "fog":
             # Haze of at least half of the severity everywhere, smooth over a seventh of the side.
             coarse = 0.5 + 0.5 * noise.uniform(keys, 49).to(x.dtype).reshape(-1, 1, 7, 7)
             haze = severity * F.interpolate(coarse, x.shape[2:], mode="bicubic").clamp(0.5, 1.0)
-            damaged = x * (1.0 - haze) + haze
-        else:
-            photos = [np.asarray(self._damaged(to_image(pixels))) for pixels in x]
-            damaged = torch.from_numpy(np.stack(photos)).permute(0, 3, 1, 2).div(255.0).to(x)
-        return damaged.clamp(0.0, 1.0).mul(255.0).round().div(255.0)
+            return x * (1.0 - haze) + haze
+        photos = [np.asarray(self._edited(to_image(pixels))) for pixels in x]
+        return torch.from_numpy(np.stack(photos)).permute(0, 3, 1, 2).div(255.0).to(x)
 
-    def _damaged(self, photo: Image.Image) -> Image.Image:
-        if self.type == "jpeg":
-            file = io.BytesIO()
-            photo.save(file, "JPEG", quality=int(self.severity))
-            return Image.open(file)
+    def _edited(self, photo: Image.Image) -> Image.Image:
         if self.type == "blur":
             return photo.filter(ImageFilter.GaussianBlur(self.severity))
         if self.type == "pixelate":
@@ -109,15 +109,6 @@ def _shot_noise(x: Tensor, keys: Tensor, photons: float) -> Tensor:
         for pixels, key in zip(x, keys, strict=True)
     ]
     return torch.from_numpy(np.stack(counted)).to(x).div(photons)
-
-
-def _filtered(x: Tensor, kernels: Tensor) -> Tensor:
-    """Each image filtered with its own kernel ``[k, k]`` of sum 1, its border repeated."""
-    reach = kernels.shape[-1] // 2
-    padded = F.pad(x, (reach,) * 4, mode="replicate")
-    planes = padded.reshape(1, -1, *padded.shape[2:])
-    weights = kernels.to(x).repeat_interleave(x.shape[1], 0)[:, None]
-    return F.conv2d(planes, weights, groups=planes.shape[1]).reshape(x.shape)
 
 
 def _disk(radius: float) -> Tensor:

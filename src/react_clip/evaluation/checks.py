@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from react_clip.attacks import PGD, Attack, GradientAttack, Queries, Suite
+from react_clip.attacks import PGD, Adaptive, Attack, Queries, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe, format_eps
-from react_clip.evaluation.result import AttackRow, Check, Row, SelfCheck, grouped
+from react_clip.evaluation.results import AttackRow, Check, EvaluationResult, Row, SelfCheck
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import ShardStore
+from react_clip.evaluation.store import ShardStore, log
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,56 +37,45 @@ if TYPE_CHECKING:
 
 _PGD = PGD(eps=1 / 255, steps=10)
 _SELF_CHECK_LIMIT = 0.3
-"""Largest share of its clean accuracy that undefended CLIP may keep."""
+"""Largest fraction of its clean accuracy that undefended CLIP may keep."""
 _SELF_CHECK_IMAGES = 32
 
 NO_SELF_CHECK = SelfCheck(False, "", 0, math.nan, math.nan, _SELF_CHECK_LIMIT)
 """The result if the check was switched off, as for towers that were finetuned to be robust."""
 
 
-def self_check(recipe: Recipe, subject: EvaluationSet, *, progress: bool = False) -> SelfCheck:
+def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     """The self-check on a few images of the first set, spread over it, before the run; raises if the attack fails."""
     if not recipe.self_check:
         return NO_SELF_CHECK
     # Images made for another model need not break this one, but must break the one that they were made for.
     victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
     rows = torch.linspace(0, len(subject) - 1, min(len(subject), _SELF_CHECK_IMAGES)).long().tolist()
+    log.info("self-check: PGD-10 at 1/255 on %d images of %s", len(rows), subject.name)
     x, y = _images_at(subject, rows)
-    title = f"self-check: PGD-10 at 1/255 on {len(rows)} images of {subject.name}"
-    with tqdm(desc=title, total=_PGD.steps, unit="step", disable=not progress) as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.update(done - bar.n)
-
-        adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed, progress=advance).images
+    adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
     with torch.no_grad():
         clean, robust = (float((victim(images).argmax(-1) == y).double().mean()) for images in (x, adversarial))
-    return _passed(SelfCheck(True, subject.name, len(rows), clean, robust, _SELF_CHECK_LIMIT))
+    check = SelfCheck(True, subject.name, len(rows), clean, robust, _SELF_CHECK_LIMIT)
+    if not clean:
+        raise ReactClipError(
+            f"undefended CLIP gets no clean image of {check.dataset} right, so there is nothing to attack and nothing "
+            "to report; check that the class features belong to this model and these classes"
+        )
+    if robust > check.limit * clean:
+        raise ReactClipError(
+            f"PGD-10 at 1/255 leaves undefended CLIP {100 * robust / clean:.0f} % of its clean accuracy on "
+            f"{check.dataset} ({100 * clean:.1f} % to {100 * robust:.1f} %), the limit is {100 * check.limit:.0f} %: "
+            "the attack or the model is broken, so nothing is reported; check pixel range, normalisation, attack_dtype "
+            "and class features, or set self_check: false for a tower finetuned to be robust"
+        )
+    return check
 
 
 def _images_at(subject: EvaluationSet, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Pixels ``[len(rows), 3, S, S]`` and labels of some images, on the classifier's device."""
     pixels = torch.cat([subject.batch(row, row + 1) for row in rows])
     return pixels, subject.labels[rows].to(pixels.device)
-
-
-def _passed(check: SelfCheck) -> SelfCheck:
-    """The check itself; raises if the attack did not work."""
-    if not check.clean_accuracy:
-        raise ReactClipError(
-            f"undefended CLIP gets no clean image of {check.dataset} right, so there is nothing to attack and nothing "
-            "to report; check that the class features belong to this model and these classes"
-        )
-    left = check.robust_accuracy / check.clean_accuracy
-    if left > check.limit:
-        fall = f"{100 * check.clean_accuracy:.1f} % to {100 * check.robust_accuracy:.1f} %"
-        raise ReactClipError(
-            f"PGD-10 at 1/255 leaves undefended CLIP {100 * left:.0f} % of its clean accuracy on {check.dataset} "
-            f"({fall}), the limit is {100 * check.limit:.0f} %: the attack or the model is broken, so nothing is "
-            "reported; check pixel range, normalisation, attack_dtype and class features, or set self_check: false for "
-            "a tower finetuned to be robust"
-        )
-    return check
 
 
 # ---------------------------------------------------------------------- sanity checks of attacks that know the defence
@@ -114,14 +102,13 @@ def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFra
     for chosen in recipe.defenses:
         weakest = images[(images["defense"] == chosen.label) & (images["eps"] == eps) & (images["attack"] != CLEAN)]
         right = weakest[weakest["attacked"] & (weakest["clean_prediction"] == weakest["label"])]
-        rows = sorted(set(right["index"].tolist()))
-        if rows:
+        if rows := sorted(set(right["index"].tolist())):
             few, more = (
                 _ExtraAttacks(recipe, subject, chosen, rows[:count], eps, store)
                 for count in (_IMAGES, _CONVERGENCE_IMAGES)
             )
-            checks.append(more.convergence_check(items, weakest))
-            checks += [*few.huge_budget_check(items), few.oblivious_check(weakest)]
+            checks += [more.convergence_check(items, weakest), *few.huge_budget_check(items)]
+            checks.append(few.oblivious_check(weakest))
     return checks
 
 
@@ -139,11 +126,12 @@ class _ExtraAttacks:
 
     def huge_budget_check(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
         """The first gradient attack must break everything at a huge budget."""
-        members = [item.attack.members_for(self.chosen.defense) or (item.attack,) for item in items]
-        attack = next((member for member in itertools.chain(*members) if isinstance(member, GradientAttack)), None)
+        members = itertools.chain(*(_members(item.attack) for item in items))
+        # Not one that evades a gate: a defence may have none.
+        attack = next((one for one in members if isinstance(one, Adaptive) and one.objective != "evade"), None)
         if attack is not None:
             huge = self._accuracy_under(attack.replace(eps=_HUGE, steps=_STEPS))
-            title, expected = f"{attack.kind} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
+            title, expected = f"{attack.name} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
             yield Check("huge budget", self.chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
 
     def convergence_check(self, items: Sequence[LabelledAttack], images: pd.DataFrame) -> Check:
@@ -153,10 +141,9 @@ class _ExtraAttacks:
         doubled = self._accuracy_under(_doubled(item.attack))
         once = metrics.wilson(float(left.min()), len(self.rows))
         expected = "twice the steps and draws change what is left by less than its interval"
-        title = f"{item.label} {format_eps(self.eps)}"
         slack = (once.high - once.low) / 2
         passed = once.value - doubled <= slack
-        return Check("convergence", self.chosen.label, title, expected, once.value, doubled, slack, passed)
+        return Check("convergence", self.chosen.label, item.title, expected, once.value, doubled, slack, passed)
 
     def oblivious_check(self, images: pd.DataFrame) -> Check:
         """PGD on undefended CLIP must not be stronger than the strongest of the recipe's attacks."""
@@ -179,24 +166,28 @@ class _ExtraAttacks:
             "work": "sanity check",
             "attack": repr(attack),
             "defense": self.chosen.defense.to_dict(),
-            "seed": self.recipe.seed,
-            "draws": self.recipe.draws,
+            "seeds": self.recipe.seeds,
             "rows": self.rows,
+            "code": self.subject.code(attack, *_members(attack), self.chosen.defense),
             **self.subject.identity(),
         }
         shard = self.store.read(path, about)
         if shard is None:
             starts = range(0, len(self.rows), self.recipe.batch)
-            shares = torch.cat([self._wrong(attack, self.rows[at : at + self.recipe.batch]) for at in starts])
-            shard = self.store.write(path, about, {"wrong": shares.float()})
+            wrong = torch.cat([self._wrong(attack, self.rows[at : at + self.recipe.batch]) for at in starts])
+            shard = self.store.write(path, about, {"wrong": wrong.float()})
         return 1.0 - float(shard.tensors["wrong"].double().mean())
 
     def _wrong(self, attack: Attack, rows: Sequence[int]) -> Tensor:
-        """Share of the recipe's draws ``[len(rows)]`` in which the defence is wrong on attacked images."""
+        """Fraction of the recipe's draws ``[len(rows)]`` in which the defence is wrong on attacked images."""
         clf, defense = self.subject.clf, self.chosen.defense
         x, y = _images_at(self.subject, rows)
         images = attack(attack.target(self.subject.attack_clf, defense), x, y, seed=self.recipe.seed).images
         return torch.stack([defense(clf, images, seed=s).labels != y for s in self.recipe.seeds]).float().mean(0)
+
+
+def _members(attack: Attack) -> tuple[Attack, ...]:
+    return attack.members if isinstance(attack, Suite) else (attack,)
 
 
 def _doubled(attack: Attack) -> Attack:
@@ -207,9 +198,9 @@ def _doubled(attack: Attack) -> Attack:
     return attack.replace(**{name: 2 * number for name, number in numbers.items() if number is not None})
 
 
-def sanity_by_numbers(recipe: Recipe, rows: Sequence[Row], attacks: Sequence[AttackRow]) -> list[Check]:
+def sanity_by_numbers(recipe: Recipe, result: EvaluationResult) -> list[Check]:
     """Sanity checks of the run's numbers: accuracy falls with the budget, and queries do not beat gradients."""
-    return [*_budget_checks(rows), *_query_checks(attacks)] if _wanted(recipe) else []
+    return [*budget_checks(result.rows), *query_checks(result.attacks)] if _wanted(recipe) else []
 
 
 def raise_if_failed(checks: Sequence[Check]) -> None:
@@ -224,27 +215,39 @@ def raise_if_failed(checks: Sequence[Check]) -> None:
             )
 
 
-def _budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
-    for group in grouped([row for row in rows if row.eps], "dataset", "attack", "defense").values():
-        for small, large in itertools.pairwise(sorted(group, key=lambda row: row.eps)):
+def budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
+    """Of two budgets of one attack, the larger must leave no more."""
+    attacked = sorted((row for row in rows if row.eps), key=lambda row: (row.dataset, row.attack, row.defense, row.eps))
+    for small, large in itertools.pairwise(attacked):
+        if (small.dataset, small.attack, small.defense) == (large.dataset, large.attack, large.defense):
             title = f"{large.attack} {format_eps(large.eps)} on {large.dataset}"
             expected = f"it leaves no more than {format_eps(small.eps)}"
-            yield _compare("budget", large.defense, title, expected, small.accuracy, large.accuracy, small.n)
+            one, two = small.paper_accuracy, large.paper_accuracy
+            yield _compare("budget", large.defense, title, expected, one, two, small.n)
 
 
-def _query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
-    # A suite mixes gradients and queries, so its members are compared instead.
-    single = [row for row in attacks if row.part or not row.config.startswith(f"{Suite.__name__}(")]
-    groups = grouped([row for row in single if row.attacked], "dataset", "eps", "defense")
-    for (dataset, eps, defense), group in groups.items():
-        query = [row for row in group if (row.part or row.config).startswith((Queries.kind, f"{Queries.__name__}("))]
-        # With members in turn, Square attacked only what gradients had left, so there is nothing to compare.
-        gradient = [row for row in group if row not in query and row.attacked == query[0].attacked] if query else []
-        if gradient:
-            without, with_gradients = (1.0 - max(row.success_rate for row in side) for side in (query, gradient))
-            title = f"the best gradient attack {format_eps(eps)} on {dataset}"
+def query_checks(attacks: Sequence[AttackRow]) -> Iterator[Check]:
+    """Square, which asks the defence without gradients, must not be stronger than the best attack with gradients."""
+    suites = {(row.dataset, row.eps, row.defense) for row in attacks if row.part}
+    for query in attacks:
+        about = (query.dataset, query.eps, query.defense)
+        if not (query.part or query.attack).startswith(Queries.kind) or not query.attacked:
+            continue
+        # A suite mixes gradients and queries, so its members are compared instead; with members in turn, Square
+        # attacked only what gradients had left, so there is nothing to compare.
+        others = [
+            row.success_rate
+            for row in attacks
+            if (row.dataset, row.eps, row.defense) == about
+            and row != query
+            and row.attacked == query.attacked
+            and (row.part or about not in suites)
+        ]
+        if others:
+            title = f"the best gradient attack {format_eps(query.eps)} on {query.dataset}"
             expected = "it leaves no more than Square, which needs no gradients"
-            yield _compare("queries", defense, title, expected, without, with_gradients, query[0].attacked)
+            left = 1.0 - query.success_rate, 1.0 - max(others)
+            yield _compare("queries", query.defense, title, expected, *left, query.attacked)
 
 
 def _compare(name: str, defense: str, attack: str, expected: str, first: float, second: float, n: int) -> Check:

@@ -14,6 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@cache
 def code_digest(*classes: type) -> str:
     """SHA-256 of the modules that define the classes and their bases, and of all modules of ours that these import.
 
@@ -31,22 +32,21 @@ def code_digest(*classes: type) -> str:
             loose.append(base.__qualname__)
             continue
         if file.suffix == ".py":
-            _collect(file, (PACKAGE.parent, file.parent), texts)
+            _collect(file, texts)
     return hashlib.sha256("\0".join([*loose, *(texts[file] for file in sorted(texts))]).encode()).hexdigest()
 
 
-def _collect(file: Path, roots: tuple[Path, ...], texts: dict[Path, str]) -> None:
-    """Add the syntax tree of a module and of those below the roots that it imports."""
+def _collect(file: Path, texts: dict[Path, str]) -> None:
+    """Add the syntax tree of a module and of those of ours that it imports."""
     if file in texts:
         return
     texts[file], names = _read(file, file.stat().st_mtime_ns)
-    for root in roots:
-        for name in names:
-            place = root.joinpath(*name.split("."))
-            for other in (place.with_suffix(".py"), place / "__init__.py"):
-                # Only the package itself is searched below its folder, not what is installed beside it.
-                if other.is_file() and (root != PACKAGE.parent or PACKAGE in other.parents):
-                    _collect(other, roots, texts)
+    for name in names:
+        root = PACKAGE.parent if name.startswith(f"{PACKAGE.name}.") else file.parent
+        place = root.joinpath(*name.split("."))
+        for other in (place.with_suffix(".py"), place / "__init__.py"):
+            if other.is_file():
+                _collect(other, texts)
 
 
 @cache

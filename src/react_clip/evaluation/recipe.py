@@ -22,7 +22,7 @@ from react_clip import attacks as attack_room
 from react_clip import data as data_room
 from react_clip import defenses as defense_room
 from react_clip import storage
-from react_clip.attacks import Attack, Corruption
+from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.config import Configuration, Count, pop_kind, read_length
 from react_clip.defenses import Defense, ReACT
@@ -221,15 +221,10 @@ class Recipe(Configuration):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The recipe with these keys; entries with several budgets or a grid are expanded.
-
-        ``perturbations: {noise: [0.02, 0.08], ...}`` stands for attacks of kind ``corruption``.
-        """
+        """The recipe with these keys; entries with several budgets or severities, or with a grid, are expanded."""
         values = dict(data)
-        damage = _perturbations(values.pop("perturbations", {}))
-        if "attacks" in values or damage:
-            attacks = _entries("attacks", {"attacks": (), **values})
-            values["attacks"] = [item for entry in (*damage, *attacks) for item in _attacks(entry)]
+        if "attacks" in values:
+            values["attacks"] = [item for entry in _entries("attacks", values) for item in _attacks(entry)]
         if "defenses" in values:
             model = str(values.get("model"))
             values["defenses"] = [item for entry in _entries("defenses", values) for item in _defenses(entry, model)]
@@ -297,28 +292,21 @@ def _entries(name: str, values: Mapping[str, Any]) -> list[Any]:
     return [dict(entry) if isinstance(entry, dict) else entry for entry in plain]
 
 
-def _perturbations(types: Any) -> list[dict[str, Any]]:
-    """Entries of the attacks that damage photos without intent, from a mapping of types to severities."""
-    if not isinstance(types, dict) or not all(isinstance(severities, list) for severities in types.values()):
-        raise ReactClipError(
-            f"perturbations is {types!r:.80}; it maps types of damage to lists of severities: {{noise: [0.02]}}"
-        )
-    pairs = [(name, severity) for name, severities in types.items() for severity in severities]
-    return [{"kind": Corruption.kind, "type": name, "severity": severity} for name, severity in pairs]
-
-
 def _attacks(entry: Any) -> list[LabelledAttack]:
-    """One attack per budget of the entry; none for ``clean``, because clean images are always evaluated."""
+    """One attack per budget or severity of the entry; none for ``clean``: clean images are always evaluated."""
     if isinstance(entry, LabelledAttack):
         return [entry]
     if not isinstance(entry, dict):
         return [LabelledAttack(entry.name, entry)]
     if entry == {"kind": CLEAN}:
         return []
-    label, budgets = entry.pop("label", None), entry.get("eps")
-    if budgets == []:
-        raise ReactClipError(f"attack {entry.get('kind')!r} has an empty list of eps; give at least one: [4/255]")
-    configs = [{**entry, "eps": eps} for eps in budgets] if isinstance(budgets, list) else [entry]
+    label = entry.pop("label", None)
+    configs = [entry]
+    for name in ("eps", "severity"):
+        if entry.get(name) == []:
+            raise ReactClipError(f"attack {entry.get('kind')!r} has an empty list of {name}; give at least one")
+        if isinstance(entry.get(name), list):
+            configs = [{**entry, name: value} for value in entry[name]]
     attacks = [attack_room.from_dict(config) for config in configs]
     return [LabelledAttack(attack.name if label is None else label, attack) for attack in attacks]
 
@@ -338,7 +326,7 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
     if entry.pop("calibrated", False):
         if kind != ReACT.kind:
             raise ReactClipError(f"defence {kind!r} cannot be calibrated; only {ReACT.kind} can")
-        entry = {**ReACT.constants_for(model).to_dict(), **entry}
+        entry = {**ReACT.for_encoder(model).to_dict(), **entry}
     if isinstance(label, str):
         # One recipe may run on several models whose results are compared, so each needs its own label.
         label = label.replace("{model}", model.rstrip("/").rpartition("/")[2])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,15 +24,10 @@ from react_clip.evaluation.results import Check, EvaluationResult, SelfCheck, Se
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import log, open_run
-from react_clip.storage import read_json, write_text
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_SELF_CHECK = "self_check.json"
-"""Among the shards of a run: the self-check that it has passed."""
-
 
 def evaluate(
     clf: ZeroShotClassifier,
@@ -151,21 +144,9 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
         check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
             if not outcomes:
-                check = _self_check(recipe, subject, store.folder / _SELF_CHECK, progress)
+                check = checks.self_check(recipe, subject)
             outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
         return write_result(recipe, folder, check, outcomes)
-
-
-def _self_check(recipe: Recipe, subject: EvaluationSet, path: Path, progress: bool) -> SelfCheck:
-    """The self-check; one that an earlier start of this run has passed on the same photos and model is read back."""
-    with suppress(ReactClipError, KeyError, TypeError):
-        stored = read_json(path, "it is made again")
-        if recipe.self_check and stored["identity"] == subject.identity():
-            return SelfCheck(**stored["check"])
-    check = checks.self_check(recipe, subject, progress=progress)
-    if check.enabled:
-        write_text(path, json.dumps({"identity": subject.identity(), "check": dataclasses.asdict(check)}))
-    return check
 
 
 def write_result(recipe: Recipe, folder: Path, check: SelfCheck, outcomes: Sequence[SetOutcome]) -> EvaluationResult:

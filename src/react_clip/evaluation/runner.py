@@ -22,7 +22,6 @@ from tqdm import tqdm
 from react_clip.attacks import Attack, Suite
 from react_clip.defenses import Defended, Defense
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, Recipe
 from react_clip.evaluation.results import PART
 from react_clip.evaluation.sets import EvaluationSet
@@ -61,7 +60,7 @@ class SetRunner:
         self.recipe = recipe
         self.subject = subject
         self.store = store
-        self.bar = tqdm[Any](disable=True)
+        self.bar: tqdm[Any] = tqdm(disable=True)
         self._identity = subject.identity()
 
     def run(self, *, progress: bool = False) -> pd.DataFrame:
@@ -139,7 +138,7 @@ class SetRunner:
 
     def _clean_images(self, span: Span) -> ShardImages:
         """The clean images of a span with their undefended predictions, which decide what is attacked."""
-        path, about = self._path(CLEAN, "plain", span=span), self._about(span, work="clean predictions")
+        path, about = self._path(CLEAN, "plain", span=span), self._about(span, work="clean predictions", code=self.subject.code())
         shard = self.store.read(path, about)
         if shard is None:
             self._stage("clean")
@@ -165,13 +164,12 @@ class SetRunner:
             photos = self.subject.batch(*span)[rows.to(self.subject.clf.device)]
             return self._craft(item.attack, chosen.defense, photos, labels[rows]) | {"index": (rows + span[0]).int()}
 
-        members = item.attack.members if isinstance(item.attack, Suite) else ()
-        classes: list[Any] = [item.attack, *members, self.subject.attack_clf.encoder]
         about = self._about(span, work="attack", attack=repr(item.attack), clean=clean.shard.digest)
+        parts: list[object] = [item.attack, *(item.attack.members if isinstance(item.attack, Suite) else ())]
         if item.adaptive:
-            classes.append(chosen.defense)
+            parts.append(chosen.defense)
             about |= {"defense": chosen.defense.to_dict()}
-        about |= {"code": code_digest(*map(type, classes)), "store": self.recipe.images.store}
+        about |= {"code": self.subject.code(*parts), "store": self.recipe.images.store}
         path = self._path(item.title, *([chosen.label] if item.adaptive else []), PIXELS, span=span)
         shard, crafted = self.store.read(path, about), None
         if shard is None:
@@ -214,9 +212,8 @@ class SetRunner:
         """Answers of one defence with one draw of its noise."""
         chosen, seed = self.recipe.defenses[number], self.recipe.seeds[draw]
         path = self._path(title, chosen.label, f"draw-{draw}", span=span)
-        code = code_digest(type(chosen.defense), type(self.subject.clf.encoder))
-        about = self._about(span, work="defence", defense=chosen.defense.to_dict(), defense_seed=seed, code=code)
-        about |= {"source": images.shard.digest}
+        about = self._about(span, work="defence", defense=chosen.defense.to_dict(), defense_seed=seed)
+        about |= {"code": self.subject.code(chosen.defense), "source": images.shard.digest}
         shard = self.store.read(path, about)
         if shard is None:
             self._stage(f"{title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else ""))
@@ -293,6 +290,6 @@ def _answer_columns(defended: Defended) -> Tensors:
         "gated": defended.gated,
         "passes": defended.passes,
         "backward_passes": defended.backward_passes,
-        **defended.diagnostics,
+        **{name: value.float() for name, value in defended.diagnostics.items()},
     }
     return {name: (v.float() if v.is_floating_point() else v).detach().cpu() for name, v in columns.items()}

@@ -19,8 +19,9 @@ from react_clip.data import ClassFeatures, ImageDataset, load_class_features
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
+from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.recipe import Recipe
-from react_clip.evaluation.result import SetInfo
+from react_clip.evaluation.results import SetInfo
 from react_clip.preprocess import Preprocessing, to_float
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier, list_class_photos
@@ -41,7 +42,7 @@ class EvaluationSet:
     attack_clf: ZeroShotClassifier
     """The classifier that attacks are crafted on: the same classes, perhaps in another precision."""
     pixels: Tensor
-    """uint8 or float ``[N, 3, S, S]``, on the CPU."""
+    """uint8 ``[N, 3, S, S]``, on the CPU."""
     labels: Tensor
     fingerprint: str
     class_source: str
@@ -62,6 +63,10 @@ class EvaluationSet:
             "attacked_model": _model_fingerprint(self.attack_clf),
             "device": device_name(self.clf.device),
         }
+
+    def code(self, *parts: object) -> str:
+        """Digest of the code of both encoders and of some attacks and defences."""
+        return code_digest(*map(type, (self.clf.encoder, self.attack_clf.encoder, *parts)))
 
     def info(self) -> SetInfo:
         """The description of the set in a result."""
@@ -167,7 +172,7 @@ def _check_classes(clf: ZeroShotClassifier, dataset: ImageDataset) -> None:
     if len(clf.names) != len(dataset.class_names):
         raise ReactClipError(
             f"the classifier has {len(clf.names)} classes and {dataset.name} has {len(dataset.class_names)}; build it "
-            "from the set's class_names, or fit the set with dataset.align(head)"
+            "from the set's class_names, or fit the set with dataset.align(class_features)"
         )
     if tuple(clf.names) != dataset.class_names and sorted(clf.names) == sorted(dataset.class_names):
         raise ReactClipError(
@@ -176,6 +181,7 @@ def _check_classes(clf: ZeroShotClassifier, dataset: ImageDataset) -> None:
 
 
 def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Pixels in 8 bits, as files hold them, and labels."""
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Tensor) for part in data):
         raise ReactClipError("data is no ImageDataset and no pair of tensors; give (pixels [N, 3, S, S], labels [N])")
     pixels, labels = (part.detach().cpu() for part in data)
@@ -184,7 +190,7 @@ def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple
         raise ReactClipError(
             f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need one class index each"
         )
-    return pixels.float(), labels.long()
+    return pixels.mul(255.0).round().byte(), labels.long()
 
 
 # ---------------------------------------------------------------------- class features
@@ -241,7 +247,7 @@ def class_source(
         list_class_photos(train)  # raises on folders that cannot be averaged
         photos = data_room.load(dataset.name, root=root, split="train")
         return ClassSource(dataset, f"mean features of {len(photos)} train photos", train=(photos, train))
-    if encoder.base == LabelBank.load().encoder:
+    if encoder.feature_space == LabelBank.load().encoder:
         with suppress(ReactClipError):
             LabelBank.load().features(dataset.class_names)
             return ClassSource(dataset, "label bank")
