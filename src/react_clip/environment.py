@@ -51,10 +51,3 @@ def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def typed_command() -> str:
-    """The command line of this process as it was typed; empty where it is not ``react-clip``, such as in a notebook."""
-    if Path(sys.argv[0]).name not in ("react-clip", "__main__.py"):
-        return ""
-    return shlex.join(["react-clip", *sys.argv[1:]])

@@ -18,7 +18,8 @@ from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defe
 from react_clip.attacks.losses import LOSSES, ranked_targets, target_margin
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
-from react_clip.defenses.base import DefendedModule, Forced, Gradients
+from react_clip.defenses.base import DefendedModule, Forced
+from react_clip.defenses.view import Gradients
 from react_clip.errors import ReactClipError
 
 

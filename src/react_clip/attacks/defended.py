@@ -19,11 +19,13 @@ from torch import Tensor
 from react_clip.attacks.base import ADAPTIVE, Attack
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Candidates, Model, Problem, on_8_bits
-from react_clip.defenses.base import DefendedModule, Defense, Forced, Gradients, derived_seed, forced_answers
+from react_clip.defenses.base import DefendedModule, Defense, Forced, derived_seed, forced_answers
+from react_clip.defenses.view import Gradients
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.zeroshot import ZeroShotClassifier
 
+_PLAIN = Gradients()
 JUDGE_DRAWS = 10
 """Draws of the noise that decide whether an attack on a defence succeeded; no attack optimises on them."""
 
@@ -32,7 +34,7 @@ class Draws:
     """A defended classifier that draws new noise in every call; the sequence follows from the seed and the label."""
 
     def __init__(
-        self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = Gradients()
+        self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = _PLAIN
     ) -> None:
         self.clf, self.defense = module.clf, with_views(module.defense, views)
         self.seed = derived_seed(module.seed, label)

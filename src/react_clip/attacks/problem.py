@@ -261,7 +261,7 @@ def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
 def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
     """The nearest images of the ball whose pixels are whole 255ths, as a file holds them.
 
-    Where a pixel's range has none (a clean pixel between two levels, at a budget below 1/255), it keeps its clean value.
+    A pixel whose range has none (its clean value lies between two levels, and the budget is small) keeps that value.
 
     >>> ball = linf.Ball(torch.full((1, 1, 1, 2), 100 / 255), eps=2 / 255)
     >>> 255 * on_8_bits(torch.tensor([[[[101.6 / 255, 98.4 / 255]]]]), ball)

@@ -14,8 +14,8 @@ from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.config import Count
 
 _FIRST_FRACTION = 0.8
-# The fraction of pixels that a square covers halves after these queries. Like AutoAttack's, the schedule is not stretched
-# to the number of queries at hand.
+# After these queries the fraction of pixels that a square covers halves. Like AutoAttack's, the schedule is not
+# stretched to the number of queries at hand.
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 
 

@@ -77,10 +77,10 @@ def package_digest() -> str:
 
 @cache
 def git_commit() -> str:
-    """The commit of the package's sources, with ``+`` if they were changed since; empty outside of a repository."""
+    """The last commit that changed the package, with ``+`` if it was changed since; empty outside of a repository."""
     git = ["git", "-C", str(PACKAGE)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run([*git, "log", "-1", "--format=%H", "--", "."], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True, check=False)
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -5,12 +5,12 @@ The Parquet file is the truth: every number of a table is a group of its rows. I
 - ``dataset, scoring, threat, attack, eps, defense, draw, seed, attack_seed, index``: which answer it is;
 - ``label, clean_prediction, plain_prediction, prediction``: classes; those of undefended CLIP on the clean image and on
   this one, and that of the defence;
-- ``attacked, attack_success, crafted_success, queries``: whether and how the image was attacked; ``crafted`` is before
-  its pixels were rounded to 8 bits;
-- ``correct``: the defence is right; ``clean_correct``: so it is, in the same draw, on the clean image; ``robust``: both,
-  because an attacker may leave an image as it is (on clean images and natural damage it is ``correct``);
+- ``attacked, attack_success, crafted_success, queries``: whether and how the image was attacked; ``crafted`` is
+  before its pixels were rounded to 8 bits;
+- ``correct``: the defence is right; ``clean_correct``: so it is, in the same draw, on the clean image; ``robust``:
+  both, because an attacker may leave an image as it is (on clean images and natural damage it is ``correct``);
 - ``gated, passes, backward_passes`` and the diagnostics of the defences under their own names; NaN where not measured;
-- ``part NAME``: for a member of a suite, the fraction of draws in which its image was wrong; NaN where it was not tried.
+- ``part NAME``: for a member of a suite, the fraction of draws in which its image was wrong; NaN where not tried.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]
     """The rows of a table; ``worst_of`` names attacks whose worst case per image has rows of its own."""
     for table in (images, _worst_case(images, worst_of)):
         for key, group in table.groupby(KEY, sort=False, observed=True):
-            yield _row(*key, group)
+            dataset, attack, eps, defense = key
+            yield _row(dataset, attack, eps, defense, group)
 
 
 def _row(dataset: str, attack: str, eps: float, defense: str, group: pd.DataFrame) -> Row:

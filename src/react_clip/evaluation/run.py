@@ -29,6 +29,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 if TYPE_CHECKING:
     import pandas as pd
 
+
 def evaluate(
     clf: ZeroShotClassifier,
     defenses: Sequence[Defense | LabelledDefense | str] | Mapping[str, Defense],

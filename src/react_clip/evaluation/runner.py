@@ -138,7 +138,10 @@ class SetRunner:
 
     def _clean_images(self, span: Span) -> ShardImages:
         """The clean images of a span with their undefended predictions, which decide what is attacked."""
-        path, about = self._path(CLEAN, "plain", span=span), self._about(span, work="clean predictions", code=self.subject.code())
+        path, about = (
+            self._path(CLEAN, "plain", span=span),
+            self._about(span, work="clean predictions", code=self.subject.code()),
+        )
         shard = self.store.read(path, about)
         if shard is None:
             self._stage("clean")
