@@ -3,7 +3,6 @@ from . import data as data
 from . import defenses as defenses
 from . import integrations as integrations
 from . import scale as scale
-from .bank import LabelBank as LabelBank
 from .calibration import Calibration as Calibration
 from .calibration import calibrate as calibrate
 from .defenses import Defended as Defended
@@ -18,4 +17,5 @@ from .environment import __version__ as __version__
 from .errors import ReactClipError as ReactClipError
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
+from .label_table import LabelTable as LabelTable
 from .zeroshot import ZeroShotClassifier as ZeroShotClassifier

@@ -23,8 +23,6 @@ FINETUNING = ("clip-ft", "fare", "pmg-aft", "tecoa")
 
 MAPPINGS = ("linear", "logistic", "power_law")
 """Curves that ReACT's calibration fits."""
-EXPORT_FORMATS = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}
-"""Endings of the files of one graph in each format; the runtime opens the first."""
 EXPORT_TOLERANCE = 1e-4
 """Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
 

@@ -22,22 +22,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, get_args
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
-from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    ValidationError,
+)
+from pydantic_core import ArgsKwargs, CoreSchema, core_schema
 
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
 
-LEGACY_KEYS = ("defense", "name")
-"""Earlier names of the key ``kind``; files that use them can still be read."""
-
 # ---------------------------------------------------------------------- field types
-
-_LENGTH = object()
-"""Marks fields that are lengths in pixel values."""
 
 
 def read_length(value: Any) -> Any:
@@ -74,27 +76,27 @@ def check_length(value: float) -> float:
     return value
 
 
-Count = Annotated[int, Field(ge=1)]
-"""A whole number >= 1."""
-Whole = Annotated[int, Field(ge=0)]
-"""A whole number >= 0."""
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-PixelLength = Annotated[float, Field(ge=0), AfterValidator(check_length), BeforeValidator(read_length), _LENGTH]
-"""A length in pixel values, in [0, 1]; may be written ``"4/255"``."""
-PositiveLength = Annotated[float, Field(gt=0), AfterValidator(check_length), BeforeValidator(read_length), _LENGTH]
-"""A :data:`PixelLength` above 0."""
-
-
 def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     if not 0 < value[0] <= value[1]:
         raise ValueError("it needs 0 < low <= high")
     return value
 
 
+Count = Annotated[int, Field(ge=1)]
+"""A whole number >= 1."""
+Whole = Annotated[int, Field(ge=0)]
+"""A whole number >= 0."""
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Fraction
 Range = Annotated[tuple[float, float], AfterValidator(_check_range)]
 """``(low, high)`` with 0 < low <= high."""
+_Length = Annotated[float, AfterValidator(check_length), BeforeValidator(read_length), PlainSerializer(write_length)]
+PixelLength = Annotated[_Length, Field(ge=0)]
+"""A length in pixel values, in [0, 1]; may be written ``"4/255"``."""
+PositiveLength = Annotated[_Length, Field(gt=0)]
+"""A :data:`PixelLength` above 0."""
 
 # ---------------------------------------------------------------------- configurations
 
@@ -109,6 +111,9 @@ class Configuration:
     several fields go into ``__post_init__`` and raise :class:`ReactClipError`. A field whose type is a configuration
     accepts its JSON values too.
     """
+
+    removed: ClassVar[Mapping[str, Any]] = {}
+    """Fields that files of earlier versions have, with the value that still means the same (``...`` for any)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -126,7 +131,16 @@ class Configuration:
         def read(value: Any) -> Any:
             return value if isinstance(value, ArgsKwargs | cls) else cls.from_dict(value)
 
-        return core_schema.no_info_before_validator_function(read, handler(source))
+        def write(value: Any, fields: Callable[[Any], Any]) -> Any:
+            # A field may hold a subclass of its type, which has fields of its own.
+            return {**value._title(), **fields(value)} if type(value) is source else value.to_dict()
+
+        serialization = core_schema.wrap_serializer_function_ser_schema(write)
+        return core_schema.no_info_before_validator_function(read, handler(source), serialization=serialization)
+
+    def _title(self) -> dict[str, Any]:
+        """What :meth:`to_dict` writes before the fields."""
+        return {}
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -134,10 +148,8 @@ class Configuration:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            name: write_length(getattr(self, name)) if _is_length(field) else _plain(getattr(self, name))
-            for name, field in _fields(type(self)).items()
-        }
+        values: dict[str, Any] = cast(Any, self).__pydantic_serializer__.to_python(self, mode="json")
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -145,7 +157,14 @@ class Configuration:
         if not isinstance(data, Mapping):
             raise ReactClipError(f"{_short(data)} is not a mapping of {cls.__name__}; {_known_fields(cls)}")
         # JSON and YAML have no tuples; fields are never lists, so that configurations can be hashed.
-        return cls(**{str(key): tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        values = {str(key): tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        for key, default in cls.removed.items():
+            if key in values and (value := values.pop(key)) != default and default is not ...:
+                raise ReactClipError(
+                    f"{_title(cls)} no longer has {key!r}, and {key} {_short(value)} means what it cannot do any more; "
+                    f"remove it, which is {key} {_short(default)}"
+                )
+        return cls(**values)
 
     def save(self, path: str | Path) -> None:
         """Write the configuration as JSON."""
@@ -164,7 +183,7 @@ class Configuration:
         written, parts = self.to_dict(), []
         for name, field in _fields(type(self)).items():
             value = getattr(self, name)
-            if name in written and not (value is None and field.default is None):
+            if not (value is None and field.default is None):
                 parts.append(f"{name}={value!r}" if isinstance(value, Configuration) else f"{name}={written[name]}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -174,38 +193,7 @@ def _fields(cls: type[Any]) -> dict[str, Any]:
     return dict(sorted(getattr(cls, "__pydantic_fields__", {}).items(), key=lambda item: bool(item[1].kw_only)))
 
 
-def _is_length(field: Any) -> bool:
-    options = (field, *get_args(field.annotation))
-    return any(_LENGTH in getattr(option, "metadata", getattr(option, "__metadata__", ())) for option in options)
-
-
-def _plain(value: Any) -> Any:
-    """A field's value as JSON value."""
-    if isinstance(value, Configuration):
-        return value.to_dict()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
 # ---------------------------------------------------------------------- errors in one line
-
-_LIMITS = {
-    "int_type": "it must be a whole number",
-    "float_type": "it must be a finite number",
-    "finite_number": "it must be a finite number",
-    "bool_type": "it must be true or false",
-    "string_type": "it must be text",
-    "tuple_type": "it must be a tuple",
-    "dict_type": "it must be a mapping",
-    "greater_than": "it must be {number}> {gt:g}",
-    "greater_than_equal": "it must be {number}>= {ge:g}",
-    "less_than": "it must be {number}< {lt:g}",
-    "less_than_equal": "it must be {number}<= {le:g}",
-    "too_short": "it needs at least {min_length}",
-    "literal_error": "it must be one of {choices}",
-}
-"""One-line explanations of pydantic's types of errors."""
 
 
 @contextmanager
@@ -218,53 +206,62 @@ def one_line_errors(cls: type[Any]) -> Iterator[None]:
 
 
 def explain(cls: type[Any], error: ValidationError) -> str:
-    """One line about the first field of ``cls`` that pydantic refused: its value, the limit and a way out."""
-    first, *others = error.errors(include_url=False)
-    cause = first.get("ctx", {}).get("error")
+    """One line about the first field of ``cls`` that pydantic refused: its value, what is wrong, and all fields."""
+    errors = error.errors(include_url=False)
+    first, cause = errors[0], errors[0].get("ctx", {}).get("error")
     if not first["loc"]:
         return first_line(cause) if cause is not None else first["msg"]
     position = first["loc"][0]
-    name = position if isinstance(position, str) else [*_fields(cls), ""][position]
-    title = getattr(cls, "kind", cls.__name__)
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{title} has no field {name!r}; {_known_fields(cls)}"
-    if first["type"] in ("missing", "missing_argument"):
-        return f"{title} needs {name!r}; {_known_fields(cls)}"
-    if first["type"] in ("unexpected_positional_argument", "multiple_argument_values"):
-        return f"{title} got too many values; {_known_fields(cls)}"
+    name = position if isinstance(position, str) else [*_fields(cls), "a further value"][position]
     if isinstance(cause, ReactClipError):
         return f"{name}: {cause}"
-    alternatives = [_limit(item) for item in (first, *others) if item["loc"][:1] == first["loc"][:1]]
-    limits = " or ".join(dict.fromkeys(alternatives)).replace(" or it must be ", " or ")
-    return f"{name} is {_short(first['input'])}; {limits}{'' if cause else _example(cls, name)}"
+    if first["type"].startswith("missing"):
+        return f"{_title(cls)} needs {name!r}; {_known_fields(cls)}"
+    reasons = [
+        first_line(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]
+        for each in errors
+        if each["loc"][:1] == first["loc"][:1]  # several for a field of several types
+    ]
+    return f"{name} is {_short(first['input'])}: {' or '.join(dict.fromkeys(reasons))}; {_known_fields(cls)}"
 
 
-def _limit(error: ErrorDetails) -> str:
-    text, context = _LIMITS.get(error["type"]), error.get("ctx", {})
-    if text is not None:
-        whole = error["type"].startswith(("greater", "less")) and all(isinstance(n, int) for n in context.values())
-        choices = context.get("expected", "").replace(" or ", ", ").replace("'", "")
-        return text.format(**context, number="a whole number " if whole else "", choices=choices)
-    return first_line(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-
-
-def _example(cls: type[Any], name: str) -> str:
-    """The default of a number as an example of what is allowed."""
-    field = _fields(cls).get(name)
-    default = field.default if field is not None else None
-    if isinstance(default, bool) or not isinstance(default, int | float):
-        return ""
-    return f" (by default {write_length(default) if _is_length(field) else default})"
+def _title(cls: type[Any]) -> str:
+    title: str = getattr(cls, "kind", cls.__name__)
+    return title
 
 
 def _known_fields(cls: type[Any]) -> str:
     names = list(_fields(cls))
-    return f"its fields are {', '.join(names)}" if names else "it has no fields"
+    return f"the fields of {_title(cls)} are {', '.join(names)}" if names else f"{_title(cls)} has no fields"
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---------------------------------------------------------------------- what other packages offer
+
+
+def offered(group: str) -> dict[str, EntryPoint]:
+    """Entry points of a group, of any installed package, by their names."""
+    return {point.name: point for point in entry_points(group=group)} if group else {}
+
+
+def find_offered(group: str, name: str, family: str) -> Any:
+    """The object of an entry point, or of ``module:object``; ``None`` for a name that is neither."""
+    point = offered(group).get(name)
+    reference = point.value if point else name
+    module, colon, path = reference.partition(":")
+    if not (colon and group):
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ReactClipError(f"{family} {name!r} cannot be imported: {first_line(error)}") from error
+    return found
 
 
 # ---------------------------------------------------------------------- families
@@ -295,16 +292,15 @@ class Registry(Generic[C]):
 
     def names(self) -> list[str]:
         """All kinds, sorted."""
-        return sorted({*self._classes, *self._entry_points()})
+        return sorted({*self._classes, *offered(self._group)})
 
     def get(self, kind: Any) -> type[C]:
         """The class of a kind."""
         if isinstance(kind, str) and kind in self._classes:
             return self._classes[kind]
-        if isinstance(kind, str) and kind in (points := self._entry_points()):
-            return self._load(kind, points[kind].value)
-        if isinstance(kind, str) and ":" in kind and self._group:
-            return self._load(kind, kind)
+        found = find_offered(self._group, kind, self._family) if isinstance(kind, str) else None
+        if found is not None:
+            return self._checked(found, kind)
         problem = f"the {self._family} has no kind" if kind is None else f"{self._family} {_short(kind)} does not exist"
         own = ", or write module:Class for your own" if self._group else ""
         raise ReactClipError(f"{problem}; choose one of {', '.join(self.names())}{own}")
@@ -315,39 +311,23 @@ class Registry(Generic[C]):
         if not isinstance(values, Mapping):
             raise ReactClipError(f"the {self._family} is {_short(data)}; give its kind, or a mapping with one")
         values = dict(values)
-        return self.get(pop_kind(values)).from_dict(values)
+        return self.get(values.pop("kind", None)).from_dict(values)
 
     def name_of(self, cls: type[C]) -> str:
         """The name by which :meth:`get` finds a class in any process: its kind, or ``module:Class``."""
         ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
-        return cls.kind if ours or cls.kind in self._entry_points() else _reference(cls)
+        return cls.kind if ours or cls.kind in offered(self._group) else _reference(cls)
 
-    def _entry_points(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self._group)} if self._group else {}
-
-    def _load(self, kind: str, reference: str) -> type[C]:
-        module, _, path = reference.partition(":")
-        try:
-            loaded: Any = importlib.import_module(module)
-            for name in path.split("."):
-                loaded = getattr(loaded, name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ReactClipError(f"{self._family} {kind!r} cannot be imported: {first_line(error)}") from error
-        if not (isinstance(loaded, type) and issubclass(loaded, Registered) and loaded.registry is self):
-            raise ReactClipError(f"{reference} is no {self._family}; derive the class from the family's base class")
-        if "kind" not in vars(loaded) or kind not in (loaded.kind, reference):
-            raise ReactClipError(f"{reference} has no kind of its own that fits; write kind = {kind.split(':')[-1]!r}")
-        return cast("type[C]", loaded)
+    def _checked(self, found: Any, kind: str) -> type[C]:
+        if not (isinstance(found, type) and issubclass(found, Registered) and found.registry is self):
+            raise ReactClipError(f"{kind} is no {self._family}; derive the class from the family's base class")
+        if "kind" not in vars(found) or kind not in (found.kind, _reference(found)):
+            raise ReactClipError(f"{kind} has no kind of its own that fits; write kind = {kind.split(':')[-1]!r}")
+        return cast("type[C]", found)
 
 
 def _reference(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def pop_kind(values: dict[str, Any]) -> Any:
-    """Take the kind out of a configuration's values, whatever earlier name its key has; ``None`` if there is none."""
-    key = next((key for key in ("kind", *LEGACY_KEYS) if key in values), "kind")
-    return values.pop(key, None)
 
 
 class Registered(Configuration):
@@ -373,9 +353,8 @@ class Registered(Configuration):
         """Short name for tables: the kind, to which a class may add what tells its configurations apart."""
         return self.kind
 
-    def to_dict(self) -> dict[str, Any]:
-        """The kind and the fields as JSON values."""
-        return {"kind": self.registry.name_of(type(self)), **super().to_dict()}
+    def _title(self) -> dict[str, Any]:
+        return {"kind": self.registry.name_of(type(self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -383,7 +362,7 @@ class Registered(Configuration):
         if not isinstance(data, Mapping) or "kind" not in vars(cls):
             return cast(Self, cls.registry.read(data))
         values = dict(data)
-        kind = pop_kind(values)
+        kind = values.pop("kind", None)
         if kind is not None and cls.registry.get(kind) is not cls:
             raise ReactClipError(f"this configuration is for {kind!r}, not {cls.kind!r}")
         return super().from_dict(values)

@@ -22,7 +22,6 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from react_clip.accelerate import HostCopy
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 ImageSource = Image.Image | Path | str | bytes
@@ -193,11 +192,6 @@ def _half(length: int, rounds_down: bool) -> int:
     return length // 2 if rounds_down else round(length / 2)
 
 
-def as_preprocessing(how: Preprocessing | int) -> Preprocessing:
-    """A number is the size of the paper's preprocessing."""
-    return Preprocessing.paper(how) if isinstance(how, int) else how
-
-
 def _cut_strip(image: Image.Image) -> Image.Image:
     width, height = image.size
     longest = _LONGEST_ASPECT * min(width, height)
@@ -207,36 +201,36 @@ def _cut_strip(image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + min(width, longest), top + min(height, longest)))
 
 
-def to_pixels(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
-    """One image as float pixels ``[3, size, size]`` in [0, 1]; a number as ``how`` is the paper's at that size.
+def to_8bit(image: ImageSource, how: Preprocessing, limits: Limits = DEFAULT_LIMITS) -> Tensor:
+    """One image as uint8 pixels ``[3, size, size]``.
 
-    >>> to_pixels(Image.new("RGB", (640, 480), "white"), 224).shape
+    >>> to_8bit(Image.new("RGB", (640, 480), "white"), Preprocessing.paper(224)).shape
     torch.Size([3, 224, 224])
     """
-    return from_8bit(to_8bit(image, how, limits))
-
-
-def to_8bit(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
-    """The same as uint8 pixels ``[3, size, size]``: a quarter of the bytes to hash and to copy."""
-    square = as_preprocessing(how)(read_image(image, limits))
+    square = how(read_image(image, limits))
     return torch.from_numpy(np.asarray(square).transpose(2, 0, 1).copy())
 
 
-def from_8bit(pixels: Tensor) -> Tensor:
-    """Float pixels in [0, 1] of uint8 pixels, bit by bit the same on every device: random numbers depend on them."""
+def to_float(pixels: Tensor) -> Tensor:
+    """Float pixels in [0, 1] of uint8 pixels; floats stay as they are.
+
+    Bit by bit the same on every device, because random numbers depend on them.
+    """
+    if pixels.dtype != torch.uint8:
+        return pixels.float()
     # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
     return pixels / torch.full((), 255.0, dtype=torch.float32, device=pixels.device)
 
 
-def as_pixels(images: Images, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
+def as_pixels(images: Images, how: Preprocessing, limits: Limits = DEFAULT_LIMITS) -> Tensor:
     """Images of any kind as one batch ``[B, 3, size, size]``; tensors stay as they are (the encoder checks them).
 
-    >>> as_pixels([Image.new("L", (32, 32)), Image.new("RGB", (300, 200))], 224).shape
+    >>> as_pixels([Image.new("L", (32, 32)), Image.new("RGB", (300, 200))], Preprocessing.paper(224)).shape
     torch.Size([2, 3, 224, 224])
     """
     if isinstance(images, Tensor):
         return images
-    if isinstance(images, Image.Image | Path | str | bytes):
+    if isinstance(images, ImageSource):
         images = [images]
     if not isinstance(images, Sequence):
         raise ReactClipError(
@@ -245,53 +239,26 @@ def as_pixels(images: Images, how: Preprocessing | int, limits: Limits = DEFAULT
         )
     if not images:
         raise ReactClipError("the list of images is empty; give at least one")
-    pixels = []
-    for source in images:
-        if not isinstance(source, Image.Image | Path | str | bytes):
-            raise ReactClipError(
-                f"an image is of type {type(source).__name__}; lists hold PIL images, paths or bytes (stack tensors "
-                "into one [B, 3, H, W] batch)"
-            )
-        pixels.append(to_pixels(source, how, limits))
-    return torch.stack(pixels)
+    if wrong := [source for source in images if not isinstance(source, ImageSource)]:
+        raise ReactClipError(
+            f"an image is of type {type(wrong[0]).__name__}; lists hold PIL images, paths or bytes (stack tensors "
+            "into one [B, 3, H, W] batch)"
+        )
+    return torch.stack([to_float(to_8bit(source, how, limits)) for source in images])
 
 
-def to_float(pixels: Tensor) -> Tensor:
-    """Float pixels in [0, 1] of uint8 pixels; floats stay as they are."""
-    return pixels.float().div(255.0) if pixels.dtype == torch.uint8 else pixels.float()
-
-
-class RangeCheck:
-    """Range check of pixels: on a CPU it raises at once, on a GPU it is started, and its result read, when asked."""
-
-    def __init__(self, pixels: Tensor) -> None:
-        self._pixels = pixels.detach()
-        self._span: HostCopy | None = None
-        self._passed = False
-        if not pixels.is_cuda:
-            self.wait()
-
-    def start(self) -> HostCopy:
-        """Start the check without waiting for a GPU; returns the smallest and the largest pixel."""
-        if self._span is None:
-            self._span = HostCopy(torch.stack(torch.aminmax(self._pixels)))
-        return self._span
-
-    def wait(self) -> None:
-        """Wait for the GPU; raise on pixels outside [0, 1] and on NaN."""
-        if self._passed:
-            return
-        low, high = self.start().wait().tolist()
-        self._passed = low >= 0 and high <= 1  # NaN fails too
-        if not self._passed:
-            raise ReactClipError(
-                f"pixels span [{low:.4g}, {high:.4g}]; they must lie in [0, 1] without NaN (divide uint8 images by "
-                "255, and leave CLIP's mean/std normalisation to the encoder)"
-            )
+def check_range(pixels: Tensor) -> None:
+    """Raise on pixels outside [0, 1] and on NaN; waits for a GPU."""
+    low, high = torch.stack(torch.aminmax(pixels.detach())).tolist()
+    if not (low >= 0 and high <= 1):  # NaN fails too
+        raise ReactClipError(
+            f"pixels span {low:.9g} to {high:.9g}; they must lie in [0, 1] without NaN (divide uint8 images by 255, "
+            "and leave CLIP's mean/std normalisation to the encoder)"
+        )
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """An 8-bit RGB image of float pixels ``[3, H, W]`` in [0, 1]; the opposite of :func:`to_pixels`."""
+    """An 8-bit RGB image of float pixels ``[3, H, W]`` in [0, 1]; the opposite of :func:`to_float`."""
     array = pixels.detach().mul(255).round().clamp(0, 255).to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
     return Image.fromarray(array.numpy())
 

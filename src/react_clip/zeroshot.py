@@ -1,7 +1,7 @@
 """The zero-shot classifier: an encoder and one unit feature per class, computed once.
 
 Class features come from prompts, from ready features, from folders of photos or, for the offline tower, from the label
-bank. Features that take long to compute are stored in the user's cache, keyed by weights, names and templates.
+table. Features that take long to compute are stored in the user's cache, keyed by weights, names and templates.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from react_clip import functional
-from react_clip.bank import LabelBank
 from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, missing_or_wrong
+from react_clip.label_table import LabelTable
 from react_clip.preprocess import as_pixels
-from react_clip.storage import cache_dir, write_tensors
+from react_clip.storage import cache_dir, class_folders, write_tensors
 
 DEFAULT_TEMPLATES = ("This is a photo of a {}.",)
-_BATCH = 64
+_PHOTOS, _PROMPTS = 64, 256
+"""Photos and prompts that are encoded at a time."""
+_FEW_PROMPTS = 64
+"""Prompts whose features are computed as fast as the cache is asked for them."""
 
 
 class ZeroShotClassifier(nn.Module):
@@ -40,26 +43,22 @@ class ZeroShotClassifier(nn.Module):
         encoder: from :func:`react_clip.load`.
         names: the classes, in the order of the logits.
         templates: prompts with ``{}`` for the name; several are averaged into one feature (prompt ensemble). An encoder
-            without a text tower looks the names up in the label bank instead; it ignores templates, with a warning.
+            without a text tower looks the names up in the label table instead; it ignores templates, with a warning.
+        unique: refuse a name that is given twice.
     """
 
     class_features: Tensor
     _empty_prompt: Tensor | None
 
     def __init__(
-        self,
-        encoder: Encoder,
-        names: Sequence[str],
-        *,
-        templates: Sequence[str] | None = None,
-        unique: bool = True,
+        self, encoder: Encoder, names: Sequence[str], *, templates: Sequence[str] | None = None, unique: bool = True
     ) -> None:
         names = check_names(names, unique=unique)
         prompts = tuple(templates or DEFAULT_TEMPLATES)
         if encoder.has_text:
             self._set(encoder, names, _prompt_features(encoder, names, prompts), prompts)
         else:
-            self._set(encoder, names, _bank_features(encoder, names, templates))
+            self._set(encoder, names, _table_features(encoder, names, templates))
 
     def _set(
         self,
@@ -98,11 +97,10 @@ class ZeroShotClassifier(nn.Module):
     @classmethod
     def from_folder(cls, encoder: Encoder, folder: str | Path, *, progress: bool = False) -> ZeroShotClassifier:
         """One class per sub-folder, its feature the mean of its photos' unit features."""
-        photos = list_class_photos(Path(folder))
-        names = list(photos)
-        key = _folder_key(encoder, photos)
-        features = _cached(key, (len(names), encoder.dim), lambda: _folder_features(encoder, photos, progress))
-        return cls.from_features(encoder, names, features)
+        photos = check_class_folders(Path(folder))
+        shape = len(photos), encoder.dim
+        features = _cached(_folder_key(encoder, photos), shape, lambda: _folder_features(encoder, photos, progress))
+        return cls.from_features(encoder, list(photos), features)
 
     @property
     def device(self) -> torch.device:
@@ -165,17 +163,11 @@ def fill_template(template: str, name: str) -> str:
     return template.replace("{}", name)
 
 
-def list_class_photos(folder: Path) -> dict[str, list[Path]]:
-    """Photos by class of a ``folder/class/photo`` tree, sorted."""
-    if not folder.is_dir():
-        raise missing_or_wrong(folder, f"{folder} is no folder; give one with a sub-folder of photos per class")
-    photos = {
-        child.name: [path for path in sorted(child.iterdir()) if path.suffix.lower() in PHOTO_SUFFIXES]
-        for child in sorted(folder.iterdir())
-        if child.is_dir() and not child.name.startswith(".")
-    }
+def check_class_folders(folder: Path) -> dict[str, list[Path]]:
+    """Photos by class of a ``folder/class/photo`` tree; refuses one without classes and a class without photos."""
+    photos = class_folders(folder)
     if not photos:
-        raise ReactClipError(f"{folder} has no sub-folders; put the photos of each class into one named after it")
+        raise missing_or_wrong(folder, f"{folder} has no sub-folders; put the photos of each class into one of its own")
     if empty := [name for name, paths in photos.items() if not paths]:
         raise ReactClipError(
             f"{folder / empty[0]} holds no photos; add some ({', '.join(PHOTO_SUFFIXES)}) or remove it"
@@ -183,29 +175,31 @@ def list_class_photos(folder: Path) -> dict[str, list[Path]]:
     return photos
 
 
-def _bank_features(encoder: Encoder, names: tuple[str, ...], templates: Sequence[str] | None) -> Tensor:
-    bank = LabelBank.load()
-    if encoder.base != bank.encoder:
+def _table_features(encoder: Encoder, names: tuple[str, ...], templates: Sequence[str] | None) -> Tensor:
+    table = LabelTable.load()
+    if encoder.feature_space != table.encoder:
         raise ReactClipError(
-            f"{encoder.name!r} has no text tower and the label bank belongs to {bank.encoder!r}; "
+            f"{encoder.name!r} has no text tower and the label table belongs to {table.encoder!r}; "
             "give photos of each class (--photos; ZeroShotClassifier.from_folder) or ready features (from_features)"
         )
     if templates is not None:
         warnings.warn(
-            f"{encoder.name!r} has no text tower: the templates are ignored and the label bank gives the classes",
+            f"{encoder.name!r} has no text tower: the templates are ignored and the label table gives the classes",
             stacklevel=3,
         )
-    return bank.features(names)
+    return table.features(names)
 
 
 def _prompt_features(encoder: Encoder, names: tuple[str, ...], templates: tuple[str, ...]) -> Tensor:
     prompts = [fill_template(template, name) for template in templates for name in names]
-    key = hashlib.sha256(json.dumps(["prompts", encoder.fingerprint(), names, templates]).encode()).hexdigest()
 
     def compute() -> Tensor:
-        features = torch.cat([encoder.encode_text(prompts[i : i + 256]) for i in range(0, len(prompts), 256)])
+        features = torch.cat([encoder.encode_text(prompts[i : i + _PROMPTS]) for i in range(0, len(prompts), _PROMPTS)])
         return functional.normalize(features.reshape(len(templates), len(names), -1).mean(0)).cpu()
 
+    if len(prompts) <= _FEW_PROMPTS:
+        return compute()
+    key = hashlib.sha256(json.dumps(["prompts", encoder.fingerprint(), names, templates]).encode()).hexdigest()
     return _cached(key, (len(names), encoder.dim), compute)
 
 
@@ -224,8 +218,8 @@ def _folder_features(encoder: Encoder, photos: dict[str, list[Path]], progress: 
     labelled = [(index, path) for index, paths in enumerate(photos.values()) for path in paths]
     sums = torch.zeros(len(photos), encoder.dim)
     with tqdm(total=len(labelled), desc="class features", unit="photo", disable=None if progress else True) as bar:
-        for start in range(0, len(labelled), _BATCH):
-            batch = labelled[start : start + _BATCH]
+        for start in range(0, len(labelled), _PHOTOS):
+            batch = labelled[start : start + _PHOTOS]
             features = encoder(as_pixels([path for _, path in batch], encoder.preprocessing)).float().cpu()
             sums.index_add_(0, torch.tensor([index for index, _ in batch]), features)
             bar.update(len(batch))

@@ -1,6 +1,7 @@
 """Encoders by name: hub ids, ``open_clip:MODEL/PRETRAINED``, folders, the offline ``clip-vit-b-16``, ``BASE+FILE``.
 
-Exported towers have names too: ``onnx:FOLDER`` and ``openvino:FOLDER``.
+An exported tower is ``onnx:FOLDER``. Other packages add names by entry points of the group ``react_clip.encoders``: a
+function of a device and a precision that returns an :class:`Encoder`; ``module:function`` works without an entry point.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from react_clip.config import find_offered, offered
 from react_clip.encoders import checkpoints, exported, offline, openclip
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import load_hf
@@ -25,11 +27,14 @@ _FP16_AGREES = {
     *(f"{openclip.PREFIX}ViT-B-16/openai", f"{openclip.PREFIX}ViT-B-16-quickgelu/openai"),
 }
 
+GROUP = "react_clip.encoders"
+"""Entry points of other packages."""
+
 _WHAT_EXISTS = (
     f"{offline.NAME} (offline), a Hugging Face id such as openai/clip-vit-base-patch32 (optionally @revision), "
     f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, a folder (in Hugging Face "
-    "layout, or written by `react-clip finetune`), BASE+FILE for one of these with the image tower of a checkpoint, or "
-    "onnx:FOLDER and openvino:FOLDER as `react-clip export` writes them"
+    f"layout, or written by `react-clip finetune`), BASE+FILE for one of these with the image tower of a checkpoint, "
+    f"{exported.PREFIX}FOLDER as `react-clip export` writes it, or module:function of your own"
 )
 
 
@@ -46,13 +51,12 @@ def load(
         name: ``"clip-vit-b-16"`` (offline), a hub id (``"openai/clip-vit-base-patch32"``, optionally ``@revision``),
             ``"open_clip:ViT-B-32/openai"``, a folder in Hugging Face layout or written by ``react-clip finetune``, or
             any of these with the image tower of a checkpoint: ``"clip-vit-b-16+path/to/tecoa.safetensors"``. What
-            ``react-clip export`` wrote is ``"onnx:FOLDER"`` or ``"openvino:FOLDER"``; it runs on the CPU.
+            ``react-clip export`` wrote is ``"onnx:FOLDER"``; it runs on the CPU. An entry point of another package, or
+            ``"module:function"``, is called with the device and the precision.
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
-        compile: on a GPU, compile kernels and record CUDA graphs as they are needed; a CLIP of transformers or
-            open_clip computes by our layers, on a CPU too, where in bf16 they keep their weights twice
-            (:meth:`Encoder.accelerate`).
+        compile: on a GPU, compile layers and record CUDA graphs as they are needed (:meth:`Encoder.accelerate`).
     """
     encoder = _load(name, device, dtype)
     return encoder.accelerate() if compile else encoder
@@ -60,8 +64,8 @@ def load(
 
 def _load(name: str | Path, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
     text = str(name)
-    if exported.split_name(text) is not None:
-        return exported.load_exported(text, device=device, dtype="fp32" if dtype == "auto" else dtype)
+    if exported.folder_of(text) is not None:
+        return exported.load_exported(text, device=device, dtype=dtype)
     chosen_device = resolve_device(device)
     chosen_dtype = fastest_dtype(text, chosen_device) if dtype == "auto" else resolve_dtype(dtype)
     if (parts := checkpoints.split_name(text)) is not None:
@@ -76,8 +80,18 @@ def _load(name: str | Path, device: str | torch.device | None, dtype: str | torc
         return openclip.load_open_clip(text, device=chosen_device, dtype=chosen_dtype)
     if Path(text).is_dir():
         return load_hf(text, name=text, device=chosen_device, dtype=chosen_dtype)
+    if (function := find_offered(GROUP, text, "encoder")) is not None:
+        return _checked(function(chosen_device, chosen_dtype), text)
     source, revision = _hub_id(name)
     return load_hf(source, name=text, device=chosen_device, dtype=chosen_dtype, revision=revision)
+
+
+def _checked(encoder: object, name: str) -> Encoder:
+    """What a function of another package returned, under the name that was asked for."""
+    if not isinstance(encoder, Encoder):
+        raise ReactClipError(f"{name!r} gave a {type(encoder).__name__}; its function must return a react_clip.Encoder")
+    encoder.name = name
+    return encoder
 
 
 def fastest_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -95,10 +109,11 @@ def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda 
         return pull(parts[0], force=force, say=say)
     if name == offline.NAME:
         return str(offline.pull(force=force, say=say))
-    if (written := exported.split_name(name)) is not None:
+    if (folder := exported.folder_of(name)) is not None:
         load(name)
-        return str(written[1])
-    if not name.startswith(openclip.PREFIX) and not Path(name).is_dir():
+        return str(folder)
+    outside = name in offered(GROUP) or ":" in name
+    if not outside and not Path(name).is_dir():
         _hub_id(name)
     say(f"fetching {name}")
     load(name, device="cpu")

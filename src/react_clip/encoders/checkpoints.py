@@ -36,7 +36,6 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _CONTAINERS = ("vision_encoder_state_dict", "model_state_dict", "state_dict", "model")
 _OPENAI_ANCHOR, _HF_ANCHOR = "conv1.weight", "embeddings.patch_embedding.weight"
 _HF_TOWER = "vision_model."
-_IMAGE_PARTS = ("visual.", _HF_TOWER, "visual_projection.")
 # Entries of checkpoints that do not belong to the image tower.
 _IGNORED = re.compile(
     r"(.*\.)?position_ids|logit_scale|logit_bias|(text|text_model|text_projection|token_embedding|ln_final)(\..*)?"
@@ -101,46 +100,28 @@ def _read_finetuned(folder: Path) -> tuple[str, Path]:
 # ---------------------------------------------------------------------- towers of encoders
 
 
-def is_image_key(key: str) -> bool:
-    """True if a parameter of an encoder's tower belongs to its image side.
-
-    >>> is_image_key("visual.proj"), is_image_key("text_model.final_layer_norm.bias")
-    (True, False)
-    """
-    return key.startswith(_IMAGE_PARTS) and not _IGNORED.fullmatch(key)
-
-
 def image_parameters(encoder: Encoder) -> dict[str, nn.Parameter]:
-    """The parameters of the image tower, by the names the encoder's own library gives them."""
-    parameters = {key: value for key, value in encoder.tower.named_parameters() if is_image_key(key)}
+    """The parameters of the image tower: a CLIP vision transformer's by OpenAI's names, others' by their library's."""
+    parameters = {key.removeprefix("visual."): value for key, value in encoder.tower.named_parameters()}
     if not parameters:
-        raise ReactClipError(
-            f"{encoder.name!r} has no CLIP image tower that can be told apart; use a Hugging Face or open_clip model"
-        )
+        raise ReactClipError(f"{encoder.name!r} has no weights in PyTorch; load {encoder.weights!r}, its source")
     return parameters
 
 
 def image_tower(encoder: Encoder) -> State:
-    """The image tower's tensors in OpenAI's layout, without the ``visual.`` prefix."""
+    """The image tower's tensors, without gradients: a CLIP vision transformer's in OpenAI's layout."""
     image_parameters(encoder)
-    state = {key: tensor.detach() for key, tensor in encoder.tower.state_dict().items() if is_image_key(key)}
-    if any(key.startswith(_HF_TOWER) for key in state):
-        return to_openai(state)
-    return {key.removeprefix("visual."): tensor for key, tensor in state.items()}
+    return {key.removeprefix("visual."): tensor.detach() for key, tensor in encoder.tower.state_dict().items()}
 
 
 def load_tower(encoder: Encoder, path: Path) -> None:
     """Replace the image tower of an encoder by the one in a file."""
-    stored = find_tower(read_tensors(path), path)
-    own = image_tower(encoder)
+    stored, own = find_tower(read_tensors(path), path), image_tower(encoder)
     stored.check(to_hf(own) if stored.hf else own, encoder.name)
-    state = to_openai(stored.state) if stored.hf else stored.state
-    is_hf = any(key.startswith(_HF_TOWER) for key in encoder.tower.state_dict())
-    state = to_hf(state) if is_hf else {f"visual.{key}": tensor for key, tensor in state.items()}
+    state = to_openai(stored.state) if stored.hf and _OPENAI_ANCHOR in own else stored.state
     with torch.no_grad():
-        for key, tensor in encoder.tower.state_dict().items():
-            if is_image_key(key):
-                tensor.copy_(state[key])
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
 
 
 # ---------------------------------------------------------------------- files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -12,130 +11,54 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, embed_patches, read_similarity
-from react_clip.encoders.checkpoints import image_parameters
-from react_clip.encoders.layers import AddNorm
-from react_clip.encoders.loading import QUICK_GELU, check_activation, loading_error, quiet_libraries
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, read_similarity
+from react_clip.encoders.checkpoints import to_openai
+from react_clip.encoders.layers import QUICK_GELU
+from react_clip.encoders.loading import check_activation, load_quietly, loading_error
 from react_clip.encoders.text import TextTower
-from react_clip.encoders.vision import VisionTower, ViTEncoder
+from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
+from react_clip.functional import Similarity
 from react_clip.preprocess import Preprocessing
+
+CLIP, SIGLIP = ("clip", "clip_vision_model", "metaclip_2"), ("siglip", "siglip2")
+"""Families that we load, by the ``model_type`` of a config.json."""
 
 # OpenAI's ViT-B/16, recognised by its class embedding: it must run with QuickGELU whatever a config.json says.
 _OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
 
 
-class HFEncoder(ViTEncoder):
-    """A ``CLIPModel`` or ``MetaClip2Model`` (both towers), or a ``CLIPVisionModelWithProjection`` (image tower only).
+class SigLIPTower(nn.Module):
+    """The image tower of a ``SiglipModel``, for any size in whole patches: no class token, pooled by attention."""
 
-    The towers and projections are called directly instead of ``get_image_features``, whose return type changed between
-    transformers 4 and 5; these parts are the same in both.
-    """
+    def __init__(self, vision_model: nn.Module) -> None:
+        super().__init__()
+        self.vision_model = vision_model
 
-    def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        config: Any = model.config
-        vision = _vision_config(config)
-        super().__init__(
-            model,
-            name=name,
-            image_size=_image_size(vision),
-            dim=self._dim(config),
-            patch_size=int(vision.patch_size),
-            text=None if tokenizer is None else self._text_tower(model, tokenizer, name),
-            **kwargs,
-        )
-
-    @staticmethod
-    def _dim(config: Any) -> int:
-        return int(config.projection_dim)
-
-    @staticmethod
-    def _text_tower(model: nn.Module, tokenizer: Any, name: str) -> TextTower:
-        return HFText(model, tokenizer, name)
-
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        return self._resized_features(normalised, self._learned_positions())
-
-    def _same_tower(self) -> VisionTower | None:
-        vision = _vision_config(self.tower.config)
-        if vision.layer_norm_eps != AddNorm.EPS:
-            return None
-        weights = image_parameters(self)
-        return VisionTower.of(weights, heads=vision.num_attention_heads, activation=vision.hidden_act)
-
-    def _learned_positions(self) -> Tensor:
-        model: Any = self.tower
-        positions: Tensor = model.vision_model.embeddings.position_embedding.weight
-        return positions
-
-    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        # `interpolate_pos_encoding=True` would give the same, but interpolate in every call.
-        model: Any = self.tower
-        vision = model.vision_model
-        embeddings = vision.embeddings
-        tokens = embed_patches(normalised, embeddings.patch_embedding, embeddings.class_embedding)
-        tokens = vision.pre_layrnorm(tokens + positions.to(tokens.dtype))
-        hidden = vision.encoder(inputs_embeds=tokens).last_hidden_state
-        features: Tensor = model.visual_projection(vision.post_layernorm(hidden[:, 0]))
+    def forward(self, normalised: Tensor) -> Tensor:
+        """Features of normalised pixels ``[B, 3, S, S]``."""
+        features: Tensor = self.vision_model(normalised, interpolate_pos_encoding=True).pooler_output
         return features
 
 
-class SigLIPEncoder(HFEncoder):
-    """A ``SiglipModel``: no class token, features pooled by attention."""
+class SigLIP2Tower(nn.Module):
+    """The image tower of a ``Siglip2Model`` (NaFlex), which takes patches of any grid; here the grid is square."""
 
-    extra_tokens = 0
+    def __init__(self, vision_model: nn.Module, patch: int) -> None:
+        super().__init__()
+        self.vision_model = vision_model
+        self.patch = patch
 
-    @staticmethod
-    def _dim(config: Any) -> int:
-        return int(config.vision_config.hidden_size)
-
-    @staticmethod
-    def _text_tower(model: nn.Module, tokenizer: Any, name: str) -> TextTower:
-        return SigLIPText(model, tokenizer, name)
-
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        model: Any = self.tower
-        features: Tensor = model.vision_model(pixel_values=normalised).pooler_output
-        return features
-
-    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        model: Any = self.tower
-        vision = model.vision_model
-        tokens = vision.embeddings.patch_embedding(normalised).flatten(2).transpose(1, 2)
-        hidden = vision.encoder(inputs_embeds=tokens + positions.to(tokens.dtype)).last_hidden_state
-        features: Tensor = vision.head(vision.post_layernorm(hidden))
-        return features
-
-
-class SigLIP2Encoder(SigLIPEncoder):
-    """A ``Siglip2Model`` (NaFlex), which takes patches of any grid; here the grid is square."""
-
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        model: Any = self.tower
-        count, patch = len(normalised), self.patch_size or 1
+    def forward(self, normalised: Tensor) -> Tensor:
+        """Features of normalised pixels ``[B, 3, S, S]``."""
+        count, patch = len(normalised), self.patch
         side = normalised.shape[-1] // patch
         # Patches row by row; in a patch rows, columns, then channels.
         grid = normalised.reshape(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
         shapes = torch.full((count, 2), side, device=normalised.device)
         mask = torch.ones(count, side * side, dtype=torch.long, device=normalised.device)
-        features: Tensor = model.vision_model(grid.reshape(count, side * side, -1), mask, shapes).pooler_output
+        features: Tensor = self.vision_model(grid.reshape(count, side * side, -1), mask, shapes).pooler_output
         return features
-
-    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        # The model interpolates positions itself, in its own way.
-        return self._image_features(normalised)
-
-
-def _vision_config(config: Any) -> Any:
-    """The configuration of the image tower: a part of a complete model's, or all there is."""
-    return getattr(config, "vision_config", config)
-
-
-def _image_size(vision: Any) -> int:
-    """Side of the images; NaFlex models name the patches of their square grid instead."""
-    if getattr(vision, "num_patches", None) is not None:
-        return int(vision.patch_size) * math.isqrt(int(vision.num_patches))
-    return int(vision.image_size)
 
 
 class HFText(TextTower):
@@ -147,9 +70,9 @@ class HFText(TextTower):
         features: Tensor = self.model.text_projection(hidden.pooler_output)
         return features
 
-    def _tokenize(self, prompts: list[str]) -> Any:
-        length = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    def _tokenize(self, prompts: list[str], padding: bool | str = True) -> Any:
+        length = self.model.text_model.embeddings.position_embedding.num_embeddings
+        tokens = self.tokenizer(prompts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
         return tokens.to(self.device)
 
     def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
@@ -173,37 +96,72 @@ class HFText(TextTower):
         return features
 
 
-class SigLIPText(TextTower):
+class SigLIPText(HFText):
     """The text tower of a ``SiglipModel`` or ``Siglip2Model``: always padded to its full length, as in training."""
 
     def _features(self, prompts: list[str]) -> Tensor:
-        length = self.model.config.text_config.max_position_embeddings
-        options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
-        ids = self.tokenizer(prompts, **options)["input_ids"].to(self.device)
+        ids = self._tokenize(prompts, padding="max_length")["input_ids"]
         features: Tensor = self.model.text_model(input_ids=ids).pooler_output
         return features
 
     def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        raise ReactClipError(
-            f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use a "
-            "complete CLIP such as openai/clip-vit-base-patch32"
-        )
+        raise self._no_embeddings()
 
     def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise self._no_embeddings()
 
 
-FAMILIES = {
-    **dict.fromkeys(("clip", "clip_vision_model", "metaclip_2"), HFEncoder),
-    **{"siglip": SigLIPEncoder, "siglip2": SigLIP2Encoder},
-}
-"""Encoders by the ``model_type`` of a config.json."""
+def wrap_model(
+    model: nn.Module,
+    *,
+    name: str,
+    tokenizer: Any = None,
+    mean: Any = None,
+    std: Any = None,
+    preprocessing: Preprocessing | None = None,
+    similarity: Similarity | None = None,
+) -> Encoder:
+    """An encoder around a model that transformers has made; they share most weights.
+
+    Without a tokenizer the encoder has no text tower; mean and std are those of the model's family by default.
+    """
+    parts: Any = model
+    kind, vision = parts.config.model_type, _vision_config(parts.config)
+    is_clip = kind in CLIP
+    size, patch = _image_size(vision), int(vision.patch_size)
+    tower: nn.Module | None
+    if is_clip:
+        weights = {key: value.detach() for key, value in model.named_parameters() if not key.startswith("text_")}
+        weights.pop("logit_scale", None)
+        how = {"heads": vision.num_attention_heads, "activation": vision.hidden_act, "eps": vision.layer_norm_eps}
+        tower = VisionTower.of(to_openai(weights), **how)
+    else:
+        tower = SigLIPTower(parts.vision_model) if kind == "siglip" else SigLIP2Tower(parts.vision_model, patch)
+    if tower is None:
+        raise ReactClipError(f"{name!r} is no vision transformer as CLIP has it; correct its config.json")
+    text = None
+    if tokenizer is not None:
+        towers = {part: getattr(parts, part) for part in ("text_model", "text_projection") if hasattr(parts, part)}
+        text = (HFText if is_clip else SigLIPText)(nn.ModuleDict(towers), tokenizer, name)
+    return Encoder(
+        tower,
+        name=name,
+        image_size=size,
+        dim=int(parts.config.projection_dim if is_clip else vision.hidden_size),
+        mean=mean or (CLIP_MEAN if is_clip else (0.5, 0.5, 0.5)),
+        std=std or (CLIP_STD if is_clip else (0.5, 0.5, 0.5)),
+        patch_size=patch,
+        class_token=is_clip,
+        preprocessing=preprocessing,
+        similarity=similarity or read_similarity(model),
+        text=text,
+    )
 
 
 def load_hf(
     source: str, *, name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None
-) -> HFEncoder:
-    """Load from a folder or the hub (its cache first). Safetensors where published, else ``weights_only``."""
+) -> Encoder:
+    """Load from a folder or the hub. Safetensors where published, else ``weights_only``."""
     from transformers.utils import logging
 
     folder = Path(source) if Path(source).is_dir() else None
@@ -211,72 +169,74 @@ def load_hf(
         raise ReactClipError(f"{folder} has no config.json; a model folder holds config.json and model.safetensors")
     logging.disable_progress_bar()
     try:
-        with quiet_libraries():
-            config, model, report, tokenizer = _read(source, name, revision)
-            similarity = read_similarity(model)
-            processor = _read_processor(source, revision)
+        with load_quietly(from_hub=folder is None):
+            model, report, tokenizer, processor = _read(source, name, revision)
     except ReactClipError:
         raise
     except Exception as error:
-        raise loading_error(source if folder else name, error) from error
+        raise loading_error(source if folder else name, error) from None
     finally:
         logging.enable_progress_bar()
     if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
         raise ReactClipError(f"{name!r} lacks {len(missing)} tensors, {missing[0]} first; the checkpoint is incomplete")
-    family = FAMILIES[config.model_type]
-    vision = _vision_config(config)
-    if family is HFEncoder:
-        text_activation = None if tokenizer is None else config.text_config.hidden_act
+    vision = _vision_config(model.config)
+    if model.config.model_type in CLIP:
+        text_activation = None if tokenizer is None else model.config.text_config.hidden_act
         check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
-    return family(
+    similarity = read_similarity(model)
+    return wrap_model(
         model.to(dtype=dtype),
         name=name,
         tokenizer=tokenizer,
-        mean=processor.get("image_mean", CLIP_MEAN if family is HFEncoder else (0.5, 0.5, 0.5)),
-        std=processor.get("image_std", CLIP_STD if family is HFEncoder else (0.5, 0.5, 0.5)),
+        mean=processor.get("image_mean"),
+        std=processor.get("image_std"),
         preprocessing=_preprocessing(name, processor, _image_size(vision)),
         similarity=similarity,
     ).to(device)
 
 
-def _read(source: str, name: str, revision: str | None) -> tuple[Any, nn.Module, dict[str, Any], Any]:
-    """Configuration, model, loading report and, for a complete CLIP, the tokenizer."""
-    from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPVisionModelWithProjection
+def _read(source: str, name: str, revision: str | None) -> tuple[Any, dict[str, Any], Any, dict[str, Any]]:
+    """Model, loading report, for a complete CLIP the tokenizer, and what its image processor does."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, CLIPVisionModelWithProjection
+    from transformers.models.auto.image_processing_auto import get_image_processor_config
 
     config = AutoConfig.from_pretrained(source, revision=revision)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in (*CLIP, *SIGLIP):
         raise ReactClipError(
             f"{name!r} is a {config.model_type!r} model; react-clip loads CLIP and its relatives "
-            f"({', '.join(FAMILIES)})"
+            f"({', '.join((*CLIP, *SIGLIP))})"
         )
     complete = config.model_type != "clip_vision_model"
     cls = AutoModel if complete else CLIPVisionModelWithProjection
     # The argument for the dtype has had two names; loading in fp32 and casting later works with both.
     model, report = cls.from_pretrained(source, revision=revision, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision) if complete else None
-    return config, model, report, tokenizer
+    processor = {}
+    if get_image_processor_config(source, revision=revision):  # empty if the model brings none
+        processor = AutoImageProcessor.from_pretrained(source, revision=revision).to_dict()
+    return model, report, tokenizer, processor
 
 
-def _expected_activation(source: str, model: nn.Module) -> str | None:
-    vision: Any = model
-    embedding = vision.vision_model.embeddings.class_embedding.detach().half().cpu().numpy().tobytes()
+def _vision_config(config: Any) -> Any:
+    """The configuration of the image tower: a part of a complete model's, or all there is."""
+    return getattr(config, "vision_config", config)
+
+
+def _image_size(vision: Any) -> int:
+    """Side of the images; NaFlex models name the patches of their square grid instead."""
+    if getattr(vision, "num_patches", None) is not None:
+        return int(vision.patch_size) * math.isqrt(int(vision.num_patches))
+    return int(vision.image_size)
+
+
+def _expected_activation(source: str, model: Any) -> str | None:
+    embedding = model.vision_model.embeddings.class_embedding.detach().half().cpu().numpy().tobytes()
     known = hashlib.sha256(embedding).hexdigest() in _OPENAI_CLASS_EMBEDDINGS
     return QUICK_GELU if known or source.startswith("openai/clip-") else None
 
 
-def _read_processor(source: str, revision: str | None) -> dict[str, Any]:
-    """The content of preprocessor_config.json; empty if there is none."""
-    from transformers.utils import cached_file
-
-    path = cached_file(
-        source, "preprocessor_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
-    )
-    config: dict[str, Any] = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    return config
-
-
 def _preprocessing(name: str, processor: dict[str, Any], image_size: int) -> Preprocessing | None:
-    """The preprocessing in preprocessor_config.json, for square images of this side; ``None`` if it has none."""
+    """The preprocessing of an image processor, for square images of this side; ``None`` if it has none."""
     if "max_num_patches" in processor:
         # NaFlex keeps the aspect of an image; a square grid cannot.
         return Preprocessing(image_size, image_size, "squash", _filter(processor, Image.Resampling.BILINEAR))

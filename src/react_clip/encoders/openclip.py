@@ -8,12 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, embed_patches, read_similarity
-from react_clip.encoders.checkpoints import to_hf
-from react_clip.encoders.layers import AddNorm
-from react_clip.encoders.loading import GELU, QUICK_GELU, check_activation, loading_error, quiet_libraries
+from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, read_similarity
+from react_clip.encoders.layers import QUICK_GELU
+from react_clip.encoders.loading import check_activation, load_quietly, loading_error
 from react_clip.encoders.text import TextTower
-from react_clip.encoders.vision import VisionTower, ViTEncoder
+from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity
 from react_clip.optional import require
@@ -29,53 +28,18 @@ _RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
 """Modes of :class:`Preprocessing` by their names in open_clip."""
 
 
-class OpenCLIPEncoder(ViTEncoder):
-    """An open_clip model with both towers."""
+class OpenCLIPTower(nn.Module):
+    """An image tower of open_clip that is no CLIP vision transformer."""
 
-    def __init__(self, model: nn.Module, *, name: str, tokenizer: Any, **kwargs: Any) -> None:
-        text = OpenCLIPText(model, tokenizer, name)
-        super().__init__(model, name=name, text=text, patch_size=_patch_size(model.visual), **kwargs)
+    def __init__(self, visual: nn.Module) -> None:
+        super().__init__()
+        self.visual = visual
 
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        model: Any = self.tower
-        features: Tensor = model.encode_image(normalised)
-        return features
-
-    def _same_tower(self) -> VisionTower | None:
-        model: Any = self.tower
-        if self.patch_size is None or model.visual.ln_post.eps != AddNorm.EPS:
-            return None
-        block = model.visual.transformer.resblocks[0]
-        activation = QUICK_GELU  # or Identity, if it is fused with the layer before
-        if isinstance(block.mlp.gelu, nn.GELU):
-            activation = GELU if block.mlp.gelu.approximate == "none" else "gelu_pytorch_tanh"
-        with torch.no_grad():
-            weights = to_hf(dict(model.visual.named_parameters()))
-        return VisionTower.of(weights, heads=block.attn.num_heads, activation=activation)
-
-    def _learned_positions(self) -> Tensor:
-        model: Any = self.tower
-        positions: Tensor = model.visual.positional_embedding
-        return positions
-
-    def _resized_features(self, normalised: Tensor, positions: Tensor) -> Tensor:
-        model: Any = self.tower
-        visual = model.visual
-        tokens = embed_patches(normalised, visual.conv1, visual.class_embedding)
-        hidden = visual.transformer(visual.ln_pre(tokens + positions.to(tokens.dtype)))
-        features: Tensor = visual.ln_post(hidden[:, 0]) @ visual.proj
-        return features
-
-
-def _patch_size(visual: Any) -> int | None:
-    """Side of a patch of CLIP's vision transformer, read at the class token; ``None`` for any other image tower."""
-    from open_clip.transformer import VisionTransformer
-
-    if not isinstance(visual, VisionTransformer) or visual.attn_pool is not None or visual.pool_type != "tok":
-        return None
-    height, width = visual.patch_size
-    square = height == width and visual.grid_size[0] == visual.grid_size[1]
-    return int(height) if square and visual.proj is not None else None
+    def forward(self, normalised: Tensor) -> Tensor:
+        """Projected features of normalised pixels ``[B, 3, S, S]``."""
+        features = self.visual(normalised)
+        result: Tensor = features[0] if isinstance(features, tuple) else features  # CoCa returns its tokens too
+        return result
 
 
 class OpenCLIPText(TextTower):
@@ -108,10 +72,7 @@ class OpenCLIPText(TextTower):
         pool = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
         causal = getattr(text, "attn_mask", None) is not None and getattr(text, "cls_emb", None) is None
         if pool != "argmax" or not causal or text.text_projection is None:
-            raise ReactClipError(
-                f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use "
-                "a complete CLIP such as openai/clip-vit-base-patch32"
-            )
+            raise self._no_embeddings()
         return text
 
 
@@ -134,35 +95,42 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
         # A plain model name follows its tag (ViT-B-32/openai runs QuickGELU); a -quickgelu name that its tag
         # contradicts has no right answer.
         trained_quick = bool(tag.get("quick_gelu", False))
-        activation = QUICK_GELU if quick or trained_quick else GELU
-        check_activation(name, activation, None, QUICK_GELU if trained_quick else GELU)
+        activation = QUICK_GELU if quick or trained_quick else "gelu"
+        check_activation(name, activation, None, QUICK_GELU if trained_quick else "gelu")
         quick = trained_quick
     try:
         # Cast later: open_clip's own half precisions keep some layers in fp32, unlike the other loaders.
-        with quiet_libraries():
+        with load_quietly(from_hub=tag is not None):
             model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
+            tokenizer = open_clip.get_tokenizer(model_name)
     except Exception as error:
-        raise loading_error(name, error) from error
-    dim, tokenizer = open_clip.get_model_config(model_name)["embed_dim"], open_clip.get_tokenizer(model_name)
-    similarity = read_similarity(model)
+        raise loading_error(name, error) from None
+    dim, similarity = open_clip.get_model_config(model_name)["embed_dim"], read_similarity(model)
     model = model.to(dtype=dtype)
-    return wrap_model(model, name=name, dim=dim, tokenizer=tokenizer, similarity=similarity).to(device)
+    encoder = wrap_model(model, name=name, dim=dim, tokenizer=tokenizer, similarity=similarity)
+    del model.visual  # the encoder has what it needs of it
+    return encoder.to(device)
 
 
 def wrap_model(
     model: nn.Module, *, name: str, dim: int, tokenizer: Any, similarity: Similarity | None = None
 ) -> Encoder:
-    """An encoder around a model that open_clip has made, with the model's own image size and normalisation."""
+    """An encoder around a model that open_clip has made, with the model's own image size and normalisation.
+
+    They share their weights; without a tokenizer the encoder has no text tower.
+    """
     preprocess = require("open_clip", repr(name), extra="open_clip").get_model_preprocess_cfg(model)
     parts: Any = model
     size = preprocess.get("size", parts.visual.image_size)
     height, width = size if isinstance(size, tuple | list) else (size, size)
     if height != width:
         raise ReactClipError(f"{name!r} takes images of {height} x {width} pixels; only square ones are supported")
-    return OpenCLIPEncoder(
-        model,
+    vit = _vision_tower(parts.visual)
+    return Encoder(
+        vit or OpenCLIPTower(parts.visual),
         name=name,
-        tokenizer=tokenizer,
+        patch_size=vit.patch if vit else None,
+        text=None if tokenizer is None else OpenCLIPText(model, tokenizer, name),
         image_size=int(height),
         dim=int(dim),
         mean=preprocess.get("mean", CLIP_MEAN),
@@ -177,3 +145,19 @@ def wrap_model(
         ),
         similarity=similarity or read_similarity(model),
     )
+
+
+def _vision_tower(visual: Any) -> VisionTower | None:
+    """CLIP's vision transformer, read at the class token, as our tower; ``None`` for any other image tower."""
+    from open_clip.transformer import VisionTransformer
+
+    if not isinstance(visual, VisionTransformer) or visual.attn_pool is not None or visual.pool_type != "tok":
+        return None
+    (height, width), block = visual.patch_size, visual.transformer.resblocks[0]
+    if height != width or visual.grid_size[0] != visual.grid_size[1] or not hasattr(block, "mlp"):
+        return None
+    activation = QUICK_GELU
+    if isinstance(block.mlp.gelu, nn.GELU):
+        activation = "gelu" if block.mlp.gelu.approximate == "none" else "gelu_pytorch_tanh"
+    weights = {key: value.detach() for key, value in visual.named_parameters()}
+    return VisionTower.of(weights, heads=block.attn.num_heads, activation=activation, eps=visual.ln_post.eps)

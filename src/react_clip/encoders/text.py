@@ -7,24 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from react_clip import functional
+from react_clip.errors import ReactClipError
 
 
-class TextTower(ABC):
-    """The text tower of ``model`` and its tokenizer; the model itself belongs to the encoder, which moves it."""
+class TextTower(nn.Module, ABC):
+    """The text tower ``model`` and its tokenizer."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str) -> None:
+        super().__init__()
+        self.model: Any = model
         self.tokenizer = tokenizer
         self.name = name
 
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.parameters()).device
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Tensor:
@@ -45,7 +46,7 @@ class TextTower(ABC):
 
         Equals :meth:`encode` when the embeddings are those of :meth:`embed`.
         """
-        dtype = next(self.model.parameters()).dtype
+        dtype = next(self.parameters()).dtype
         return functional.normalize(at_least_fp32(self._embedded_features(embeddings.to(dtype), ends)))
 
     @abstractmethod
@@ -59,6 +60,12 @@ class TextTower(ABC):
     @abstractmethod
     def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
         """Projected features of embeddings to which positions have not been added."""
+
+    def _no_embeddings(self) -> ReactClipError:
+        return ReactClipError(
+            f"the text tower of {self.name!r} takes no token embeddings (it is not CLIP's causal transformer); use a "
+            "complete CLIP such as openai/clip-vit-base-patch32"
+        )
 
 
 def at_least_fp32(features: Tensor) -> Tensor:

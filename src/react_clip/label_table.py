@@ -1,7 +1,7 @@
-"""The label bank: class features from photos, for image towers without a text tower.
+"""The label table: class features from photos, for image towers without a text tower.
 
 One safetensors file inside the package holds one unit feature per name (the normalised mean of the image features of a
-few labelled photos) and groups of names ("cat", "car") for what people ask for. ``tools/make_label_bank.py`` makes it.
+few labelled photos) and groups of names ("cat", "car") for what people ask for. ``tools/make_label_table.py`` makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from react_clip import functional
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 
-BANK_FILE = Path(__file__).parent / "assets" / "label_bank.safetensors"
+TABLE_FILE = Path(__file__).parent / "assets" / "label_table.safetensors"
 TENSOR = "features"
 
 
@@ -34,15 +34,15 @@ def match_key(label: str) -> str:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabelBank:
+class LabelTable:
     """Named class features for one encoder.
 
-    >>> bank = LabelBank.load()
-    >>> bank
-    LabelBank(clip-vit-b-16: 1296 names, 238 groups)
-    >>> bank.groups["guitar"]
+    >>> table = LabelTable.load()
+    >>> table
+    LabelTable(clip-vit-b-16: 1296 names, 238 groups)
+    >>> table.groups["guitar"]
     ('acoustic guitar', 'electric guitar')
-    >>> bank.features(["cats", "Golden Retriever"]).shape
+    >>> table.features(["cats", "Golden Retriever"]).shape
     torch.Size([2, 512])
     """
 
@@ -62,8 +62,8 @@ class LabelBank:
         object.__setattr__(self, "_lookup", {match_key(label): label for label in (*self.names, *self.groups)})
 
     @staticmethod
-    def load(path: Path = BANK_FILE) -> LabelBank:
-        """The bank that ships with the package; read once per process."""
+    def load(path: Path = TABLE_FILE) -> LabelTable:
+        """The table that ships with the package; read once per process."""
         return _load(path)
 
     def features(self, labels: Sequence[str]) -> Tensor:
@@ -84,7 +84,7 @@ class LabelBank:
     def resolve(self, label: str) -> str:
         """The name of the entry or group for a label.
 
-        >>> LabelBank.load().resolve("Knives")
+        >>> LabelTable.load().resolve("Knives")
         'knife'
         """
         key = match_key(label)
@@ -93,7 +93,7 @@ class LabelBank:
                 return self._lookup[candidate]
         shown = label if len(label) <= 40 else label[:37] + "..."
         raise ReactClipError(
-            f"the label bank has no {shown!r}{self._nearest(key[:40])}; use one of its names "
+            f"the label table has no {shown!r}{self._nearest(key[:40])}; use one of its names "
             "(English), photos of each class (--photos; ZeroShotClassifier.from_folder) or a model with a text tower"
         )
 
@@ -120,11 +120,11 @@ class LabelBank:
         return {name: row for row, name in enumerate(self.names)}
 
     def __repr__(self) -> str:
-        return f"LabelBank({self.encoder}: {len(self.names)} names, {len(self.groups)} groups)"
+        return f"LabelTable({self.encoder}: {len(self.names)} names, {len(self.groups)} groups)"
 
 
 def _other_number(key: str) -> Iterator[str]:
-    """Singulars of a plural key, and the plural of a singular one (the bank says "jeans" and "waffles")."""
+    """Singulars of a plural key, and the plural of a singular one (the table says "jeans" and "waffles")."""
     if key.endswith("ies"):
         yield key[:-3] + "y"
     if key.endswith("ves"):
@@ -139,17 +139,17 @@ def _other_number(key: str) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _load(path: Path) -> LabelBank:
+def _load(path: Path) -> LabelTable:
     if not path.is_file():
-        raise MissingFileError(f"the label bank {path} is missing; install react-clip again")
+        raise MissingFileError(f"the label table {path} is missing; install react-clip again")
     try:
         with safe_open(path, framework="pt") as stored:
             matrix = stored.get_tensor(TENSOR).float()
             metadata = {key: json.loads(text) for key, text in stored.metadata().items()}
     except (SafetensorError, OSError, ValueError) as error:
         reason = first_line(error)
-        raise ReactClipError(f"the label bank {path} is damaged ({reason}); install react-clip again") from None
-    return LabelBank(
+        raise ReactClipError(f"the label table {path} is damaged ({reason}); install react-clip again") from None
+    return LabelTable(
         encoder=metadata["encoder"],
         names=tuple(metadata["names"]),
         groups={group: tuple(members) for group, members in metadata["groups"].items()},
