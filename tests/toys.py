@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from react_clip import Encoder, ZeroShotClassifier
-from react_clip.accelerate import Backend, Result
-from react_clip.encoders.vision import VisionEncoder, VisionTower
+from react_clip.encoders.vision import VisionTower
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,49 +26,22 @@ class ToyEncoder(Encoder):
         super().__init__(net.to(dtype), name="toy", image_size=16, dim=12)
         self.encoded = 0
         self.calls = 0
-        self.register_buffer("mean", self.mean.to(dtype), persistent=False)
-        self.register_buffer("std", self.std.to(dtype), persistent=False)
+        self.tower.register_forward_hook(self._note)
 
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        self.encoded += len(normalised)
+    def _note(self, _tower: nn.Module, _inputs: object, features: Tensor) -> None:
+        self.encoded += len(features)
         self.calls += 1
-        return self.tower(normalised)
 
 
-class RecordsOnACPU(Backend):
-    """Calls functions as a backend with CUDA graphs does, without a GPU, and notes what it would record."""
-
-    def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
-        self.calls: list[tuple[Any, ...]] = []
-        """Function, number of rows and shapes of the arguments."""
-
-    def __call__(
-        self,
-        function: Callable[..., Result],
-        *tensors: Tensor,
-        constants: tuple[Tensor, ...] = (),
-        rows: Tensor | None = None,
-        share: float = 1.0,
-    ) -> Result:
-        count = len(tensors[0] if rows is None else rows)
-        shapes = (*(tensor.shape[1:] for tensor in tensors), *(tensor.shape for tensor in constants))
-        self.calls.append((function, count, *shapes))
-        return super().__call__(function, *tensors, constants=constants, rows=rows)
-
-    def records(self, rows: int, *tensors: Tensor, share: float = 1.0) -> bool:
-        return True
-
-
-def patch_encoder(dtype: torch.dtype = torch.float32) -> VisionEncoder:
+def patch_encoder(dtype: torch.dtype = torch.float32) -> Encoder:
     """A random vision transformer at 32 pixels with 8 x 8 patches; it takes other sizes too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        tower = VisionTower(width=32, hidden=64, layers=2, heads=2, size=32, patch=4, dim=12)
+        tower = VisionTower(width=32, hidden=64, depth=2, heads=2, size=32, patch=4, dim=12)
         for name, parameter in tower.named_parameters():
             if parameter.ndim > 1 or "class_embedding" in name:
                 nn.init.normal_(parameter, std=0.3)
-    encoder = VisionEncoder(tower.to(dtype), name="patches", image_size=32, dim=12, patch_size=4)
+    encoder = Encoder(tower.to(dtype), name="patches", image_size=32, dim=12, patch_size=4)
     return encoder.to(dtype)
 
 

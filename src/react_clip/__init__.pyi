@@ -1,3 +1,4 @@
+from .bank import LabelBank as LabelBank
 from . import attacks as attacks
 from . import data as data
 from . import defenses as defenses

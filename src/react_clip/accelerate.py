@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from math import prod
 from threading import Lock
 from typing import Any
 
@@ -30,14 +29,14 @@ class Graphs:
     A shape is computed plainly when it is first met and recorded when it is met again, as long as it is among the last
     ``most`` shapes: shapes that keep changing cost no recordings. The least recently used one goes.
 
-    A function must be pure, hashable and free of host synchronisation. What it reads beside its arguments (weights) must
-    stay where it is: pass its addresses as ``state``, so that a graph of other weights is not used.
+    A function must be pure, hashable and free of host synchronisation. What it reads beside its arguments (weights)
+    must stay where it is: pass its addresses as ``state``, so that a graph of other weights is not used.
     """
 
     input_bytes = 96 * 2**20
     """Bytes of the largest tensors that are recorded: 167 images of 224 pixels. Larger batches keep a GPU busy."""
 
-    def __init__(self, most: int = 32) -> None:
+    def __init__(self, most: int = 64) -> None:
         self.most = most
         self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
         self._buffer: Tensor | None = None
@@ -51,7 +50,7 @@ class Graphs:
     def take(self, tensors: Sequence[Tensor]) -> bool:
         """True for small tensors on a GPU's default stream, on which the graphs follow each other.
 
-        It is false inside a function that is being recorded, on a stream of its own: what it calls is part of its graph.
+        False inside a function that is being recorded, on a stream of its own: what it calls is part of its graph.
         """
         device = tensors[0].device
         small = device.type == "cuda" and 0 < sum(map(_space, tensors)) <= self.input_bytes
@@ -100,7 +99,7 @@ class Graphs:
         return copies
 
     def _record(self, function: Function, inputs: Sequence[Tensor]) -> Recording:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function(*inputs)  # libraries choose and compile their kernels in the first call

@@ -366,3 +366,7 @@ class Registered(Configuration):
         if kind is not None and cls.registry.get(kind) is not cls:
             raise ReactClipError(f"this configuration is for {kind!r}, not {cls.kind!r}")
         return super().from_dict(values)
+
+
+def pop_kind(values: dict[str, Any]) -> Any:
+    return values.pop("kind", None)

@@ -111,6 +111,23 @@ class Encoder(nn.Module):
         """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
         return self.weights.partition("+")[0]
 
+    @property
+    def base(self) -> str:
+        return self.feature_space
+
+    @property
+    def original(self) -> str:
+        return self.weights
+
+    def encode_views(self, pixels: Tensor) -> Tensor:
+        return self.encode(pixels)
+
+    def raw_features(self, pixels: Tensor) -> Tensor:
+        return self.raw(pixels)
+
+    def token_share(self, size: int) -> float:
+        return self.token_fraction(size)
+
     # ------------------------------------------------------------------ text
 
     @property
@@ -312,7 +329,7 @@ class Encoder(nn.Module):
         """Short identity, for cache keys: a hash of everything that changes a feature."""
         digest = hashlib.sha256(f"{self.tower}{self._text}{self.preprocessing}".encode())
         for name, tensor in chain(self.named_parameters(), self.named_buffers()):
-            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)};".encode())
         return digest.hexdigest()[:16]
 

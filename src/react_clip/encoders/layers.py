@@ -58,7 +58,7 @@ class Attention(nn.Module):
         return self.out_proj(pack([self._attend(*part) for part in parts]))  # type: ignore[no-any-return]
 
     def _attend(self, *qkv: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in qkv)
+        q, k, v = (torch.unflatten(each, 2, (self.heads, -1)).transpose(1, 2) for each in qkv)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 

@@ -81,7 +81,7 @@ def load_quietly(*, from_hub: bool = False) -> Iterator[None]:
 
 def _hub_answers() -> bool:
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined, unused-ignore]
 
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
@@ -128,3 +128,6 @@ def check_activation(name: str, image: str, text: str | None, expected: str | No
             f"{name!r} holds weights trained with {expected!r} but its configuration says {image!r}; set hidden_act to "
             f"{expected!r} (open_clip: choose the {'-quickgelu' if expected == QUICK_GELU else 'plain'} model)"
         )
+
+
+quiet_libraries = load_quietly

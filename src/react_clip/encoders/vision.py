@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU, AddNorm, Attention, Perceptron, Shapes, first_tokens, pack
+from react_clip.encoders import layers
+from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU, AddNorm, Attention, Perceptron, Shapes
 from react_clip.encoders.text import at_least_fp32
 
 
@@ -25,7 +26,7 @@ class VisionTower(nn.Module):
     Args:
         width: numbers of a token.
         hidden: numbers of a token between the two layers of a perceptron.
-        layers: blocks.
+        depth: number of blocks.
         heads: attention heads.
         size: side of the images that the position embeddings are for.
         patch: side of a patch.
@@ -39,7 +40,7 @@ class VisionTower(nn.Module):
         *,
         width: int,
         hidden: int,
-        layers: int,
+        depth: int,
         heads: int,
         size: int,
         patch: int,
@@ -53,7 +54,7 @@ class VisionTower(nn.Module):
         self.proj = nn.Parameter(torch.empty(width, dim))
         self.conv1 = nn.Conv2d(3, width, patch, stride=patch, bias=False)
         self.ln_pre, self.ln_post = AddNorm(width, eps), AddNorm(width, eps)
-        blocks = [Block(width, hidden, heads, activation, eps) for _ in range(layers)]
+        blocks = [Block(width, hidden, heads, activation, eps) for _ in range(depth)]
         self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(blocks)})
         self.patch = patch
         self._about = f"size={size}, dim={dim}, heads={heads}, activation={activation}, eps={eps}"
@@ -70,7 +71,7 @@ class VisionTower(nn.Module):
             tower = cls(
                 width=patches[0],
                 hidden=layer[0],
-                layers=sum(name.endswith("mlp.c_fc.weight") for name in sizes),
+                depth=sum(name.endswith("mlp.c_fc.weight") for name in sizes),
                 heads=heads,
                 size=patches[-1] * math.isqrt(positions[0] - 1),
                 patch=patches[-1],
@@ -91,10 +92,11 @@ class VisionTower(nn.Module):
         """:meth:`forward` of images of several sizes, in one pass that reads the weights once."""
         grids = [self._embed(each) for each in images]
         shapes = [(grid.shape[0], grid.shape[1]) for grid in grids]
-        _, rows = self.ln_pre(pack(grids))
+        _, rows = self.ln_pre(layers.pack(grids))
         del grids
         update = None
-        *blocks, last = self.transformer["resblocks"]  # type: ignore[misc]
+        resblocks: Any = self.transformer["resblocks"]
+        *blocks, last = resblocks
         for block in blocks:
             rows, update = block(rows, update, shapes)
         # Only the class tokens are read, so the last block computes nothing else.
@@ -154,5 +156,5 @@ class Block(nn.Module):
         """With ``first_only`` the result has only the first token of each image."""
         rows, normalised = self.ln_1(rows, update)
         update = self.attn(normalised, shapes, first_only=first_only)
-        rows, normalised = self.ln_2(first_tokens(rows, shapes) if first_only else rows, update)
+        rows, normalised = self.ln_2(layers.first_tokens(rows, shapes) if first_only else rows, update)
         return rows, self.mlp(normalised)
