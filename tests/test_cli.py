@@ -133,8 +133,8 @@ def test_a_failed_write_keeps_both_old_files(
     ("options", "guard", "line"),
     [
         ([], rc.SecondLook(), "the defence is SecondLook; --defense react gives the paper's"),
-        (["--defense", "react"], rc.ReACT.constants_for("clip-vit-b-16"), "the defence is ReACT, the paper's"),
-        (["--config", "paper"], rc.ReACT(), "the defence is ReACT, the paper's; --defense second_look gives ours"),
+        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16"), "the defence is ReACT; --defense second_look"),
+        (["--config", "paper"], rc.ReACT(), "the defence is ReACT; --defense second_look gives ours"),
         (["--config", "mine.json"], rc.SecondLook(threshold=0), "the defence is SecondLook"),
     ],
 )
@@ -200,7 +200,7 @@ def test_attack_writes_photos_within_the_budget(
 def test_the_demo_prints_outcomes_and_writes_one_page(
     run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rc.SecondLook, "for_encoder", lambda encoder: rc.SecondLook())
+    monkeypatch.setattr(rc.SecondLook, "for_encoder", lambda encoder: rc.SecondLook(copy_size=None))
     page = tmp_path / "page" / "index.html"
     options = [*tiny, "--steps", 2, "--out", page.parent]
     code, out, _ = run("demo", photos / "photo0.png", photos / "photo1.png", *options)

@@ -47,7 +47,7 @@ def run_examples(name: str, model: Path) -> dict[str, Any]:
     return space
 
 
-NO_SMALL_COPY = "look=None"
+NO_SMALL_COPY = "copy_size=None"
 """The small CLIP has too few patches for a smaller copy."""
 
 

@@ -108,7 +108,7 @@ def test_the_command_measures_the_default_defence_or_its_configuration(
     run: Run, tiny_folder: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     out, config = tmp_path / "bench.json", tmp_path / "mine.json"
-    rc.SecondLook(threshold=0.25, look=None).save(config)
+    rc.SecondLook(threshold=0.25, copy_size=None).save(config)
     options = ["--model", tiny_folder, "--labels", "cat, dog", "--config", config, "--quiet", "--out", out]
     small = ["--images", 6, "--batch", 4, "--rounds", 2, "--singles", 2, "--attacked", 0.5]
     code, printed, err = run("bench", *options, *small, "--defenses", "aom")

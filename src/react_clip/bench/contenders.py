@@ -76,7 +76,7 @@ def published(clf: ZeroShotClassifier) -> Answer:
     """
     encoder, config = clf.encoder, DefendCLIP()
     prompts = [f"a photo of a {name}." for name in clf.names] if encoder.has_text else []
-    scale = config.mapping(torch.zeros(1)).item()
+    scale, tau = config.mapping.sigma, config.tau or 0.0
 
     def mean_feature(pixels: Tensor, sigma: float, draws: int, generator: torch.Generator) -> Tensor:
         total = torch.zeros(len(pixels), encoder.dim, device=pixels.device)
@@ -96,7 +96,7 @@ def published(clf: ZeroShotClassifier) -> Answer:
         high = mean_feature(pixels, config.sigma_high, config.probe_samples, generator)
         drift_low, drift_high = (low - plain).norm(dim=1), (high - plain).norm(dim=1)
         anchor = mean_feature(pixels, scale, config.views, generator)
-        gated = (drift_high - drift_low) / drift_low >= config.tau
+        gated = (drift_high - drift_low) / drift_low >= tau
         moved = torch.where(gated[:, None], plain + config.alpha * (anchor - plain), plain)
         clf.logits(torch.nn.functional.normalize(moved, dim=1)).argmax(-1).cpu()
         passes = torch.full((len(pixels),), 1.0 + 2 * config.probe_samples + config.views)

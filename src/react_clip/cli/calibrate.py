@@ -12,13 +12,11 @@ from react_clip.choices import MAPPINGS
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
 from react_clip.environment import device_name, typed_command, versions
-from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from react_clip import Calibration, Encoder
-    from react_clip.defenses.look_calibration import LookCalibration
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 
@@ -55,92 +53,42 @@ def _scales(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate and write the JSON."""
-    return _run_react(args) if args.defense == "react" else _run_second_look(args)
-
-
-def _common_arguments(args: argparse.Namespace, encoder: Encoder, clean_pass: float, **photos: Any) -> dict[str, Any]:
-    """What both calibrations take."""
-    return {
-        "clean_pass": clean_pass if args.clean_pass is None else args.clean_pass,
-        "batch": args.batch or common.batch_size(encoder, 64),
-        "seed": args.seed,
-        "provenance": {
-            "command": typed_command(),
-            "model": encoder.name,
-            "weights": encoder.fingerprint(),
-            "dtype": args.dtype,
-            "device": device_name(encoder.device),
-            "versions": versions(),
-            **photos,
-        },
-    }
-
-
-# ---------------------------------------------------------------------- SecondLook
-
-
-def _run_second_look(args: argparse.Namespace) -> int:
-    from react_clip.defenses import look_calibration
-
+    """Calibrate and write the JSON, and for ReACT a plot."""
     encoder = common.load_encoder(args)
-    pixels, failed = _clean_photos(args, encoder)
-    with common.progress(args, "photo", len(pixels), "measuring") as bar, warnings.catch_warnings():
+    calibrate = _react if args.defense == "react" else _second_look
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
-        result = look_calibration.calibrate(
-            encoder,
-            pixels,
-            progress=lambda done, total: bar.update(done - bar.n),
-            **_common_arguments(args, encoder, 0.97, photos=args.dataset),
-        )
+        result, exit_code = calibrate(args, encoder)
     result.save(args.out)
-    usage = f"written to {args.out}; use it with --config {args.out} or rc.SecondLook.load({str(args.out)!r})"
-    common.print_result(args, result.to_dict(), _describe_second_look(result), [usage])
-    return 2 if failed else 0
+    if result.points:
+        common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
+    usage = f"written to {args.out}; use it with --config {args.out} or rc.Defense.load({str(args.out)!r})"
+    common.print_result(args, result.to_dict(), _lines(result), [usage])
+    return exit_code
 
 
-def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, bool]:
-    """Pixels of a folder, of a file or of a data set, and whether some files could not be read."""
-    limit = args.limit or common.CALIBRATION_PHOTOS
-    path = Path(args.dataset.removeprefix("folder:")).expanduser()
-    if path.exists():
-        reader = PhotoReader([path], args)
-        return reader.sample(limit, encoder), bool(reader.failed)
-    from react_clip import data
-    from react_clip.preprocess import to_float
+def _second_look(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int]:
+    from react_clip.calibration import calibrate_threshold
 
-    photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
-    photos = photos.take(limit, args.seed)
-    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), False
+    pixels, exit_code = _clean_photos(args, encoder)
+    given = _common_arguments(args, encoder, photos=args.dataset)
+    with common.progress(args, "photo", len(pixels), "measuring") as bar:
+        result = calibrate_threshold(encoder, pixels, progress=lambda done, total: common.show(bar, done), **given)
+    return result, exit_code
 
 
-def _describe_second_look(result: LookCalibration) -> Iterator[str]:
-    """Lines of the terminal: the threshold, its interval and the warnings."""
-    low, high = result.interval
-    yield f"threshold {result.config.threshold:g} (95 % interval {low:g} to {high:g})"
-    yield f"leaves {result.clean_pass:.0%} of {result.photos} clean photos alone; their median is {result.median:g}"
-    for note in result.notes:
-        yield f"note: {note}"
-
-
-# ---------------------------------------------------------------------- ReACT
-
-
-def _run_react(args: argparse.Namespace) -> int:
+def _react(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int]:
     import torch
 
     from react_clip.calibration import BUDGETS, SIGMAS, calibrate
     from react_clip.preprocess import to_float
 
-    encoder = common.load_encoder(args)
     # Classes made of the very photos that are attacked would look better than they are.
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
-    if clf is None:
-        raise ReactClipError("ReACT is calibrated on photos with classes")
-    about = {"data": common.describe_photos(args, photos), "classes": len(clf.names)}
+    assert clf is not None, "classes were asked for"
     pixels = to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
-    with common.progress(args, "batch") as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
+    given = _common_arguments(args, encoder, data=common.describe_photos(args, photos), classes=len(clf.names))
+    with common.progress(args, "batch") as bar:
 
         def advance(stage: str, done: int, total: int) -> None:
             bar.total = total * len(BUDGETS)
@@ -155,13 +103,40 @@ def _run_react(args: argparse.Namespace) -> int:
             sigmas=args.sigmas or SIGMAS,
             steps=args.steps,
             progress=advance,
-            **_common_arguments(args, encoder, 0.95, **about),
+            **given,
         )
-    result.save(args.out)
-    common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
-    usage = f"written to {args.out}; use it with --config {args.out} or rc.ReACT.load({str(args.out)!r})"
-    common.print_result(args, result.to_dict(), _describe_react(result), [usage])
-    return 0
+    return result, 0
+
+
+def _common_arguments(args: argparse.Namespace, encoder: Encoder, **photos: Any) -> dict[str, Any]:
+    """What both calibrations take."""
+    provenance = {
+        "command": typed_command(),
+        "model": encoder.name,
+        "weights": encoder.fingerprint(),
+        "dtype": args.dtype,
+        "device": device_name(encoder.device),
+        "versions": versions(),
+        **photos,
+    }
+    given = {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
+    batch = args.batch or common.batch_size(encoder, 64)
+    return {"batch": batch, "seed": args.seed, "provenance": provenance, **given}
+
+
+def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, int]:
+    """Pixels of a folder, of a file or of a data set, and the exit code: 2 if some files could not be read."""
+    limit = args.limit or common.CALIBRATION_PHOTOS
+    path = Path(args.dataset.removeprefix("folder:")).expanduser()
+    if path.exists():
+        reader = PhotoReader([path], args)
+        return reader.sample(limit, encoder), reader.exit_code
+    from react_clip import data
+    from react_clip.preprocess import to_float
+
+    photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
+    photos = photos.take(limit, args.seed)
+    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), 0
 
 
 def _plot(result: Calibration, path: Path) -> None:
@@ -171,15 +146,18 @@ def _plot(result: Calibration, path: Path) -> None:
     save_figure(calibration_figure(result), path)
 
 
-def _describe_react(result: Calibration) -> Iterator[str]:
-    """Lines of the terminal: the measured points, the fits and the threshold."""
-    yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
+def _lines(result: Calibration) -> Iterator[str]:
+    """Lines of the terminal: the measured points and the fits of ReACT, the threshold, the warnings."""
+    if result.points:
+        yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
     for point in result.points:
         best = point.accuracy[f"{point.best_sigma:g}"]
         yield f"{point.eps * 255:>5g}/255{point.mean_drift:>9.3f}{point.best_sigma:>12.3f}{best:>15.1%}"
     for name, fit in result.fits.items():
-        chosen = "  <- used" if fit == result.config.mapping else ""
-        yield f"{name:>10}: {fit}{chosen}"
+        yield f"{name:>10}: {fit}{'  <- used' if fit == getattr(result.config, 'mapping', None) else ''}"
+    interval = "" if result.interval is None else " (95 % interval {:g} to {:g})".format(*result.interval)
+    yield f"threshold {result.threshold:g}{interval}"
+    median = "" if result.median is None else f"; their median score is {result.median:g}"
+    yield f"leaves {result.clean_pass:.0%} of {result.photos} clean photos alone{median}"
     for note in result.notes:
-        yield f"{'note':>10}: {note}"
-    yield f"{'tau':>10}: {result.config.tau:g}, which leaves {result.clean_pass:.0%} of the clean photos alone"
+        yield f"note: {note}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +44,17 @@ def run(args: argparse.Namespace) -> int:
     return reader.exit_code
 
 
-def describe(paths: list[Path], out: Defended, names: tuple[str, ...] | list[str], top: int) -> list[dict[str, Any]]:
+def describe(paths: Sequence[Path], out: Defended, names: Sequence[str], top: int) -> list[dict[str, Any]]:
     """One row of JSON values per photo: its best answers and the diagnostics."""
-    probabilities, classes = (values.tolist() for values in out.probs.topk(min(top, len(names))))
+    best = out.probs.topk(min(top, len(names)))
+    rows = zip(paths, best.values.tolist(), best.indices.tolist(), common.diagnostics(out), strict=True)
     return [
         {
             "file": str(path),
-            "answers": [
-                {"label": names[k], "probability": p} for p, k in zip(probabilities[row], classes[row], strict=True)
-            ],
-            **common.diagnostics(out, row),
+            "answers": [{"label": names[k], "probability": p} for p, k in zip(probs, classes, strict=True)],
+            **diagnostics,
         }
-        for row, path in enumerate(paths)
+        for path, probs, classes, diagnostics in rows
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,8 +17,9 @@ from react_clip.errors import ReactClipError, missing_or_wrong
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from react_clip import Defended, Encoder, ReACT, SecondLook, ZeroShotClassifier
+    from react_clip import Defended, Encoder, ZeroShotClassifier
     from react_clip.data import ImageDataset
+    from react_clip.defenses import Defense
     from react_clip.noise import Seed
 
 CALIBRATION_PHOTOS = 500
@@ -55,6 +55,11 @@ def progress(args: argparse.Namespace, unit: str, total: int | None = None, stag
     return tqdm(total=total, unit=f" {unit}", desc=stage, disable=args.quiet, mininterval=interval, dynamic_ncols=True)
 
 
+def show(bar: tqdm[Any], done: int) -> None:
+    """Set the steps that are done."""
+    bar.update(done - bar.n)
+
+
 def say(line: str, *, error: bool = False) -> None:
     """Print a line to stdout, or to stderr, above the progress bar, at once."""
     from tqdm import tqdm
@@ -71,12 +76,13 @@ def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
         notice(args, "no plot: it needs matplotlib, of the extra `eval`")
 
 
-def diagnostics(out: Defended, row: int) -> dict[str, Any]:
-    """The values that decided whether one image was corrected, for JSON; None where one was not measured."""
-    measured = {name: getattr(out, name) for name in ("drift", "instability", "score", "sigma")} | out.diagnostics
-    values = {name: float(column[row]) for name, column in measured.items()}
-    numbers = {name: None if math.isnan(value) else value for name, value in values.items()}
-    return {"gated": bool(out.gated[row]), **numbers, "passes": round(float(out.passes[row]), 4)}
+def diagnostics(out: Defended) -> list[dict[str, Any]]:
+    """For each image the values that decided whether it was corrected, for JSON; None where one was not measured."""
+    from react_clip.defenses.base import MEASUREMENTS
+
+    unmeasured = dict.fromkeys(MEASUREMENTS)
+    answer = ("name", "probability")
+    return [unmeasured | {key: value for key, value in row.items() if key not in answer} for row in out.to_dict()]
 
 
 # ---------------------------------------------------------------------- model, classes, defence
@@ -130,16 +136,13 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
             raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
         return names
     bank = LabelBank.load()
-    if encoder.base != bank.encoder:
+    if encoder.weights.partition("+")[0] != bank.encoder:
         raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
     return list(bank.vocabulary())
 
 
-def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = False) -> ReACT | SecondLook:
-    """The defence: --config, --calibrate-on or --defense where given, else the default for the encoder.
-
-    With ``features`` ReACT makes its anchors of all views, because features are stored and not only classified.
-    """
+def build_guard(args: argparse.Namespace, encoder: Encoder) -> Defense:
+    """The defence: --config, --calibrate-on or --defense where given, else the default for the encoder."""
     from react_clip.defenses import Defense, ReACT, SecondLook, default_for
 
     defense = getattr(args, "defense", None)
@@ -149,33 +152,26 @@ def build_guard(args: argparse.Namespace, encoder: Encoder, *, features: bool = 
         return ReACT()
     if args.config is not None:
         guard = Defense.load(args.config)
-        if not isinstance(guard, ReACT | SecondLook):
-            raise ReactClipError(f"--config {args.config} describes {guard.name!r}; give one of ReACT or SecondLook")
         guard.check(encoder)
         return guard
-    if defense == "second_look":
-        return SecondLook.for_encoder(encoder)
-    if defense == "react":
-        return ReACT.constants_for(encoder) if features else ReACT.for_encoder(encoder)
-    return default_for(encoder, features=features)
+    if defense is None:
+        return default_for(encoder)
+    return (SecondLook if defense == "second_look" else ReACT).for_encoder(encoder)
 
 
-def both_guards(args: argparse.Namespace, encoder: Encoder) -> list[ReACT | SecondLook]:
-    """SecondLook and ReACT, those that have constants for the encoder; --config replaces the one of its kind."""
+def both_guards(args: argparse.Namespace, encoder: Encoder) -> list[Defense]:
+    """SecondLook and ReACT where they have constants for the encoder; --config comes first, for the one of its kind."""
     from react_clip.defenses import ReACT, SecondLook, default_for
 
-    given = None if args.config is None else build_guard(args, encoder)
-    guards: list[ReACT | SecondLook] = []
+    guards = [] if args.config is None else [build_guard(args, encoder)]
     for kind in (SecondLook, ReACT):
-        if isinstance(given, kind):
-            guards.append(given)
-        else:
+        if kind.kind not in [guard.kind for guard in guards]:
             with suppress(ReactClipError):
                 guards.append(kind.for_encoder(encoder))
     return guards or [default_for(encoder)]  # with neither, this raises and says what to do
 
 
-def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> SecondLook:
+def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Defense:
     """SecondLook with a threshold measured on clean photos."""
     from react_clip.cli.photos import PhotoReader
     from react_clip.defenses import SecondLook
@@ -184,17 +180,16 @@ def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Sec
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
         result = SecondLook.calibrate(encoder, reader.sample(CALIBRATION_PHOTOS, encoder))
-    notice(args, f"SecondLook's threshold is {result.config.threshold:g}, from {result.photos} photos of {photos}")
+    notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
     for note in result.notes:
         notice(args, f"note: {note}")
     return result.config
 
 
-def defense_line(guard: ReACT | SecondLook) -> str:
+def defense_line(guard: Defense) -> str:
     """One line for people: which defence is on, and how to get the other."""
-    if guard.kind == "second_look":
-        return "the defence is SecondLook; --defense react gives the paper's"
-    return "the defence is ReACT, the paper's; --defense second_look gives ours, for models with a threshold"
+    others = {"second_look": "; --defense react gives the paper's", "react": "; --defense second_look gives ours"}
+    return f"the defence is {type(guard).label}{others.get(guard.kind, '')}"
 
 
 # ---------------------------------------------------------------------- labelled photos

@@ -14,7 +14,7 @@ from react_clip.environment import has_fast_bf16
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from react_clip import ZeroShotClassifier
+    from react_clip import Defended, ZeroShotClassifier
     from react_clip.defenses import Defense
     from react_clip.report.demo_page import Answer, Outcome, PhotoResult
 
@@ -103,7 +103,7 @@ def _outcomes(
 
     from react_clip.attacks import PGD, Corruption
     from react_clip.defenses import Undefended
-    from react_clip.report.demo_page import Answer, Outcome
+    from react_clip.report.demo_page import Outcome
 
     clean = clf.encoder.prepare([path])
     label = clf(clean).argmax(-1)
@@ -118,22 +118,22 @@ def _outcomes(
     ).images
     images = torch.cat([clean, noisy, attacked])
     plain = Undefended()(clf, images)
-    defended = [(guard, guard(clf, images, seed=args.seed)) for guard in guards]
     pixels, changes = images.cpu(), (images - clean).cpu()
-
-    def answers(row: int) -> list[Answer]:
-        first = Answer("CLIP", "plain", plain.names[row], float(plain.probs[row].max()), {})
-        others = [
-            Answer(type(guard).label, guard.kind, out.names[row], float(out.probs[row].max()), values)
-            for guard, out in defended
-            if (values := common.diagnostics(out, row))
-        ]
-        return [first, *others]
-
+    answers = [_answers("CLIP", "plain", plain)]
+    answers += [_answers(type(guard).label, guard.kind, guard(clf, images, seed=args.seed)) for guard in guards]
     return [
-        Outcome(eps=eps, noise=noise, pixels=pixels[row], change=changes[row], answers=answers(row))
+        Outcome(eps=eps, noise=noise, pixels=pixels[row], change=changes[row], answers=[each[row] for each in answers])
         for row, (eps, noise) in enumerate([(0, 0.0), (0, _NOISE), *((eps, 0.0) for eps in budgets)])
     ]
+
+
+def _answers(who: str, key: str, out: Defended) -> list[Answer]:
+    """The answers of plain CLIP or of a defence, with what decided them."""
+    from react_clip.report.demo_page import Answer
+
+    probabilities = out.probs.amax(-1).tolist()
+    diagnostics = [{} for _ in out.names] if key == "plain" else common.diagnostics(out)
+    return [Answer(who, key, *row) for row in zip(out.names, probabilities, diagnostics, strict=True)]
 
 
 def _table(result: PhotoResult) -> str:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
     encoder = common.load_encoder(here)
     clf = common.build_classifier(args, encoder)
-    guard = common.build_guard(args, encoder, features=True)
+    guard = common.build_guard(args, encoder)
     common.notice(args, common.defense_line(guard))
     return _to_folder(args, given, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
 

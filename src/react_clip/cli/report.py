@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         def show(title: str, done: int, total: int) -> None:
             bar.total = total
             bar.set_postfix_str(title, refresh=False)
-            bar.update(done - bar.n)
+            common.show(bar, done)
 
         report = write_report(
             args.runs, out, images=args.images, photos=args.photos, calibration=args.calibration, progress=show
