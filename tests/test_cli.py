@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 import react_clip as rc
 from programs import Run
-from react_clip import calibration, choices, finetune
+from react_clip import choices
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.embed import write_features
 from react_clip.cli.photos import bundled_photos
@@ -206,7 +206,7 @@ def test_the_demo_prints_outcomes_and_writes_one_page(
     code, out, _ = run("demo", photos / "photo0.png", photos / "photo1.png", *options)
     assert code == 0
     assert out.count(" 8/255") == out.count(" noise 0.02") == 2
-    for text in ("passes are encoder passes of CLIP / SecondLook / ReACT.", "CLIP says", "ReACT says", str(page)):
+    for text in ("passes are encoder passes of CLIP / ReACT / SecondLook.", "CLIP says", "ReACT says", str(page)):
         assert text in out
     html = page.read_text()
     assert not re.search(r'(src|href)="(?!data:)', html), "the page stands alone"
@@ -273,7 +273,7 @@ def test_what_is_finished_is_kept_when_a_command_is_stopped(
     }.get(name, [])
     code, printed, err = run(name, photos, *(without_config(tiny) if name == "attack" else tiny), *json_flag, *out)
     assert code == 130
-    kept = f"; 4 x 64 features in {tmp_path / 'f.npy'}" if name == "embed" else ""
+    kept = f"; 4 x 32 features in {tmp_path / 'f.npy'}" if name == "embed" else ""
     assert err.splitlines()[-1] == f"react-clip: stopped{kept}"
     folder = tmp_path / "adv" if name == "attack" else photos
     expected = [str(folder / f"photo{number}.png") for number in range(4)]
@@ -387,7 +387,7 @@ for line in sys.stdin.read().splitlines():
         ("classify --labels cat,,dog", "label 2 of 3 is blank"),
         ("classify --labels-file .", ". cannot be read: Is a directory"),
         ("classify --labels-file /dev/null", "/dev/null holds no names; write one a line"),
-        ("classify --photos photo1.png", "photo1.png is no folder"),
+        ("classify --photos photo1.png", "photo1.png has no sub-folders"),
         ("classify --labels cat --config .", ". cannot be read: Is a directory"),
         ("classify --labels cat --defense second_look", "there is no threshold of SecondLook for"),
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
@@ -424,6 +424,8 @@ def test_a_photo_that_is_too_large_is_refused_before_the_model_is_loaded(
 
 
 def test_help_lists_what_is_registered() -> None:
+    from react_clip import calibration, finetune
+
     assert list(choices.ATTACKS) == rc.attacks.names("oblivious")
     assert list(choices.DEFENSES) == rc.defenses.names()
     assert list(choices.FINETUNING) == finetune.names()

@@ -20,5 +20,5 @@ def require(module: str, purpose: str, *, extra: str) -> Any:
         package = module.partition(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name in (package, module)
         reason = "is missing" if missing else f"cannot be imported ({first_line(error)})"
-        command = f"pip install 'react-clip[{extra}]'"
+        command = f"in the checkout of react-clip: pip install -e '.[{extra}]'"
         raise MissingPackageError(f"{purpose} needs {package}, which {reason}; {command}") from error

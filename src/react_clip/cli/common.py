@@ -55,7 +55,7 @@ def progress(args: argparse.Namespace, unit: str, total: int | None = None, stag
     return tqdm(total=total, unit=f" {unit}", desc=stage, disable=args.quiet, mininterval=interval, dynamic_ncols=True)
 
 
-def show(bar: tqdm[Any], done: int) -> None:
+def show(bar: tqdm[Any], done: float) -> None:
     """Set the steps that are done."""
     bar.update(done - bar.n)
 
@@ -112,7 +112,7 @@ def batch_size(encoder: Encoder, largest: int) -> int:
 
 
 def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
-    """The classifier that --labels, --labels-file or --photos describe; the label bank's vocabulary without them."""
+    """The classifier that --labels, --labels-file or --photos describe; the label table's vocabulary without them."""
     from react_clip.zeroshot import ZeroShotClassifier
 
     if args.photos is not None:
@@ -121,7 +121,7 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
 
 
 def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
-    from react_clip.bank import LabelBank
+    from react_clip.label_table import LabelTable
 
     if args.labels is not None:
         # A trailing comma is common and does not mean a blank label.
@@ -135,10 +135,10 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
         if not (names := [line for line in lines if line.strip()]):
             raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
         return names
-    bank = LabelBank.load()
-    if encoder.weights.partition("+")[0] != bank.encoder:
+    table = LabelTable.load()
+    if encoder.weights.partition("+")[0] != table.encoder:
         raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
-    return list(bank.vocabulary())
+    return list(table.vocabulary())
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder) -> Defense:
@@ -183,7 +183,8 @@ def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Def
     notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
     for note in result.notes:
         notice(args, f"note: {note}")
-    return result.config
+    guard: Defense = result.config
+    return guard
 
 
 def defense_line(guard: Defense) -> str:

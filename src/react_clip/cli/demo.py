@@ -107,6 +107,7 @@ def _outcomes(
 
     clean = clf.encoder.prepare([path])
     label = clf(clean).argmax(-1)
+    before = bar.n
     noisy = Corruption(type="noise", severity=_NOISE)(clf, clean, label, seed=args.seed).images
     attacked = PGD(steps=args.steps)(
         clf,
@@ -114,7 +115,7 @@ def _outcomes(
         label.expand(len(budgets)),
         seed=args.seed,
         eps=torch.tensor(budgets, device=clf.device) / 255,
-        progress=lambda done, total: bar.update(),
+        progress=lambda done: common.show(bar, before + done),
     ).images
     images = torch.cat([clean, noisy, attacked])
     plain = Undefended()(clf, images)
