@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from react_clip.defenses import Defense
-from react_clip.defenses.look_calibration import Photos
 from react_clip.encoders import Encoder, load
-from react_clip.encoders.openclip import OpenCLIPEncoder, wrap_model
+from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
 from react_clip.noise import Seed
+
+if TYPE_CHECKING:
+    from react_clip.calibration import Photos
 
 
 class DefendedOpenCLIP(nn.Module):
@@ -49,7 +51,9 @@ class DefendedOpenCLIP(nn.Module):
     ) -> None:
         super().__init__()
         encoder = load(model) if isinstance(model, str) else model
-        if not isinstance(encoder, Encoder):
+        if isinstance(encoder, Encoder):
+            self._model: Any = encoder.text.model if encoder.has_text else encoder
+        else:
             if guard is None:
                 raise ReactClipError(
                     "guard is missing, and a bare open_clip model does not say which weights it holds; give one, such "
@@ -57,9 +61,9 @@ class DefendedOpenCLIP(nn.Module):
                 )
             if labels is not None and tokenizer is None:
                 raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
-            encoder = _wrap(encoder, tokenizer)
-        if not isinstance(encoder, OpenCLIPEncoder):
-            raise ReactClipError(f"{encoder.name!r} is no open_clip model; use its features as rc.ReACT gives them")
+            self._model, encoder = encoder, _wrap(encoder, tokenizer)
+        if not hasattr(self._model, "encode_text") or isinstance(self._model, Encoder):
+            raise ReactClipError(f"{encoder.name!r} is no open_clip model; call the guard with it: guard(clf, images)")
         self.encoder = encoder
         self._defended = DefendedFeatures(
             encoder, guard, labels=labels, class_features=class_features, seed=seed, photos=photos
@@ -76,10 +80,6 @@ class DefendedOpenCLIP(nn.Module):
         """The model's bias, if it has one."""
         return getattr(self._model, "logit_bias", None)
 
-    @property
-    def _model(self) -> Any:
-        return self.encoder.tower
-
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
         """Defended features of what open_clip's ``preprocess`` returns.
 
@@ -88,7 +88,7 @@ class DefendedOpenCLIP(nn.Module):
         pixels = to_unit_range(image.to(self.encoder.device), self.encoder.mean, self.encoder.std)
         features = self._defended.of_pixels(pixels)
         if not normalize:
-            features = features * self.encoder.raw_features(pixels).norm(dim=-1, keepdim=True)
+            features = features * self.encoder.raw(pixels).norm(dim=-1, keepdim=True)
         return features.to(self.encoder.dtype)
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
@@ -134,9 +134,7 @@ def to_unit_range(normalised: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         )
     if bool((normalised.min() >= 0) & (normalised.max() <= 1)):
         warnings.warn(
-            "all values lie in [0, 1], as before CLIP's normalisation; DefendedOpenCLIP takes normalised images, as "
-            "open_clip's preprocess returns them",
-            stacklevel=3,
+            "all values lie in [0, 1]; DefendedOpenCLIP takes images that CLIP's normalisation made", stacklevel=3
         )
     return pixels
 
@@ -145,16 +143,13 @@ def _wrap(model: nn.Module, tokenizer: Any) -> Encoder:
     """An encoder around a model that open_clip has made."""
     if not all(callable(getattr(model, part, None)) for part in ("encode_image", "encode_text")):
         raise ReactClipError(f"{type(model).__name__} is no open_clip model: it lacks encode_image or encode_text")
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1:
+    if len(dtypes := {str(parameter.dtype) for parameter in model.parameters()}) > 1:
         raise ReactClipError(
-            f"the model mixes {', '.join(sorted(str(dtype) for dtype in dtypes))}; create it with precision='fp32', "
-            "'pure_bf16' or 'pure_fp16'"
+            f"the model mixes {', '.join(sorted(dtypes))}; create it with precision='fp32', 'pure_bf16' or 'pure_fp16'"
         )
-    parts: Any = model
+    parts: Any = model.eval().requires_grad_(False)
     size, like = parts.visual.image_size, next(model.parameters())
     size = size if isinstance(size, tuple | list) else (size, size)
-    with torch.no_grad():
-        # Towers store their width in different places; one pass works for all of them.
-        dim = parts.eval().encode_image(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype)).shape[1]
+    # Towers store their width in different places; one pass works for all of them.
+    dim = parts.encode_image(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype)).shape[1]
     return wrap_model(model, name=f"open_clip:{type(model).__name__}", dim=dim, tokenizer=tokenizer).to(like.device)

@@ -8,33 +8,45 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
     AutoModelForZeroShotImageClassification,
+    CLIPConfig,
     CLIPImageProcessor,
+    PreTrainedModel,
     ZeroShotImageClassificationPipeline,
 )
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from react_clip.defenses import Defense, resolve_guard
-from react_clip.defenses.look_calibration import Photos
-from react_clip.encoders import Encoder, offline
-from react_clip.encoders.base import read_similarity
-from react_clip.encoders.hf import FAMILIES, HFEncoder, load_hf
-from react_clip.encoders.loading import quiet_libraries
-from react_clip.encoders.vision import VisionTower
+from react_clip.encoders import Encoder
+from react_clip.encoders.hf import CLIP, wrap_model
+from react_clip.encoders.loading import load_quietly
 from react_clip.errors import ReactClipError
-from react_clip.integrations.common import local_image, resolve_encoder, resolve_seed
+from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import read_image, to_image
 from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
 
+if TYPE_CHECKING:
+    from react_clip.calibration import Photos
+
 TASK = "defended-zero-shot-image-classification"
 _TEMPLATE = "This is a photo of {}."
+
+
+class EncoderModel(PreTrainedModel):  # type: ignore[misc]
+    """An encoder in the form of a model of transformers, as pipelines want it."""
+
+    config_class = CLIPConfig
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(CLIPConfig())
+        self.encoder = encoder
 
 
 def zero_shot_pipeline(
@@ -58,19 +70,14 @@ def zero_shot_pipeline(
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
     encoder = resolve_encoder(model, device)
-    if isinstance(encoder.tower, VisionTower):
-        encoder = _with_transformers(encoder)
-    if not isinstance(encoder, HFEncoder):
-        raise ReactClipError(
-            f"{encoder.name!r} is no model of transformers, which a pipeline needs; use integrations.DefendedOpenCLIP"
-        )
-    parts: dict[str, Any] = {
-        "tokenizer": encoder.text.tokenizer if encoder.has_text else None,
-        "image_processor": _image_processor(encoder),
-        "photos": photos,
-    }
     return DefendedZeroShotImageClassificationPipeline(
-        model=encoder.tower, device=encoder.device, encoder=encoder, guard=guard, seed=seed, **parts, **kwargs
+        model=EncoderModel(encoder),
+        image_processor=_image_processor(encoder),
+        device=encoder.device,
+        guard=guard,
+        seed=seed,
+        photos=photos,
+        **kwargs,
     )
 
 
@@ -97,44 +104,40 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
     paths, PIL images, bytes or ``data:`` URIs; URLs are not fetched.
     """
 
+    _load_tokenizer = None  # an encoder has its own
+
     def __init__(
         self,
         *args: Any,
         guard: Defense | str | None = None,
         photos: Photos | None = None,
         seed: Seed | None = None,
-        encoder: Encoder | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.encoder = encoder or self._wrap_model(kwargs.get("tokenizer"))
+        self.encoder: Encoder = getattr(self.model, "encoder", None) or self._wrap_model()
         if photos is not None and not isinstance(photos, Tensor):
             # The threshold depends on the resizing, which is this pipeline's. The results have the encoder's size.
             photos = [to_image(self.preprocess(photo)["pixel_values"][0]) for photo in photos]
         self.guard = resolve_guard(guard, self.encoder, photos)
-        self.seed = resolve_seed(seed)
+        self.seed = drawn_secret() if seed is None else seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
-    def _wrap_model(self, tokenizer: Any) -> Encoder:
+    def _wrap_model(self) -> Encoder:
         """An encoder around the model that transformers has loaded."""
-        model, processor = self.model, self.image_processor
-        name, mean, std = str(model.config._name_or_path), processor.image_mean, processor.image_std
-        parts = {"tokenizer": tokenizer, "mean": mean, "std": std, "similarity": read_similarity(model)}
-        return FAMILIES[model.config.model_type](model, name=name, **parts).to(next(model.parameters()).device)
+        processor, name = self.image_processor, str(self.model.config._name_or_path)
+        parts = {"tokenizer": self.tokenizer, "mean": processor.image_mean, "std": processor.image_std}
+        return wrap_model(self.model, name=name, **parts).to(self.model.device)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
-        kind = self.model.config.model_type
-        if kind not in FAMILIES or kind == "siglip2":
+        if (kind := self.model.config.model_type) not in (*CLIP, "siglip"):
             raise ReactClipError(
                 f"the model is a {kind!r}; the defended pipeline takes CLIP, MetaCLIP and SigLIP with square images"
             )
 
     def _sanitize_parameters(
-        self,
-        candidate_labels: Any = None,
-        hypothesis_template: str | None = None,
-        **ignored: Any,
+        self, candidate_labels: Any = None, hypothesis_template: str | None = None, **ignored: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         # Only what was given: the call's arguments are laid over those of the constructor.
         labels = {} if candidate_labels is None else {"candidate_labels": candidate_labels}
@@ -148,18 +151,16 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         return {"pixel_values": pixels}
 
     def _forward(
-        self,
-        model_inputs: dict[str, Tensor],
-        candidate_labels: Any = (),
-        hypothesis_template: str | None = None,
+        self, model_inputs: dict[str, Tensor], candidate_labels: Any = (), hypothesis_template: str | None = None
     ) -> dict[str, Tensor]:
         classifier = self._classifier(check_names(candidate_labels, unique=False), hypothesis_template)
-        return {"logits": self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).logits}
+        return {"probs": self.guard(classifier, model_inputs["pixel_values"], seed=self.seed).probs}
 
     def postprocess(self, model_outputs: dict[str, Any], candidate_labels: Any = ()) -> list[dict[str, Any]]:
         """Labels with their scores, best first, as the stock pipeline writes them."""
-        answer: list[dict[str, Any]] = super().postprocess({**model_outputs, "candidate_labels": candidate_labels})
-        return answer
+        scores = model_outputs["probs"][0].tolist()
+        answers = [{"score": score, "label": label} for score, label in zip(scores, candidate_labels, strict=True)]
+        return sorted(answers, key=lambda answer: -answer["score"])
 
     def _new_classifier(self, names: tuple[str, ...], template: str | None) -> ZeroShotClassifier:
         """The classifier of these labels; the one of the previous call is cached."""
@@ -170,22 +171,13 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
 
 
-def _with_transformers(encoder: Encoder) -> Encoder:
-    """The offline tower as a model of transformers, with the same weights."""
-    folder = str(offline.tower_dir())
-    copy = load_hf(folder, name=encoder.name, device=encoder.device, dtype=encoder.dtype)
-    copy.tower.load_state_dict(encoder.tower.state_dict())
-    copy.weights = encoder.weights
-    return copy
-
-
 def _image_processor(encoder: Encoder) -> Any:
     """The model's own processor; CLIP's for this size where the model brings none (bicubic, shorter side to size)."""
     name = encoder.name
     source, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("+")[0].partition("@")
     try:
         # Loading the encoder has fetched this file already, if there is one.
-        with quiet_libraries():
+        with load_quietly():
             return AutoImageProcessor.from_pretrained(source, revision=revision or None, local_files_only=True)
     except (OSError, ValueError):
         size = encoder.image_size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,18 +15,16 @@ from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 
-_CONNECT_TIMEOUT = 5.0
-"""Seconds; without a check of our own Ray would try for a minute."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # no warnings about Ray's internals
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
     # On a busy machine processes need more than the 60 and 5 seconds after which Ray starts them anew.
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """Environment variables of clusters that are started here, unless they are set already."""
-_STARTS = 4
-"""Most attempts to start a cluster here: Ray gives a node 30 s, which a busy machine may exceed once or twice."""
+_STARTS = 3
+"""Attempts to start a cluster here: Ray gives a node 30 s, which a busy machine may exceed."""
 
 
 @contextmanager
@@ -37,30 +35,43 @@ def connected(address: str | None = None) -> Iterator[Any]:
     """
     os.environ.update(_SETTINGS | os.environ)
     ray = require("ray", "working on a cluster", extra="scale")
+    require("ray.data", "working on a cluster", extra="scale")
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised
     if ray.is_initialized():
         yield ray
         return
     if address is not None:
         _check_address(address)
-        _start(ray, f"at {address}", address=address)
-    else:
-        _start(ray, "on this machine", attempts=_STARTS, address="local", include_dashboard=False)
+    where = {"address": "local", "include_dashboard": False} if address is None else {"address": address}
+    for attempt in range(_STARTS):
+        try:
+            ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+            break
+        except Exception as error:  # Ray raises a bare Exception when a node is late
+            ray.shutdown()
+            if attempt + 1 == _STARTS or "timed out during startup" not in str(error):
+                here = "on this machine" if address is None else f"at {address}"
+                raise ReactClipError(f"no Ray cluster could be used {here}: {first_line(error)}") from None
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def _start(ray: Any, where: str, *, attempts: int = 1, **options: Any) -> None:
-    """Call ``ray.init``, again if the processes that it starts do not answer in time."""
+def _check_address(address: str) -> None:
+    """Raise within seconds if nothing listens at ``address``; Ray itself would try for a minute."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ReactClipError(f"--address is {address!r}; write host:port, such as 10.0.0.5:6379, or auto")
     try:
-        with _stderr_discarded():  # Ray's C++ part announces there that it will be quiet; errors are raised
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises a bare Exception when a node is late
-        ray.shutdown()
-        if attempts > 1 and "timed out during startup" in str(error):
-            return _start(ray, where, attempts=attempts - 1, **options)
-        raise ReactClipError(f"no Ray cluster could be used {where}: {first_line(error)}") from None
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise ReactClipError(
+            f"no Ray cluster answers at {address} ({error.strerror or error}); start one with `ray start --head`, or "
+            "leave --address out to use this machine"
+        ) from None
 
 
 def require_versions(driver: Mapping[str, str]) -> None:
@@ -74,30 +85,39 @@ def require_versions(driver: Mapping[str, str]) -> None:
         )
 
 
-def _check_address(address: str) -> None:
-    """Raise within seconds if nothing listens at ``address``."""
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ReactClipError(f"--address is {address!r}; write host:port, such as 10.0.0.5:6379, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT).close()
-    except OSError as error:
-        raise ReactClipError(
-            f"no Ray cluster answers at {address} ({error.strerror or error}); start one with `ray start --head`, or "
-            "leave --address out to use this machine"
-        ) from None
+def resources(ray: Any, workers: int | None, device: str | None) -> tuple[str, dict[str, Any]]:
+    """The device of a job's workers, and how Ray Data runs them: their number and the share of a node that each takes.
+
+    GPUs are used if the cluster has any and ``device`` does not say otherwise. Without ``workers`` there is one for
+    each GPU, or for each node. Workers that die are started again.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus, cpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("GPU", "CPU"))
+    device = device or ("cuda" if gpus else "cpu")
+    if device != "cpu" and not gpus:
+        raise ReactClipError(f"--device is {device}, but the cluster has no GPU; leave it out to use CPUs")
+    computing = [node for node in nodes if node.get("CPU", 0) >= 1]
+    workers = workers or int(gpus if device != "cpu" else max(1, len(computing)))
+    # A fifth of the processors is left to the tasks that read and write.
+    share = {"num_gpus": min(1.0, gpus / workers)} if device != "cpu" else {"num_cpus": 0.8 * cpus / workers}
+    return device, {"compute": ray.data.ActorPoolStrategy(size=workers), **share}
 
 
 @contextmanager
-def _stderr_discarded() -> Iterator[None]:
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
+def one_line_errors(ray: Any, advice: str) -> Iterator[None]:
+    """Raise an error of a worker as one line: its own message, or that of the cause with the advice."""
     try:
         yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
+    except ray.exceptions.RayError as error:
+        raise ReactClipError(worker_message(error, advice)) from error
+
+
+def worker_message(error: BaseException, advice: str) -> str:
+    """The last error line in the report that Ray makes of a worker's traceback.
+
+    >>> worker_message(Exception("Traceback ...\n  ValueError: a bug\nand more"), "start again")
+    'a worker failed (ValueError: a bug); start again'
+    """
+    own = re.findall(r"(?:ReactClip|MissingFile|MissingPackage)Error: (.+)", str(error))
+    other = re.findall(r"^\s*(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)", str(error), re.MULTILINE)
+    return str(own[-1]) if own else f"a worker failed ({other[-1] if other else first_line(error)}); {advice}"

@@ -1,73 +1,42 @@
-"""``defend_dataset``: defended features of a whole collection, by this process or by the workers of a Ray cluster.
+"""``defend_dataset``: defended features of a whole collection, by this process or by a Ray cluster.
 
-Both engines run the same worker on the same chunks. A chunk is defended in one call, so that the first passes of its
-images fill batches together, and so do the further views of those images that need them. No batch spans two chunks:
-a part holds the same bits whichever worker made it, in whatever order, however often the job was interrupted.
+Files are read and decoded by CPU tasks, batches are defended by workers that hold a model each, and rows go to Parquet
+files in one folder. Keys that the folder already holds are skipped, so an interrupted job continues.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import logging
-import math
 import os
-import platform
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from tqdm import tqdm
 
 from react_clip.defenses import resolve_guard
-from react_clip.defenses.base import MEASUREMENTS, Defended, Defense, diagnostics
-from react_clip.defenses.look_calibration import Photos
-from react_clip.encoders import load
-from react_clip.environment import __version__, device_name
+from react_clip.defenses.base import Defense
+from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.preprocess import Preprocessing, as_preprocessing, from_8bit, read_image
-from react_clip.scale import collection
-from react_clip.scale.cluster import connected
-from react_clip.scale.collection import Chunk
-from react_clip.scale.output import OutputFolder, PartStats, part_name
-from react_clip.scale.runner import Allocation, WorkerPool
+from react_clip.preprocess import Preprocessing, read_image, to_float
+from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
+from react_clip.scale.collection import Row, file_system, find_files, read_images
+from react_clip.scale.output import OutputFolder, Summary
 from react_clip.zeroshot import ZeroShotClassifier
 
-MAX_CHUNK = 4096
-_THREADS = {"cpu": 2, "cuda": 4}
-"""Chunks that a worker handles at the same time: one is computed, the others are read, decoded or written."""
+if TYPE_CHECKING:
+    from react_clip.calibration import Photos
 
-_WORKERS_PER_GPU = 2
-"""Two, so that one reads and writes while the other computes."""
-
-log = logging.getLogger("react_clip.scale")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Counts over all parts in the output folder after a job."""
-
-    out: str
-    images: int
-    errors: int
-    """Images that could not be decoded: rows with an error and nothing else."""
-    gated: int
-    """Images whose features the defence changed."""
-    passes: float
-    """Encoder passes spent on all images; a pass at a smaller size counts as its share of the tokens."""
-    parts: int
-    missing: tuple[str, ...]
-    """One line for each chunk or shard that could not be read; a resumed job tries them again."""
+_IO_CPUS = 0.1
+"""CPU share of a task that reads or writes; workers take the rest."""
 
 
 def defend_dataset(
@@ -82,7 +51,7 @@ def defend_dataset(
     address: str | None = None,
     workers: int | None = None,
     device: str | None = None,
-    chunk: int = 256,
+    batch: int = 256,
     top: int = 5,
     column: str = "image",
     resume: bool = False,
@@ -90,86 +59,60 @@ def defend_dataset(
 ) -> Summary:
     """Defend every image of a collection and write its feature, answers and diagnostics to Parquet.
 
-    A row holds the numbers of ``guard(clf, image, seed)``, whichever machine computed it. A finished part stays when
-    the job fails, and is not computed again when it is resumed.
+    A row holds the numbers of ``guard(clf, image, seed)``, whichever machine computed it. ``OUT.json``, beside the
+    folder, says how they were made.
 
     Args:
         source: photos, webdataset shards (``.tar``), Parquet files with encoded images, folders of these, or patterns
             with ``*``; several may be given, as paths or fsspec URLs (``s3://...``).
         out: a folder, or an fsspec URL, that all workers see.
-        clf: CLIP with its classes. Workers load its encoder by name.
+        clf: CLIP with its classes.
         guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
             calibrates SecondLook on ``photos``.
         photos: for ``guard="auto"``: some hundred clean photos like those of the collection.
         seed: of the defence's random numbers.
-        engine: ``"ray"``, or ``"local"`` for this process alone. Both write the same parts.
+        engine: ``"ray"``, or ``"local"`` for this process alone.
         address: of the Ray cluster, as ``host:port``; without it one is started on this machine.
-        workers: model copies in the cluster; by default two per GPU, or one per CPU core if there is no GPU.
+        workers: model copies in the cluster; by default one per GPU, or per node if there is no GPU.
         device: where Ray workers run the model; by default GPUs if the cluster has any.
-        chunk: images that are read, defended and written together.
+        batch: images that are defended together.
         top: number of answers in a row.
         column: of Parquet files, with the images: bytes, or a struct with a field ``bytes``.
-        resume: continue in a folder that holds finished parts of this very job.
+        resume: continue in a folder that holds rows of such a job; files may have been added since.
         progress: show a bar.
     """
     sources = [os.fspath(one) for one in ([source] if isinstance(source, str | Path) else source)]
-    if not 1 <= chunk <= MAX_CHUNK:
-        raise ReactClipError(f"--chunk is {chunk}; give 1 to {MAX_CHUNK}")
-    for name, value in (("top", top), ("workers", workers)):
+    for name, value in (("batch", batch), ("top", top), ("workers", workers)):
         if value is not None and value < 1:
             raise ReactClipError(f"--{name} is {value}; give at least 1")
     output = OutputFolder(os.fspath(out))
-    _check_locations(sources, output, engine)
-    guard = resolve_guard(guard, clf.encoder, photos, features=True)
+    for one in sources:
+        if f"{output.root}/".startswith(f"{file_system(one)[1]}/"):
+            raise ReactClipError(f"{out} lies in {one}, which is read; choose an --out outside of it")
+    guard = resolve_guard(guard, clf.encoder, photos)
     with output.locked():
-        files = collection.find_files(sources)
-        chunks, missing = collection.cut(files, chunk, column)
-        if not chunks:
-            raise ReactClipError(missing[0] if missing else f"{', '.join(sources)}: there is no image in them")
-        plan = {
-            "sources": sources,
-            **collection.fingerprints(files),
-            **_model_plan(clf, guard, seed),
-            **{"chunk": chunk, "top": top, "column": column, "version": __version__},
-        }
-        job = _Job(output.url, guard, seed, plan)
-        parts = output.claim(plan, resume=resume)
-        _check_parts(job, chunks, parts)
-        waiting = [one for one in chunks if one.name not in parts]
+        files = find_files(sources)
+        done = output.claim(_description(clf, guard, seed, top), resume=resume)
+        items = [{"file": file, "done": sorted(done.get(file, ()))} for file in files if file not in done.get(file, ())]
         if engine == "local":
-            results = _run_locally(_Worker(clf, job), waiting, _THREADS.get(clf.device.type, 2))
-        else:
-            results = _run_on_cluster(clf, job, waiting, address, workers, device)
-        left, total = (sum(one.count for one in some) for some in (waiting, chunks))
-        with tqdm(total=total, initial=total - left, unit="image", disable=None if progress else True) as bar:
-            for one, result in results:
-                if isinstance(result, PartStats):
-                    parts[one.name] = result
-                elif result not in missing:
-                    missing.append(result)
-                bar.update(one.count)
-    sums = {key: sum(getattr(part, key) for part in parts.values()) for key in ("images", "errors", "gated")}
-    # fsum gives the same in any order of the parts.
-    passes = math.fsum(part.passes for part in parts.values())
-    return Summary(out=output.url, **sums, passes=passes, parts=len(parts), missing=tuple(missing))
+            _run_locally(items, Defender(clf, guard, seed, top), output, column, batch, progress)
+        elif items:
+            with connected(address) as ray, one_line_errors(ray, "what was finished is kept, --resume continues"):
+                kind, compute = resources(ray, workers, device)
+                ray.data.DataContext.get_current().enable_progress_bars = progress
+                read = partial(read_and_decode, column=column, how=clf.encoder.preprocessing)
+                job = (clf, guard, seed, top, kind, versions())
+                (
+                    ray.data.from_items(items, override_num_blocks=min(len(items), 1000))
+                    .flat_map(read, num_cpus=_IO_CPUS)
+                    .map_batches(Defender, fn_constructor_args=job, batch_size=batch, **compute)
+                    .write_parquet(output.root, filesystem=output.fs, ray_remote_args={"num_cpus": _IO_CPUS})
+                )
+        return output.summary()
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """Inputs of a worker beside its model."""
-
-    out: str
-    guard: Defense
-    seed: Seed
-    plan: dict[str, Any]
-    """Everything that decides what the rows hold, as JSON values; a resumed job must have the same."""
-
-    def source(self, chunk: Chunk) -> str:
-        """Hash of the job and a chunk; the chunk's part carries it."""
-        return hashlib.sha256(json.dumps([self.plan, asdict(chunk)], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _model_plan(clf: ZeroShotClassifier, guard: Defense, seed: Seed) -> dict[str, Any]:
+def _description(clf: ZeroShotClassifier, guard: Defense, seed: Seed, top: int) -> dict[str, Any]:
+    """What decides the numbers in a row, as JSON values."""
     classes = hashlib.sha256(json.dumps(clf.names).encode())
     classes.update(clf.class_features.float().cpu().numpy().tobytes())
     return {
@@ -179,159 +122,73 @@ def _model_plan(clf: ZeroShotClassifier, guard: Defense, seed: Seed) -> dict[str
         "guard": json.loads(json.dumps(guard.to_dict())),
         # A secret seed is only shown as a hash.
         "seed": seed if isinstance(seed, int) else "secret " + hashlib.blake2b(seed, digest_size=8).hexdigest(),
+        "top": top,
     }
 
 
-def _check_locations(sources: Sequence[str], output: OutputFolder, engine: str) -> None:
-    if engine not in ("local", "ray"):
-        raise ReactClipError(f"engine is {engine!r}; choose local or ray")
-    if not sources:
-        raise ReactClipError("no source is given; name at least one folder, file or URL")
-    require("pyarrow", "writing Parquet", extra="scale")
-    for source in sources:
-        folder, out = collection.local_path(source), output.local
-        if folder is not None and out is not None and out.resolve().is_relative_to(folder.resolve()):
-            raise ReactClipError(f"{output.url} lies in {source}, which is read; choose an --out outside of it")
+def _run_locally(
+    items: Sequence[Mapping[str, Any]],
+    defender: Defender,
+    output: OutputFolder,
+    column: str,
+    batch: int,
+    progress: bool,
+) -> None:
+    rows = itertools.chain.from_iterable(read_images(item["file"], column, frozenset(item["done"])) for item in items)
+    to_pixels = partial(decode, how=defender.clf.encoder.preprocessing)
+    with ThreadPoolExecutor() as pool, tqdm(unit="image", disable=None if progress else True) as bar:
+        while some := list(itertools.islice(rows, batch)):
+            decoded = list(pool.map(to_pixels, some))
+            output.write(defender({name: np.array([row[name] for row in decoded]) for name in decoded[0]}))
+            bar.update(len(some))
 
 
-def _check_parts(job: _Job, chunks: Sequence[Chunk], parts: Mapping[str, PartStats]) -> None:
-    """Raise if a finished part was made from other content of its shard."""
-    for chunk in chunks:
-        if chunk.name in parts and parts[chunk.name].source != job.source(chunk):
-            part = f"{job.out}/{part_name(chunk.name)}"
-            raise ReactClipError(f"{part} was made from another {chunk.files[0].url}; choose another --out")
+def read_and_decode(item: Mapping[str, Any], column: str, how: Preprocessing) -> Iterator[Row]:
+    """The images of ``item["file"]`` whose keys are not in ``item["done"]``, decoded."""
+    return (decode(row, how) for row in read_images(item["file"], column, frozenset(item["done"])))
 
 
-# ---------------------------------------------------------------------- engines
-
-Result = PartStats | str
-"""The counts of a part, or the line that says why a chunk could not be read."""
-
-
-def _run_locally(worker: _Worker, chunks: Sequence[Chunk], threads: int) -> Iterator[tuple[Chunk, Result]]:
-    # torch.set_num_threads counts for the calling thread only.
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
-        yield from zip(chunks, pool.map(worker, chunks), strict=True)
+def decode(row: Row, how: Preprocessing) -> Row:
+    """The row with uint8 ``pixels`` ``[size, size, 3]`` instead of ``content``; zeros where there is an error."""
+    pixels, error = np.zeros((how.size, how.size, 3), np.uint8), row["error"]
+    try:
+        pixels = pixels if error else np.asarray(how(read_image(row["content"])))
+    except ReactClipError as problem:
+        error = str(problem)
+    return {"file": row["file"], "key": row["key"], "error": error, "pixels": pixels}
 
 
-def _run_on_cluster(
-    clf: ZeroShotClassifier,
-    job: _Job,
-    chunks: Sequence[Chunk],
-    address: str | None,
-    workers: int | None,
-    device: str | None,
-) -> Iterator[tuple[Chunk, Result]]:
-    if not chunks:
-        return
-    with connected(address) as ray:
-        allocation = Allocation.choose(ray, workers, device, per_gpu=_WORKERS_PER_GPU)
-        allocation = replace(allocation, workers=min(allocation.workers, len(chunks)))
-        features = clf.class_features.float().cpu()
-        build = partial(_build_worker, job, allocation.device, clf.encoder.dtype, clf.names, features)
-        try:
-            with WorkerPool(ray, build, allocation, threads=_THREADS[allocation.device], log=log) as pool:
-                yield from pool.run(chunks)
-        except ReactClipError as error:
-            raise ReactClipError(f"{error}; what was finished is kept, --resume continues") from error
+class Defender:
+    """Turns a batch of decoded rows into a table of answers; on a cluster an actor with a copy of the model."""
 
+    def __init__(
+        self,
+        clf: ZeroShotClassifier,
+        guard: Defense,
+        seed: Seed,
+        top: int,
+        device: str | None = None,
+        driver: Mapping[str, str] | None = None,
+    ) -> None:
+        require_versions(driver or {})
+        self.clf, self._guard, self._seed, self._top = clf.to(device or clf.device), guard, seed, top
 
-def _build_worker(job: _Job, device: str, dtype: torch.dtype, names: Sequence[str], features: Tensor) -> _Worker:
-    """Load the model in a worker's process; raises if this node has other weights or does not see the output."""
-    node, model, weights = platform.node(), job.plan["model"], job.plan["weights"]
-    if OutputFolder(job.out).read_plan() != job.plan:
-        raise ReactClipError(f"node {node} does not see {job.out}; give a folder or URL that all nodes share")
-    encoder = load(model, device=device, dtype=dtype)
-    if (here := encoder.fingerprint()) != weights:
-        raise ReactClipError(
-            f"node {node} has other weights of {model!r} ({here}, the driver {weights}); copy the model there"
-        )
-    clf = ZeroShotClassifier.from_features(encoder, names, features, unique=False)
-    clf.class_features.copy_(features)  # bit by bit: normalising unit features again may change the last one
-    return _Worker(clf, job)
-
-
-class _Worker:
-    """Turns chunks into parts. Threads may share it: they decode at the same time and use the model in turn."""
-
-    def __init__(self, clf: ZeroShotClassifier, job: _Job) -> None:
-        self._clf, self._job, self._output = clf, job, OutputFolder(job.out)
-        self._lock = threading.Lock()
-        self.device = device_name(clf.device)
-
-    def __call__(self, chunk: Chunk) -> Result:
-        """Write the part of a chunk and return its counts; a line if the chunk cannot be read."""
-        # A worker may have died between writing a part and reporting it.
-        if (stats := self._output.finished(chunk.name)) is not None:
-            return stats
-        job = self._job
-        try:
-            rows, pixels = decode(chunk, self._clf.encoder.preprocessing, job.plan["column"])
-        except ReactClipError as error:
-            return str(error)
-        good = [row for row in rows if row["error"] is None]
-        if good:
-            with self._lock:
-                defended = job.guard(self._clf, _to_float(pixels, self._clf.device), seed=job.seed)
-            _add_answers(good, defended, self._clf, job.plan["top"])
-        stats = PartStats(
-            source=job.source(chunk),
-            images=len(rows),
-            errors=len(rows) - len(good),
-            gated=sum(row["gated"] for row in good),
-            passes=math.fsum(row["passes"] for row in good),
-        )
-        self._output.write(chunk.name, _table(rows, self._clf.encoder.dim), stats)
-        return stats
-
-
-# ---------------------------------------------------------------------- one chunk
-
-Row = dict[str, Any]
-"""Columns of one image; a missing one becomes null."""
-
-
-def decode(chunk: Chunk, how: Preprocessing | int, column: str) -> tuple[list[Row], NDArray[np.uint8]]:
-    """Rows with ``key`` and ``error`` of all images, and pixels ``[images without error, size, size, 3]``.
-
-    Raises if the chunk as a whole cannot be read.
-    """
-    prepare = as_preprocessing(how)
-    pixels = np.empty((chunk.count, prepare.size, prepare.size, 3), np.uint8)
-    rows: list[Row] = []
-    good = 0
-    for key, content in collection.read_chunk(chunk, column):
-        error = None
-        try:
-            if isinstance(content, ReactClipError):
-                raise content
-            pixels[good] = np.asarray(prepare(read_image(content)))
-            good += 1
-        except ReactClipError as failure:
-            error = str(failure)
-        rows.append({"key": key, "error": error})
-    return rows, pixels[:good]
-
-
-def _to_float(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """``[B, 3, S, S]`` in [0, 1], bit by bit as :func:`react_clip.preprocess.to_pixels`."""
-    return from_8bit(torch.tensor(pixels).to(device).permute(0, 3, 1, 2).contiguous())
-
-
-def _add_answers(rows: list[Row], defended: Defended, clf: ZeroShotClassifier, top: int) -> None:
-    """Add features, answers and measurements to the rows of decoded images."""
-    best = defended.probs.topk(min(top, len(clf.names)), dim=-1)
-    features, probs = defended.features.float().cpu().numpy(), best.values.float().cpu().numpy()
-    measured = diagnostics(defended)
-    for i, (row, classes) in enumerate(zip(rows, best.indices.tolist(), strict=True)):
-        labels = [clf.names[k] for k in classes]
-        row |= {"feature": features[i], "label": labels[0], "labels": labels, "probs": probs[i], **measured[i]}
-
-
-def _table(rows: list[Row], dim: int) -> Any:
-    """A pyarrow table with one row per image."""
-    pa = require("pyarrow", "writing Parquet", extra="scale")
-    columns = {"key": pa.string(), "error": pa.string(), "feature": pa.list_(pa.float32(), dim)}
-    columns |= {"label": pa.string(), "labels": pa.list_(pa.string()), "probs": pa.list_(pa.float32())}
-    columns |= dict.fromkeys((*MEASUREMENTS, "passes"), pa.float32()) | {"gated": pa.bool_()}
-    return pa.Table.from_pylist(rows, pa.schema(columns))
+    def __call__(self, batch: Mapping[str, Any]) -> Any:
+        """A pyarrow table with one row per image: feature, answers and diagnostics, or an error."""
+        pa = require("pyarrow", "writing Parquet", extra="scale")
+        good = np.flatnonzero(batch["error"] == "")
+        # All parts must have the same columns, so an empty image is defended where none is good.
+        pixels = torch.tensor(batch["pixels"][good if len(good) else [0]]).permute(0, 3, 1, 2)
+        out = self._guard(self.clf, to_float(pixels.to(self.clf.device)), seed=self._seed)
+        best = out.probs.topk(min(self._top, len(self.clf.names)), dim=-1)
+        answers = zip(out.to_dict(), out.features.float().cpu().numpy(), *map(torch.Tensor.tolist, best), strict=True)
+        names = ("file", "key", "error")
+        rows = [{name: batch[name][i] or None for name in names} for i in range(len(batch["error"]))]
+        for row, (measured, feature, probs, best_classes) in zip(good, answers, strict=False):
+            labels = [self.clf.names[k] for k in best_classes]
+            rows[row] |= {**measured, "feature": feature, "label": labels[0], "labels": labels, "probs": probs}
+        real, text = pa.float32(), pa.string()
+        kinds = dict.fromkeys((*names, "label"), text) | {"gated": pa.bool_(), "passes": real}
+        kinds |= {"feature": pa.list_(real, self.clf.encoder.dim), "labels": pa.list_(text), "probs": pa.list_(real)}
+        kinds |= {name: pa.bool_() if value.dtype == torch.bool else real for name, value in out.diagnostics.items()}
+        return pa.Table.from_pylist(rows, pa.schema(kinds))

@@ -1,50 +1,37 @@
-"""The output folder of ``defend_dataset``: one Parquet file for each finished chunk, and ``plan.json``.
-
-A part is written whole or not at all (through a temporary file; to an object store with one put) and never again. Its
-footer holds the counts of the summary, so that a resumed job reads no rows.
-"""
+"""The output folder of ``defend_dataset``: Parquet files with one row per image, and their description beside it."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from react_clip import storage
-from react_clip.errors import ReactClipError
+from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
-from react_clip.scale.collection import file_system, local_path, one_line
-
-PLAN = "plan.json"
-_PART = re.compile(r"part-(\d+-\d+)\.parquet")
-_FOOTER = b"react-clip"
-_FOOTER_READERS = 16
+from react_clip.scale.collection import file_system, is_shard
 
 
 @dataclass(frozen=True)
-class PartStats:
-    """Counts over the rows of a part."""
+class Summary:
+    """Counts over all rows in the output folder after a job."""
 
-    source: str
-    """Hash of the job and the chunk that it was made from."""
+    out: str
     images: int
     errors: int
+    """Images that could not be decoded, and files that could not be read: rows with an error and nothing else."""
     gated: int
+    """Images whose features the defence changed."""
     passes: float
-
-
-def part_name(chunk: str) -> str:
-    """The file name of a chunk's part.
-
-    >>> part_name("000012-000003")
-    'part-000012-000003.parquet'
-    """
-    return f"part-{chunk}.parquet"
+    """Encoder passes spent on all images; a pass at a smaller size counts as its share of the tokens."""
+    parts: int
+    missing: tuple[str, ...]
+    """One line for each shard that could not be read; a resumed job tries it again."""
 
 
 class OutputFolder:
@@ -52,73 +39,81 @@ class OutputFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._fs, self._root = file_system(self.url)
-        self.local = local_path(self.url)
+        self.fs, self.root = file_system(self.url)
+        self._is_local = "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+        self._parquet = require("pyarrow.parquet", "writing Parquet", extra="scale")
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes out of a local folder; object stores have no lock."""
-        return nullcontext() if self.local is None else storage.held_folder(self.local)
+        return storage.held_folder(Path(self.root)) if self._is_local else nullcontext()
 
-    def read_plan(self) -> Any:
-        """The content of ``plan.json``, ``None`` without one."""
-        with one_line(f"{self.url}/{PLAN} cannot be read", "choose another --out"), suppress(FileNotFoundError):
-            return json.loads(self._fs.cat_file(f"{self._root}/{PLAN}"))
-        return None
-
-    def claim(self, plan: Mapping[str, Any], *, resume: bool) -> dict[str, PartStats]:
-        """Write ``plan.json`` and return the finished parts by chunk name; raises if they belong to another plan."""
-        names, earlier = self._part_chunks(), self.read_plan()
-        if names:
-            if not isinstance(earlier, dict):
-                raise ReactClipError(f"{self.url} has a {part_name(names[0])} but no {PLAN}; choose another --out")
-            if other := sorted(key for key in {**plan, **earlier} if plan.get(key) != earlier.get(key)):
-                raise ReactClipError(
-                    f"{self.url} holds another job (other {', '.join(other)}); ask for the same again to continue it, "
-                    "or choose another --out"
-                )
+    def claim(self, description: dict[str, Any], *, resume: bool) -> dict[str, set[str]]:
+        """Write the description; returns the keys of finished images by file. Raises if a part is of another job."""
+        beside, parts = f"{self.root}.json", self._parts()
+        if parts:
+            earlier = json.loads(self.fs.cat_file(beside)) if self.fs.exists(beside) else {}
+            if other := [name for name, value in description.items() if earlier.get(name) != value]:
+                raise ReactClipError(f"{self.url} holds another job (other {', '.join(other)}); choose another --out")
             if not resume:
-                raise ReactClipError(
-                    f"{self.url} holds {len(names)} finished parts of this job; continue it with --resume, or choose "
-                    "another --out"
-                )
-        if plan != earlier:
-            self._write(PLAN, (json.dumps(plan, indent=1) + "\n").encode())
-        with ThreadPoolExecutor(_FOOTER_READERS) as pool:
-            return dict(zip(names, pool.map(self._read_stats, names), strict=True))
+                raise ReactClipError(f"{self.url} holds rows of this job; continue it with --resume, or remove them")
+        self._put(beside, json.dumps(description, indent=1).encode())
+        done: dict[str, set[str]] = {}
+        for part in parts:
+            for file, key in self._finished(part):
+                done.setdefault(file, set()).add(key)
+        return done
 
-    def finished(self, chunk: str) -> PartStats | None:
-        """The counts of a chunk's part, ``None`` without one."""
-        return self._read_stats(chunk) if self._fs.exists(f"{self._root}/{part_name(chunk)}") else None
+    def write(self, table: Any) -> None:
+        """Write one part; names are in the order of time."""
+        self._put(f"{self.root}/part-{time.time_ns()}.parquet", self._encoded(table))
 
-    def write(self, chunk: str, table: Any, stats: PartStats) -> None:
-        """Write the part of a finished chunk."""
-        parquet = require("pyarrow.parquet", "writing Parquet", extra="scale")
+    def summary(self) -> Summary:
+        """Counts over all parts."""
+        if not (parts := self._parts()):
+            raise ReactClipError("there is no image in the sources; give other folders or files")
+        dataset = require("pyarrow.dataset", "reading Parquet", extra="scale").dataset(parts, filesystem=self.fs)
+        table = dataset.to_table(["file", "key", "error", "gated", "passes"])
+        failed = table.filter(table["error"].is_valid()).to_pylist()
+        sums = table.select(["gated", "passes"]).group_by([]).aggregate([("gated", "sum"), ("passes", "sum")])
+        return Summary(
+            out=self.url,
+            images=len(table),
+            errors=len(failed),
+            gated=sums["gated_sum"][0].as_py() or 0,
+            passes=sums["passes_sum"][0].as_py() or 0.0,
+            parts=len(parts),
+            missing=tuple(row["error"] for row in failed if row["key"] == row["file"] and is_shard(row["file"])),
+        )
+
+    def _parts(self) -> list[str]:
+        self.fs.invalidate_cache()
+        return sorted(self.fs.glob(f"{self.root}/*.parquet"))
+
+    def _finished(self, part: str) -> Iterable[tuple[str, str]]:
+        """File and key of the images in a part; rows with errors are removed from it, so that they are tried again."""
+        try:
+            table = self._parquet.read_table(part, columns=["file", "key", "error"], filesystem=self.fs)
+        except ValueError:  # the job was killed while it wrote this part
+            self.fs.rm_file(part)
+            return ()
+        if table["error"].null_count < len(table):
+            table = self._parquet.read_table(part, filesystem=self.fs)
+            table = table.filter(table["error"].is_null())
+            self._put(part, self._encoded(table))
+        return zip(table["file"].to_pylist(), table["key"].to_pylist(), strict=True)
+
+    def _encoded(self, table: Any) -> bytes:
         buffer = io.BytesIO()
-        parquet.write_table(table.replace_schema_metadata({_FOOTER: json.dumps(asdict(stats)).encode()}), buffer)
-        self._write(part_name(chunk), buffer.getvalue())
+        self._parquet.write_table(table, buffer)
+        return buffer.getvalue()
 
-    def _read_stats(self, chunk: str) -> PartStats:
-        parquet = require("pyarrow.parquet", "reading Parquet", extra="scale")
-        problem = f"{self.url}/{part_name(chunk)} cannot be read"
-        with (
-            one_line(problem, "remove it to have it made again"),
-            self._fs.open(f"{self._root}/{part_name(chunk)}", "rb") as stream,
-        ):
-            return PartStats(**json.loads(parquet.read_schema(stream).metadata[_FOOTER]))
-
-    def _part_chunks(self) -> list[str]:
-        """Names of the chunks whose parts are there."""
-        self._fs.invalidate_cache()
-        paths: list[str] = []
-        with one_line(f"{self.url} cannot be listed", "choose another --out"), suppress(FileNotFoundError):
-            paths = self._fs.ls(self._root, detail=False)
-        matches = (_PART.fullmatch(path.rstrip("/").rpartition("/")[2]) for path in paths)
-        return sorted(match[1] for match in matches if match)
-
-    def _write(self, name: str, content: bytes) -> None:
-        if self.local is not None:
-            with storage.atomic_path(self.local / name) as temporary:
+    def _put(self, path: str, content: bytes) -> None:
+        """Write a whole file or nothing."""
+        if self._is_local:
+            with storage.atomic_path(Path(path)) as temporary:
                 temporary.write_bytes(content)
             return
-        with one_line(f"cannot write {self.url}/{name}", "choose another --out"):
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+        try:
+            self.fs.pipe_file(path, content)
+        except Exception as error:  # object stores raise almost anything
+            raise ReactClipError(f"cannot write {path} ({first_line(error)}); --resume continues") from None
