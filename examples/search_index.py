@@ -52,9 +52,7 @@ def cut_and_mirror(image: Image.Image) -> Image.Image:
 
 def embed(clip: rc.Encoder, defense: rc.defenses.Defense, pixels: torch.Tensor) -> np.ndarray:
     """Unit features ``[N, dim]`` of pixels ``[N, 3, S, S]``, for the index."""
-    # A search has no classes. Of a single one the prediction never changes, so the features alone decide.
-    clf = rc.ZeroShotClassifier.from_features(clip, ["anything"], torch.ones(1, clip.dim))
-    return defense(clf, pixels, seed=0).features.cpu().numpy()
+    return defense.run(clip, pixels, 0).features.cpu().numpy()  # a search has no classes: features alone decide
 
 
 def attack(clip: rc.Encoder, photos: torch.Tensor, queries: torch.Tensor, pgd: rc.attacks.PGD) -> torch.Tensor:

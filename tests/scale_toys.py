@@ -1,17 +1,14 @@
-"""Small collections of photos, their output, and waiting: helpers of the tests in tests/scale."""
+"""Small collections of photos and their output: helpers of the tests in tests/scale."""
 
 from __future__ import annotations
 
 import io
 import tarfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-
-import programs
 
 
 def picture(seed: int) -> bytes:
@@ -32,13 +29,13 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def read_parts(folder: Path) -> Any:
-    """All rows of an output folder, part after part."""
-    import pyarrow as pa
-    from pyarrow import parquet
+def read_rows(folder: Path) -> Any:
+    """All rows of an output folder as pandas reads them, sorted by key."""
+    import pandas as pd
 
-    return pa.concat_tables([parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
+    return pd.read_parquet(folder).sort_values("key").reset_index(drop=True)
 
 
-wait_for = partial(programs.wait_for, seconds=300)
-"""Ray takes long to start processes, and longer on a busy machine."""
+def features(rows: Any) -> Any:
+    """The features ``[N, dim]`` of the rows without error."""
+    return np.stack(rows.feature[rows.error.isna()])

@@ -18,7 +18,7 @@ from react_clip import data as data_room
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import Recipe, checks, sets
-from react_clip.evaluation.result import EvaluationResult, SelfCheck
+from react_clip.evaluation.results import EvaluationResult, SelfCheck
 from react_clip.evaluation.run import SetOutcome, set_outcome, write_result
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, open_run

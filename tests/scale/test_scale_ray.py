@@ -1,0 +1,226 @@
+"""Embedding, evaluation and the service on a real cluster: processes are killed, and the answers stay the same.
+
+All tests that need a cluster are in this file, so that one is started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+import torch
+
+import react_clip as rc
+from programs import start_command, wait_for
+from react_clip.evaluation import EvaluationResult, Recipe, run_recipe
+from react_clip.scale import Summary, defend_dataset
+from react_clip.scale import evaluation as on_cluster
+from scale_toys import features, picture, read_rows, write_tar
+
+pytestmark = [pytest.mark.ray, pytest.mark.process]
+
+GUARD = rc.ReACT(tau=0.8, views=40)
+IMAGES = 72
+SECRET = "a secret for the tests of Ray"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of one node with two cores."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.update({"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "600"})
+    for attempt in range(5):
+        cluster = Cluster()
+        try:
+            cluster.add_node(num_cpus=2, include_dashboard=False)
+            break
+        except Exception:  # a node has 30 s to start
+            cluster.shutdown()
+            if attempt == 4:
+                raise
+    yield cluster.address
+    cluster.shutdown()
+
+
+def ray_processes(name: str) -> set[int]:
+    """Processes of Ray's workers with this name in their title."""
+    return {
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any("ray::" in word and name in word for word in process.info["cmdline"] or ())
+    }
+
+
+def run_and_kill(job: Callable[[], Any], worker: str, begun: Callable[[], bool]) -> Any:
+    """The result of a job of which one worker is killed once it has begun."""
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(job)
+        wait_for(lambda: future.done() or (begun() and ray_processes(worker)), 300)
+        assert not future.done(), "the job ended before a worker was killed; make it longer"
+        os.kill(min(ray_processes(worker)), signal.SIGKILL)
+        return future.result()
+
+
+# ---------------------------------------------------------------------- embed
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar shard and eight photos; two of the images are damaged."""
+    folder = tmp_path_factory.mktemp("collection")
+    images = [b"no image" if i in (5, 50) else picture(i) for i in range(IMAGES)]
+    for i in range(8):
+        (folder / f"{i}.png").write_bytes(images[i])
+    for shard in range(4):
+        members = {f"{i:03d}.png": images[i] for i in range(8 + 16 * shard, 24 + 16 * shard)}
+        write_tar(folder / f"shard{shard}.tar", members)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(collection: Path, clf: rc.ZeroShotClassifier, tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """The rows of a local run."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    summary = defend_dataset(collection, out, clf, GUARD, engine="local")
+    assert (summary.images, summary.errors) == (IMAGES, 2)
+    return read_rows(out)
+
+
+def assert_same_rows(out: Path, expected: pd.DataFrame) -> None:
+    rows = read_rows(out)
+    assert list(rows.columns) == list(expected.columns)
+    for name in ("key", "error", "label", "gated", "passes"):
+        pd.testing.assert_series_equal(rows[name], expected[name])
+    assert np.allclose(features(rows), features(expected), atol=1e-5)
+
+
+@pytest.mark.smoke
+def test_a_killed_worker_changes_no_row(
+    cluster: str, collection: Path, clf: rc.ZeroShotClassifier, expected: pd.DataFrame, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def embed() -> Summary:
+        return defend_dataset(collection, out, clf, GUARD, address=cluster, workers=1, batch=4)
+
+    summary = run_and_kill(embed, "Defender", lambda: any(out.glob("*.parquet")))
+    assert_same_rows(out, expected)
+    assert (summary.images, summary.errors, summary.missing) == (IMAGES, 2, ())
+
+
+def test_a_full_folder_is_one_line_and_resumed(
+    cluster: str, collection: Path, clf: rc.ZeroShotClassifier, expected: pd.DataFrame, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", out], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        line = (
+            r"^a worker failed \(OSError: .*No space left on device.*\); what was finished is kept, --resume continues$"
+        )
+        with pytest.raises(rc.ReactClipError, match=line):
+            defend_dataset(collection, out, clf, GUARD, address=cluster, batch=4)
+        subprocess.run(["mount", "-o", "remount,size=8m", out], check=True)
+        assert defend_dataset(collection, out, clf, GUARD, engine="local", resume=True).images == IMAGES
+        assert_same_rows(out, expected)
+    finally:
+        subprocess.run(["umount", "--lazy", out], check=True)
+
+
+# ---------------------------------------------------------------------- evaluate
+
+
+def test_an_evaluation_equals_that_of_one_process(cluster: str, tiny_folder: Path, tmp_path: Path) -> None:
+    for number in range(16):
+        path = tmp_path / "data" / "toys" / "test" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    photos = tmp_path / "data" / "toys" / "test"
+    means = rc.ZeroShotClassifier.from_folder(rc.load(tiny_folder, device="cpu"), photos)
+    (tmp_path / "heads").mkdir()
+    np.savez(tmp_path / "heads" / "toys.npz", names=["a", "b"], features=means.class_features.numpy())
+    recipe = Recipe.from_dict(
+        {
+            "title": "Tiny",
+            "model": str(tiny_folder),
+            "datasets": ["toys"],
+            "attacks": [{"kind": "pgd", "steps": 60, "eps": "1/255"}, {"kind": "pgd", "steps": 60, "eps": "8/255"}],
+            "defenses": ["undefended", {"kind": "react", "tau": 1.48}],
+            "batch": 2,
+        }
+    )
+    place = {"root": tmp_path / "data", "heads": tmp_path / "heads", "device": "cpu", "progress": False}
+    run_recipe(recipe, tmp_path / "local", **place)
+    run = tmp_path / "cluster"
+    result = run_and_kill(
+        lambda: on_cluster.run_recipe(recipe, run, address=cluster, **place),
+        "_Worker",
+        lambda: len(list(run.rglob("*.safetensors"))) > 3,
+    )
+    local = EvaluationResult.load(tmp_path / "local")
+    pd.testing.assert_frame_equal(result.images, local.images)
+    assert result.self_check == local.self_check
+    assert not list(run.rglob(".*.part"))
+
+
+# ---------------------------------------------------------------------- serve
+
+
+def test_replicas_answer_as_the_library_also_after_one_was_killed(
+    cluster: str, tiny_folder: Path, clf: rc.ZeroShotClassifier, tmp_path: Path
+) -> None:
+    GUARD.save(tmp_path / "guard.json")
+    flags = ["--model", tiny_folder, "--labels", "cat, dog, teapot", "--config", tmp_path / "guard.json", "--json"]
+    flags += ["--engine", "ray", "--workers", 2, "--threads", 1, "--device", "cpu", "--port", 0]
+    variables = {"RAY_ADDRESS": cluster, "REACT_CLIP_SERVE_SECRET": SECRET}
+    command = start_command("serve", *flags, log=tmp_path / "log", env=variables)
+    url = httpx.URL(__import__("json").loads(command.read_line())["url"])
+    photos = [picture(seed) for seed in range(4)]
+    with torch.no_grad():
+        expected = GUARD(clf, photos, seed=SECRET.encode()).probs
+
+    def classify(number: int) -> int:
+        """The status; a wrong answer fails."""
+        answer = httpx.post(f"{url}/v1/classify", files={"images": photos[number]}, timeout=60)
+        if answer.status_code == 200:
+            [result] = answer.json()["results"]
+            said = {entry["label"]: entry["probability"] for entry in result["answers"]}
+            assert [said[name] for name in clf.names] == pytest.approx(expected[number].tolist(), abs=1e-4)
+        return answer.status_code
+
+    assert {classify(number % 4) for number in range(16)} == {200}
+    before, stop, statuses = ray_processes("ServeReplica"), threading.Event(), list[int]()
+    assert len(before) == 2
+
+    def call(number: int) -> None:
+        while not stop.is_set():
+            statuses.append(classify(number))
+
+    with ThreadPoolExecutor(4) as callers:
+        futures = [callers.submit(call, number) for number in range(4)]
+        wait_for(lambda: len(statuses) > 8)
+        os.kill(min(before), signal.SIGKILL)
+        wait_for(lambda: ray_processes("ServeReplica") - before, 300)
+        stop.set()
+        for future in futures:
+            future.result()
+    assert set(statuses) <= {200, 500, 503}, "500 is the proxy's answer if a replica dies with the request"
+    assert sum(status != 200 for status in statuses) <= 4, "only requests that the dead replica had"
+    command.signal(signal.SIGTERM)
+    command.process.join(120)
+    assert command.process.exitcode == 0
+    wait_for(lambda: not ray_processes("ServeReplica"), 120)
