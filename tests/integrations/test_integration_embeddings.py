@@ -13,7 +13,6 @@ from PIL import Image
 
 import react_clip as rc
 import tiny_clip
-from react_clip import noise
 from react_clip.integrations import common, drift_only
 from react_clip.integrations.chroma import array_to_image
 from toys import patch_encoder
@@ -94,15 +93,19 @@ def test_a_stored_collection_opens_with_what_it_was_made_with(
 def test_a_secret_is_not_stored(hf_folder: Path, encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
     import chromadb
 
-    function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS, seed=b"open sesame")
+    function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS, seed=b"open sesame, once and for all")
     client = chromadb.PersistentClient(tmp_path)
     client.create_collection("photos", embedding_function=function).add(ids=["0"], images=arrays(photos[:1]))
-    assert not any(b"open sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any(
+        b"open sesame, once and for all" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
     assert function.get_config()["seed"] is None
     chromadb.api.client.SharedSystemClient.clear_system_cache()
     opened = chromadb.PersistentClient(tmp_path).get_collection("photos", embedding_function=function)
     assert opened.query(query_images=arrays(photos[:1]))["distances"][0][0] == pytest.approx(0, abs=1e-5)
-    assert np.allclose(function(arrays(photos)), defended(encoder, photos, b"open sesame").numpy(), atol=1e-5)
+    assert np.allclose(
+        function(arrays(photos)), defended(encoder, photos, b"open sesame, once and for all").numpy(), atol=1e-5
+    )
     with pytest.raises(rc.ReactClipError, match="made with seed, which Chroma does not store"):
         function.build_from_config(function.get_config())
 
@@ -110,7 +113,7 @@ def test_a_secret_is_not_stored(hf_folder: Path, encoder: rc.Encoder, photos: li
 def test_without_a_seed_a_secret_is_drawn_and_the_collection_opens_again(
     hf_folder: Path, photos: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    common._logged_secret.cache_clear()
+    common.drawn_secret.cache_clear()
     function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS)
     assert isinstance(function.seed, bytes)
     rebuilt = function.build_from_config(function.get_config())
@@ -138,33 +141,9 @@ def test_langchain_searches_texts_and_photos(encoder: rc.Encoder, photos: list[P
     assert embeddings.embed_documents([]) == embeddings.embed_image([]) == []
 
 
-def test_the_offline_tower_searches_by_the_names_of_its_bank(
-    tiny_copy: Path, photos: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bank = rc.LabelBank.load()
-    encoder = rc.load(tiny_copy)
-    # A stand-in with the bank's name, without a text tower, and with the bank's dimension.
-    encoder.name = encoder.weights = bank.encoder
-    encoder._text, encoder.dim = None, 512
-    plain = type(encoder).raw_features
-    monkeypatch.setattr(
-        type(encoder), "raw_features", lambda self, x: torch.nn.functional.pad(plain(self, x), (0, 480))
-    )
-    embeddings = rc.integrations.LangChainEmbeddings(encoder, OPEN, seed=4)
-    classifier = rc.ZeroShotClassifier(encoder, bank.vocabulary())
-    assert embeddings.classifier.names == classifier.names
-    found = torch.tensor(embeddings.embed_image([str(path) for path in photos]))
-    assert torch.allclose(found, OPEN(classifier, list(photos), seed=4).features, atol=1e-5)
-    assert torch.allclose(
-        torch.tensor(embeddings.embed_query("Golden Retriever")), bank.features(["golden retriever"])[0]
-    )
-    with pytest.raises(rc.ReactClipError, match="the label bank has no"):
-        embeddings.embed_query("a photo taken in the rain")
-
-
 def test_second_look_is_the_default_and_needs_no_classes(photos: list[Path]) -> None:
     encoder = patch_encoder()
-    encoder.name = encoder.weights = rc.LabelBank.load().encoder
+    encoder.name = encoder.weights = "clip-vit-b-16"
     embeddings = rc.integrations.LangChainEmbeddings(encoder, seed=4)
     assert embeddings.guard == rc.SecondLook()
     # Threshold 0 corrects every image, threshold 2 none: without classes there are no other answers to compare.
@@ -172,20 +151,27 @@ def test_second_look_is_the_default_and_needs_no_classes(photos: list[Path]) -> 
     for threshold in (0, 2):
         guard = rc.SecondLook(threshold=threshold)
         found = rc.integrations.LangChainEmbeddings(encoder, guard, seed=4).embed_image([str(path) for path in photos])
-        expected = guard.correct(encoder, pixels, noise.stream_keys(pixels, 4))
+        expected = guard.run(encoder, pixels, 4)
         assert torch.allclose(torch.tensor(found), expected.features, atol=1e-5)
-        assert expected.gated.all() if threshold == 0 else torch.equal(expected.features, expected.plain)
+        assert set(expected.gated.tolist()) == {threshold == 0}
 
 
-def test_without_classes_the_default_guard_looks_at_the_drift_alone(encoder: rc.Encoder) -> None:
-    before, encoder.name = encoder.name, "openai/clip-vit-base-patch32"
-    try:
-        alone = rc.integrations.LangChainEmbeddings(encoder).guard
-        labelled = rc.integrations.LangChainEmbeddings(encoder, labels=["cat", "dog"]).guard
-    finally:
-        encoder.name = before
-    assert alone == rc.ReACT(instability=False, tau=0.35)
-    assert labelled == rc.ReACT()
+def test_without_classes_the_default_guard_looks_at_the_drift_alone(
+    encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("name", "weights"):
+        monkeypatch.setattr(encoder, name, "openai/clip-vit-base-patch32")
+    assert rc.integrations.LangChainEmbeddings(encoder).guard == rc.ReACT(instability=False, tau=0.35)
+    assert rc.integrations.LangChainEmbeddings(encoder, labels=["cat", "dog"]).guard == rc.ReACT()
+
+
+@pytest.mark.tower
+def test_the_offline_tower_knows_the_texts_of_its_table(tower: rc.Encoder, photos: list[Path]) -> None:
+    embeddings = rc.integrations.LangChainEmbeddings(tower, seed=4)
+    text = torch.tensor(embeddings.embed_query("Golden Retriever"))
+    assert torch.allclose(text, rc.LabelTable.load().features(["golden retriever"])[0], atol=1e-6)
+    with pytest.raises(rc.ReactClipError, match="has no"):
+        embeddings.embed_query("a photo taken in the rain")
 
 
 def test_arrays_of_every_kind_become_the_same_image(photos: list[Path]) -> None:

@@ -82,10 +82,9 @@ def test_every_way_of_giving_images_gives_the_same_answers(encoder: rc.Encoder, 
 
 def test_constructor_arguments_of_every_pipeline_work(encoder: rc.Encoder, photos: list[Path]) -> None:
     pipe = rc.integrations.zero_shot_pipeline(encoder, OPEN, batch_size=2, hypothesis_template=TEMPLATE)
-    assert pipe._batch_size == 2
-    one = pipe(str(photos[0]), candidate_labels=LABELS)
-    assert_same([one], [pipe(str(photos[0]), candidate_labels=LABELS, hypothesis_template=TEMPLATE, timeout=3)])
-    assert_same([pipe(str(photos[0]), candidate_labels=["dog", "dog"])], [[{"score": 0.5, "label": "dog"}] * 2])
+    one = pipe(photos[0], candidate_labels=LABELS)
+    assert_same([one], [pipe(photos[0], candidate_labels=LABELS, hypothesis_template=TEMPLATE, timeout=3)])
+    assert_same([pipe(photos[0], candidate_labels=["dog", "dog"])], [[{"score": 0.5, "label": "dog"}] * 2])
 
 
 def test_the_registered_task_is_the_same_pipeline(hf_folder: Path, photos: list[Path]) -> None:
@@ -112,20 +111,26 @@ def test_a_model_without_its_own_processor_gets_that_of_clip(tiny_folder: Path, 
     assert ours == theirs
 
 
+def test_any_encoder_can_be_in_a_pipeline(open_clip_name: str, photos: list[Path]) -> None:
+    encoder = rc.load(open_clip_name, device="cpu")
+    pipe = rc.integrations.zero_shot_pipeline(encoder, CLOSED)
+    classifier = rc.ZeroShotClassifier(encoder, LABELS, templates=["This is a photo of {}."])
+    probs = CLOSED(classifier, pipe.preprocess(photos[0])["pixel_values"]).probs[0]
+    assert scores(pipe(photos[0], candidate_labels=LABELS)) == pytest.approx(
+        dict(zip(LABELS, probs.tolist(), strict=True))
+    )
+
+
 @pytest.mark.tower
-def test_the_offline_tower_names_things_by_its_bank(tower: rc.Encoder, photos: list[Path]) -> None:
+def test_the_offline_tower_knows_the_names_of_its_table(tower: rc.Encoder, photos: list[Path]) -> None:
     pipe = rc.integrations.zero_shot_pipeline(tower)
     assert pipe.guard == rc.SecondLook()
-    names = ["cat", "dog", "teapot"]
-    pixels = pipe.preprocess(str(photos[2]))["pixel_values"]
-    expected = pipe.guard(rc.ZeroShotClassifier(tower, names), pixels).probs[0]
-    answer = scores(pipe(str(photos[2]), candidate_labels=names))
-    assert answer == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), abs=1e-5)
     with pytest.warns(UserWarning, match="the templates are ignored"):
-        pipe(str(photos[2]), candidate_labels=names, hypothesis_template=TEMPLATE)
+        answer = scores(pipe(photos[2], candidate_labels=["cat", "dog"], hypothesis_template=TEMPLATE))
+    assert set(answer) == {"cat", "dog"}
 
 
-def test_errors_are_one_line(encoder: rc.Encoder, open_clip_name: str, photos: list[Path], tmp_path: Path) -> None:
+def test_errors_are_one_line(encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
     pipe = rc.integrations.zero_shot_pipeline(encoder, CLOSED)
     for bad, labels, says in (
         ("https://example.org/cat.jpg", LABELS, "is a URL and is not fetched"),
@@ -142,17 +147,5 @@ def test_errors_are_one_line(encoder: rc.Encoder, open_clip_name: str, photos: l
         pipe([str(photos[0]), "https://example.org/cat.jpg"], candidate_labels=LABELS)
     with pytest.raises(rc.ReactClipError, match="there is no calibration"):
         rc.integrations.zero_shot_pipeline(encoder)
-    with pytest.raises(rc.ReactClipError, match="no model of transformers"):
-        rc.integrations.zero_shot_pipeline(open_clip_name, CLOSED)
     with pytest.raises(rc.ReactClipError, match="load the encoder there"):
         rc.integrations.zero_shot_pipeline(encoder, CLOSED, device="cpu")
-
-
-def test_models_other_than_clip_are_refused(stock: Any) -> None:
-    from transformers import Siglip2Config, Siglip2Model
-
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = Siglip2Config(text_config={**small, "vocab_size": 16}, vision_config={**small, "num_patches": 16})
-    kind = rc.integrations.DefendedZeroShotImageClassificationPipeline
-    with pytest.raises(rc.ReactClipError, match="takes CLIP"):
-        kind(model=Siglip2Model(config), tokenizer=stock.tokenizer, image_processor=stock.image_processor, guard=CLOSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,22 @@ def test_an_unreadable_shard_costs_itself_and_is_tried_again(clf: rc.ZeroShotCla
     summary = defend(shards, out, clf, resume=True)
     assert (summary.images, summary.errors, summary.missing) == (30, 0, ())
     assert len(set(read_rows(out).key)) == 30
+
+
+def test_a_full_disk_keeps_the_parts_that_fitted(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", out], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        with pytest.raises(rc.ReactClipError, match=r"cannot write .*\.parquet: No space left on device"):
+            defend(photos, out, clf, batch=1)
+        fitted = len(read_rows(out))
+        assert 0 < fitted < 20
+        subprocess.run(["mount", "-o", "remount,size=8m", out], check=True)
+        assert defend(photos, out, clf, resume=True).images == 20
+    finally:
+        subprocess.run(["umount", "--lazy", out], check=True)
 
 
 @pytest.mark.parametrize("what", ["seed", "top", "guard", "classes"])

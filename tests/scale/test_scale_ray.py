@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+from evaluation_toys import write_photos
 
 import react_clip as rc
 from programs import start_command, wait_for
@@ -120,39 +120,16 @@ def test_a_killed_worker_changes_no_row(
     assert (summary.images, summary.errors, summary.missing) == (IMAGES, 2, ())
 
 
-def test_a_full_folder_is_one_line_and_resumed(
-    cluster: str, collection: Path, clf: rc.ZeroShotClassifier, expected: pd.DataFrame, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", out], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        line = (
-            r"^a worker failed \(OSError: .*No space left on device.*\); what was finished is kept, --resume continues$"
-        )
-        with pytest.raises(rc.ReactClipError, match=line):
-            defend_dataset(collection, out, clf, GUARD, address=cluster, batch=4)
-        subprocess.run(["mount", "-o", "remount,size=8m", out], check=True)
-        assert defend_dataset(collection, out, clf, GUARD, engine="local", resume=True).images == IMAGES
-        assert_same_rows(out, expected)
-    finally:
-        subprocess.run(["umount", "--lazy", out], check=True)
-
-
 # ---------------------------------------------------------------------- evaluate
 
 
 def test_an_evaluation_equals_that_of_one_process(cluster: str, tiny_folder: Path, tmp_path: Path) -> None:
-    for number in range(16):
-        path = tmp_path / "data" / "toys" / "test" / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture(number))
-    photos = tmp_path / "data" / "toys" / "test"
-    means = rc.ZeroShotClassifier.from_folder(rc.load(tiny_folder, device="cpu"), photos)
+    write_photos(tmp_path / "data", "toys", count=8)
+    means = rc.ZeroShotClassifier.from_folder(rc.load(tiny_folder, device="cpu"), tmp_path / "data" / "toys" / "test")
     (tmp_path / "heads").mkdir()
-    np.savez(tmp_path / "heads" / "toys.npz", names=["a", "b"], features=means.class_features.numpy())
+    names = [name.replace("_", " ") for name in means.names]
+    features = means.class_features.numpy()
+    np.savez(tmp_path / "heads" / "toys.npz", names=names, folders=list(means.names), features=features)
     recipe = Recipe.from_dict(
         {
             "title": "Tiny",

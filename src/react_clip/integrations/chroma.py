@@ -54,13 +54,13 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 
     def get_config(self) -> dict[str, Any]:
         """The configuration that Chroma stores with a collection."""
-        own = self.has_own_secret
+        ready_features = self.classifier is not None and self.labels is None
         return {
             "model": self.encoder.name,
             "guard": self.guard.to_dict(),
             "labels": self.labels,
             "seed": self.seed if isinstance(self.seed, int) else None,
-            "withheld": ["seed"] * own + ["class_features"] * self.has_class_features,
+            "withheld": ["seed"] * self.has_own_secret + ["class_features"] * ready_features,
         }
 
     @staticmethod
