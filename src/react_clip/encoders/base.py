@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -279,6 +280,7 @@ class Encoder(nn.Module):
 
     def prepare(self, images: Images) -> Tensor:
         """Images (pixels in [0, 1], PIL images, paths or bytes) as checked fp32 or fp64 pixels on this device."""
+        refuse_forked()
         pixels = as_pixels(images, self.preprocessing)
         self.check(pixels)
         return at_least_fp32(pixels.to(self.device))
@@ -289,6 +291,7 @@ class Encoder(nn.Module):
         check_range(pixels)
 
     def _check_shape(self, pixels: Tensor, *, any_size: bool = False) -> None:
+        refuse_forked()
         size = self.image_size
         if any_size and pixels.ndim == 4 and self.takes(pixels.shape[-1]):
             size = pixels.shape[-1]
@@ -343,6 +346,21 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     """``list(module.parameters())`` in a fifth of the time."""
     own = [each for each in module._parameters.values() if each is not None]
     return own + [each for child in module._modules.values() if child is not None for each in _weights(child)]
+
+
+_first_process: int | None = None
+"""The process of the first encoder call; processes that are forked later inherit its number."""
+
+
+def refuse_forked() -> None:
+    """Raise in a process that was forked after its parent had computed: PyTorch's threads would wait forever there."""
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid() and torch.get_num_threads() > 1:
+        raise ReactClipError(
+            "this process was forked after an encoder had computed, and PyTorch's threads would hang; start it with "
+            "multiprocessing.get_context('spawn')"
+        )
 
 
 def read_similarity(model: Any) -> functional.Similarity:
