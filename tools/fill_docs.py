@@ -3,14 +3,24 @@
     python tools/fill_docs.py          # rewrite README.md and docs/*.md
     python tools/fill_docs.py --check  # fail if a document does not say what the result files say
 
-A document marks a place with ``<!-- table: RUN NAME -->`` (a table of a run: accuracy, per_dataset, detection, ...),
-``<!-- drift: RUN -->`` (mean r per set and budget), ``<!-- paper: TABLE -->`` (the paper's own values),
-``<!-- methods: RUN ... -->`` (joined runs with their cost), ``<!-- leakage: RUN -->``,
-``<!-- calibration: FILE -->``, ``<!-- look: SECTION -->`` (SecondLook), ``<!-- ranking: RUN ... -->``,
-``<!-- standard: SECTION RUN ... -->``, ``<!-- threats: SECTION -->``, ``<!-- fields: SECTION -->`` (of a recipe, from
-its schema), ``<!-- memory: SECTION -->`` and ``<!-- speed: SECTION -->`` (of the service),
-``<!-- performance: SECTION -->`` or ``<!-- scale: SECTION -->`` (these two are empty while their measurements are not
-there); everything up to ``<!-- end -->`` is replaced.
+A document has two kinds of mark; what stands between a mark and ``<!-- end -->`` is replaced:
+
+    <!-- number: FILE.json PATH [FORMAT] -->4,965<!-- end -->        such as: serve.json gpu-12.ratio .2f
+    <!-- number: RUN DEFENCE ATTACK [COLUMN] -->61.0<!-- end -->     such as: table1 "ReACT (paper)" "pgd-10 4/255"
+    <!-- table: NAME ARGUMENTS -->...<!-- end -->                    on lines of their own
+
+Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
+
+    run RUN TABLE                    a table of a run: accuracy, accuracy_as_in_the_paper, per_dataset, detection, ...
+    scores RUN ...                   joined runs: the paper's score with the strict one in brackets, and passes
+    attacks RUN DEFENCES [COLUMN]    one row per attack or kind of damage; accuracy, gate_rate, passes, ... in columns
+    sets RUN ATTACKS DEFENCES        accuracy on each data set, defences side by side
+    mean RUN DEFENCE COLUMN          mean of a column of images.parquet per data set and budget
+    parts RUN                        success of each member of a suite of attacks on each defence
+    leakage RUN                      highest accuracy of each method with and without leaked answers
+    ranking RUN ... [FILE.json ...] [only=TITLES]   the ranking, with files of `react-clip bench`
+    paper TABLE                      values printed in the paper
+    rows FILE.json PATH [KEY=VALUE ...] COLUMN[:TITLE[:FORMAT]] ...     a list of records, filtered
 """
 
 from __future__ import annotations
@@ -18,206 +28,263 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from doc_tables import table
-from look_docs import look
-from memory_docs import memory
-from performance_docs import performance
-from recipe_fields import fields
-from scale_docs import overhead
-from serve_docs import speed
-from standard_docs import standard
-from threat_docs import threats
+from react_clip.evaluation.results import EvaluationResult, Row, join
 
-from react_clip.config import pop_kind
-from react_clip.evaluation import EvaluationResult
-from react_clip.evaluation.recipe import MEAN, format_eps
-from react_clip.evaluation.result import merge
+from react_clip.evaluation.recipe import format_eps
 from react_clip.report.ranking import rank
-from react_clip.report.run import read_run
-from react_clip.report.tables import all_tables, caption
+from react_clip.report.tables import all_tables, caption, defenses_of, over, title_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = (
-    "table|drift|paper|calibration|methods|leakage|performance|scale|threats|look|ranking|standard|fields|memory|speed"
-)
-MARK = re.compile(rf"(<!-- ({KINDS}): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (number|table): ([^\n]+?) -->\n?).*?(<!-- end -->)", re.DOTALL)
+_PERCENT = ("accuracy", "paper_accuracy", "gate_rate", "worst", "low", "high")
+
+
+# ---------------------------------------------------------------------- tables
 
 
 def run_table(run: str, name: str) -> str:
-    """A table of a finished run, its caption below it and the file it came from."""
-    result = EvaluationResult.load(RESULTS / run / "result.json")
-    found = next(item for item in all_tables(result) if item.name == name)
-    caption, _, body = found.markdown().partition("\n\n")
-    device = f"{result.device}, towers in {result.dtype}"
-    return f"{body}\n*{caption} {device}; `benchmarks/results/{run}/result.json`, made by `{result.command}`.*\n"
+    """A table of a finished run."""
+    result = load(run)
+    found = {table.name: table for table in all_tables(result)}[name]
+    return with_source(markdown(found.header, found.texts), found.caption, run, result)
 
 
-def ranking_table(*runs: str) -> str:
-    """The ranking of the defences of several runs."""
-    timings = [run for run in runs if run.endswith(".json")]
-    folders = [run for run in runs if run not in timings]
-    ranking = rank([RESULTS / run for run in folders], [RESULTS / run for run in timings])
-    caption, _, body = ranking.table.markdown().partition("\n\n")
-    words = [*folders, *(["--timings"] if timings else []), *timings]
-    command = " ".join(
-        ["react-clip rank", *(word if word[0] == "-" else f"benchmarks/results/{word}" for word in words)]
-    )
-    return f"{body}\n*{caption} Made by `{command}`.*\n"
-
-
-def paper_table(name: str) -> str:
-    """Values printed in the paper."""
-    values = dict(json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))[name])
-    columns = [column if column == "clean" else f"{column}/255" for column in values.pop("columns")]
-    rows = [[row, *(f"{value:.1f}" for value in numbers)] for row, numbers in values.items()]
-    return "\n".join(table(["the paper, ViT-B/32", *columns], rows)) + "\n"
-
-
-def calibration_table(file: str) -> str:
-    """The points of a calibration, and the mapping and threshold that follow from them."""
-    data = json.loads((ROOT / file).read_text(encoding="utf-8"))
-    rows = []
-    for point in data["points"]:
-        best = 100 * point["accuracy"][f"{point['best_sigma']:g}"]
-        rows.append(
-            [format_eps(point["eps"]), f"{point['mean_drift']:.2f}", f"{point['best_sigma']:.2f}", f"{best:.1f}"]
-        )
-    mapping, tau, source = data["config"]["mapping"], data["config"]["tau"], data["provenance"]
-    lines = table(["budget", "mean r", "best sigma", "accuracy there"], rows)
-    lines += ["", f"sigma = {mapping['a']:.4f} + {mapping['b']:.4f} r, tau = {tau:.4f}."]
-    lines += ["", f"*{source['device']}, {source['dtype']}; `{file}`, made by `{source['command']}`.*"]
-    return "\n".join(lines) + "\n"
-
-
-def drift_table(run: str) -> str:
-    """Mean drift of the images that undefended CLIP gets right, clean and attacked, per set."""
-    images = read_run(RESULTS / run).images
-    assert images is not None
-    measured = images[images["r"].notna() & (images["label"] == images["clean_prediction"])]
-    measured = measured[measured["attacked"] | (measured["eps"] == 0)]
-    first = measured[measured["defense"] == measured["defense"].iloc[0]]
-    means = first.pivot_table(index="dataset", columns="eps", values="r", sort=False).sort_index(axis="columns")
-    titles = ["clean" if eps == 0 else format_eps(eps) for eps in means.columns]
-    rows = [[str(name), *(f"{mean:.2f}" for mean in values)] for name, *values in means.itertuples()]
-    note = f"*Images that undefended CLIP gets right; `benchmarks/results/{run}/per_image.parquet`.*"
-    return "\n".join([*table(["mean r", *titles], rows), "", note]) + "\n"
-
-
-def methods_table(*runs: str) -> str:
-    """Every method of several runs over the same photos: accuracy, encoder passes, and milliseconds measured apart."""
-    result = merge([EvaluationResult.load(RESULTS / run / "result.json") for run in runs])
-    times = {state: _milliseconds(f"bench/rivals-{state}.json") for state in ("clean", "attacked")}
-    kinds = {item["label"]: item for item in result.recipe["defenses"]}
-    budgets = sorted({row.eps for row in result.rows})
-    titles = ["clean" if eps == 0 else format_eps(eps) for eps in budgets]
-    head = ["method", *titles, "passes", "backward", "ms clean", "ms attacked"]
+def scores(*runs: str) -> str:
+    """Accuracy as in the paper with the strict one in brackets, the half interval, and passes clean and attacked."""
+    result = join([load(run) for run in runs])
+    attacks = [row for row in result.means if row.defense == result.means[0].defense]
+    header = ["method", *(title_of(row.attack, row.eps) for row in attacks), "passes", "backward passes"]
     lines = []
-    for label, config in kinds.items():
-        rows = {row.eps: row for row in result.select(dataset=MEAN, defense=label)}
-        clean, attacked = rows[0.0], rows[4 / 255] if 4 / 255 in rows else rows[max(rows)]
-        cells = [f"{100 * row.accuracy:.1f} ± {50 * (row.high - row.low):.1f}" for _, row in sorted(rows.items())]
-        cells += [f"{clean.passes:.1f} / {attacked.passes:.1f}"]
-        cells += [f"{clean.backward_passes:.1f} / {attacked.backward_passes:.1f}"]
-        # The benchmark times every kind with its default constants, which the calibrated one has not.
-        timed = "" if "calibrated" in label else str(pop_kind(dict(config)))
-        cells += [f"{times[state][timed]:.2f}" if timed else "–" for state in ("clean", "attacked")]
-        lines.append([label, *cells])
-    note = (
-        f"{caption(result, 'accuracy in %, mean over sets')} Passes: clean images / images attacked with 4/255. "
-        "Milliseconds per image at batch 256 in bf16 on 256 clean or attacked photos, all methods in turns in one run: "
-        "`benchmarks/results/bench/rivals-clean.json` and `rivals-attacked.json`. Accuracies: "
-        + ", ".join(f"`benchmarks/results/{run}`" for run in runs)
-    )
-    return "\n".join(table(head, lines)) + f"\n\n*{note}.*\n"
+    for defense in defenses_of(result):
+        rows = [found for at in attacks for found in result.means if is_at(found, at) and found.defense == defense]
+        cells = [_paper_cell(row) for row in rows]
+        passes = [f"{rows[0].passes:.1f} / {rows[-1].passes:.1f}"]
+        passes += [f"{rows[0].backward_passes:.1f} / {rows[-1].backward_passes:.1f}"]
+        lines.append([defense, *cells, *passes])
+    words = "accuracy in %, scored as in the paper, ± half of a 95 % interval, and the strict score in brackets, "
+    words += f"{over(result)}; passes clean / under the last attack"
+    return with_source(markdown(header, lines), caption(result, words), ", ".join(runs), result)
 
 
-def _milliseconds(file: str) -> dict[str, float]:
-    contenders = json.loads((RESULTS / file).read_text(encoding="utf-8"))["contenders"]
-    return {item["label"]: item["milliseconds"] for item in contenders}
+def _paper_cell(row: Row) -> str:
+    text = f"{100 * row.paper_accuracy:.1f} ± {50 * (row.paper_high - row.paper_low):.1f}"
+    return text if row.eps == 0 else f"{text} ({100 * row.accuracy:.1f})"
 
 
-def leakage_table(run: str) -> str:
-    """The highest accuracy of each method with leaked answers counted, and the same without them."""
-    whole = read_run(RESULTS / run)
-    assert whole.result is not None
-    assert whole.images is not None
-    result, images = whole.result, whole.images
-    clean = images[(images["attack"] == "clean") & (images["defense"] == "CLIP")]
-    wrong_clean = clean[clean["clean_prediction"] != clean["label"]]
-    budgets = sorted({row.eps for row in result.rows if row.eps})
-    rows = []
-    for method in ("AOM", "Defend-CLIP"):
-        names = [item["label"] for item in result.recipe["defenses"] if item["family"] == method]
-        cells, honest, configs = [], [], []
-        for eps in budgets:
-            best = max(
-                (row for name in names for row in result.select(dataset=MEAN, eps=eps, defense=name)),
-                key=lambda row: row.accuracy,
-            )
-            parts = [row for row in result.select(eps=eps, defense=best.defense) if row.dataset != MEAN]
-            kept = sum(row.accuracy - row.leakage_share for row in parts) / len(parts)
-            cells.append(f"{100 * best.accuracy:.1f}")
-            honest.append(f"{100 * kept:.1f}")
-            configs.append(best.defense.removeprefix(f"{method} ") + f" ({best.leakage:.0f} leaked)")
-        rows += [
-            [f"{method}, as reported", *cells],
-            [f"{method}, leaked answers not counted", *honest],
-            ["at", *configs],
-        ]
-    lines = table(["largest reported accuracy", *map(format_eps, budgets)], rows)
-    ceiling = 100 * result.select(dataset=MEAN, attack="clean", defense="CLIP")[0].accuracy
-    total = sum(info.images for info in result.sets)
-    lines += ["", f"Clean accuracy of undefended CLIP: {ceiling:.1f} %. It gets {len(wrong_clean)} of {total:,} wrong."]
-    lines += [
-        "",
-        f"*{caption(result, 'accuracy in %, mean over sets')} `benchmarks/results/{run}`, made by `{result.command}`.*",
+def attacks(run: str, defenses: str, column: str = "accuracy") -> str:
+    """Means over data sets, one row per attack or kind of damage, one column per defence."""
+    result, labels = load(run), defenses.split("|")
+    cells = {(row.attack, row.eps, row.defense): cell(row, column) for row in result.means}
+    titles = dict.fromkeys(key[:2] for key in cells)
+    lines = [[title_of(*title), *(cells.get((*title, label), "–") for label in labels)] for title in titles]
+    words = f"{column.replace('_', ' ')}{' in %' if column in _PERCENT else ''}, {over(result)}"
+    return with_source(markdown(["photos", *labels], lines), caption(result, words), run, result)
+
+
+def sets(run: str, attacks: str, defenses: str) -> str:
+    """Accuracy on each data set; every cell has the defences in their order."""
+    result, titles, labels = load(run), attacks.split("|"), defenses.split("|")
+    cells = {(row.dataset, title_of(row.attack, row.eps), row.defense): cell(row, "accuracy") for row in result.rows}
+    lines = [
+        [info.name, *(" → ".join(cells[info.name, title, label] for label in labels) for title in titles)]
+        for info in result.sets
     ]
-    return "\n".join(lines) + "\n"
+    header = [" → ".join(labels), *titles]
+    return with_source(markdown(header, lines), caption(result, "accuracy in % on each data set"), run, result)
+
+
+def mean(run: str, defense: str, column: str) -> str:
+    """Mean of a measured column on the images that undefended CLIP gets right, per data set and budget."""
+    result = load(run)
+    images = result.images[(result.images["defense"] == defense) & result.images[column].notna()]
+    images = images[images["label"] == images["clean_prediction"]]
+    images = images[images["attacked"] | (images["attack"] == "clean")]
+    means = images.pivot_table(index="dataset", columns="eps", values=column, observed=True)
+    lines = [[str(name), *(f"{value:.2f}" for value in values)] for name, *values in means.itertuples()]
+    words = caption(result, f"mean {column} of {defense} on images that undefended CLIP gets right")
+    header = ["data set", *("clean" if eps == 0 else format_eps(eps) for eps in means.columns)]
+    return with_source(markdown(header, lines), words, run, result)
+
+
+def parts(run: str) -> str:
+    """Success in % of each member of a suite on each defence and at each budget, over all photos that it met."""
+    result = load(run)
+    met: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in result.attacks:
+        if row.part and row.attacked:
+            column = f"{row.defense}, {format_eps(row.eps)}"
+            met.setdefault((row.part, column), []).append((row.attacked, row.success_rate))
+    columns = list(dict.fromkeys(column for _, column in met))
+    members = dict.fromkeys(part for part, _ in met)
+    lines = [[f"`{part}`", *(_success(met.get((part, column))) for column in columns)] for part in members]
+    words = caption(result, "part of the judging draws that are wrong, in %")
+    return with_source(markdown(["attack", *columns], lines), words, run, result)
+
+
+def _success(found: list[tuple[int, float]] | None) -> str:
+    if not found:
+        return "–"
+    return f"{100 * sum(count * share for count, share in found) / sum(count for count, _ in found):.0f}"
+
+
+def leakage(run: str) -> str:
+    """The highest accuracy of each method with leaked answers counted, and the same without them."""
+    result = load(run)
+    families = {label: str(entry["family"]) for label, entry in defenses_of(result).items() if entry.get("params")}
+    budgets = sorted({row.eps for row in result.means if row.eps})
+    lines = []
+    for family in dict.fromkeys(families.values()):
+        rows = [row for row in result.means if families.get(row.defense) == family]
+        best = [max((row for row in rows if row.eps == eps), key=lambda row: row.paper_accuracy) for eps in budgets]
+        kept = [row.paper_accuracy - row.leakage_fraction for row in best]
+        lines += [
+            [f"{family}, as reported", *(cell(row, "paper_accuracy") for row in best)],
+            [f"{family}, leaked answers not counted", *(f"{100 * value:.1f}" for value in kept)],
+            ["at", *(f"{row.defense.removeprefix(family).strip()} ({row.leakage:.0f} leaked)" for row in best)],
+        ]
+    words = caption(result, f"largest reported accuracy in %, {over(result)}")
+    return with_source(markdown(["method", *map(format_eps, budgets)], lines), words, run, result)
+
+
+def ranking(*words: str) -> str:
+    """The ranking of the defences of several runs, or some of its columns."""
+    only = next((word.removeprefix("only=").split("|") for word in words if word.startswith("only=")), None)
+    files = [word for word in words if not word.startswith("only=")]
+    folders = [RESULTS / word for word in files if not word.endswith(".json")]
+    timings = [RESULTS / word for word in files if word.endswith(".json")]
+    table = rank(folders, timings).table
+    chosen = [place for place, title in enumerate(table.header) if only is None or not place or title in only]
+    lines = [[line[place] for place in chosen] for line in table.texts]
+    command = ["react-clip rank", *(f"benchmarks/results/{folder.name}" for folder in folders)]
+    command += (
+        ["--timings", *(f"benchmarks/results/{path.relative_to(RESULTS)}" for path in timings)] if timings else []
+    )
+    head = [table.header[place] for place in chosen]
+    return f"{markdown(head, lines)}\n*{table.caption} Made by `{' '.join(command)}`.*\n"
+
+
+def paper(name: str) -> str:
+    """Values printed in the paper."""
+    values = json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))[name]
+    titles = [column if column == "clean" else f"{column}/255" for column in values.pop("columns")]
+    lines = [[method, *(f"{value:.1f}" for value in numbers)] for method, numbers in values.items()]
+    return markdown(["the paper, ViT-B/32", *titles], lines)
+
+
+def rows(file: str, path: str, *words: str) -> str:
+    """A list of records of a JSON file, filtered by KEY=VALUE; columns are COLUMN:TITLE:FORMAT."""
+    records = value_at(json.loads((RESULTS / file).read_text(encoding="utf-8")), path)
+    if isinstance(records, dict):
+        records = [{"name": name, **record} for name, record in records.items()]
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals:
+            records = [record for record in records if str(record.get(key)) in value.split("|")]
+    columns = [[*word.split(":"), "", ""][:3] for word in words if "=" not in word]
+    lines = [[formatted(value_at(record, name, None), form) for name, _, form in columns] for record in records]
+    return f"{markdown([title or name for name, title, _ in columns], lines)}\n*`benchmarks/results/{file}`.*\n"
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    **{"run": run_table, "scores": scores, "attacks": attacks, "sets": sets, "mean": mean, "parts": parts},
+    **{"leakage": leakage, "ranking": ranking, "paper": paper, "rows": rows},
+}
+
+
+# ---------------------------------------------------------------------- parts of tables
+
+
+@cache
+def load(run: str) -> EvaluationResult:
+    """A finished run of the repository."""
+    return EvaluationResult.load(RESULTS / run)
+
+
+def is_at(row: Row, other: Row) -> bool:
+    """Whether two rows are about the same attack."""
+    return (row.attack, row.eps) == (other.attack, other.eps)
+
+
+def cell(row: Row, column: str) -> str:
+    """A number of a row; fractions in per cent."""
+    return f"{(100 if column in _PERCENT else 1) * getattr(row, column):.1f}"
+
+
+def value_at(values: Any, path: str, *default: Any) -> Any:
+    """The value at a path such as ``gpu.rows.0.ms``."""
+    for key in path.split("."):
+        try:
+            values = values[int(key)] if isinstance(values, list) else values[key]
+        except (KeyError, IndexError):
+            if default:
+                return default[0]
+            raise
+    return values
+
+
+def formatted(value: Any, form: str) -> str:
+    """A value in a format of Python; a dash where there is none."""
+    if value is None:
+        return "–"
+    return format(value, form or (".3g" if isinstance(value, float) else ""))
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table; its first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    escaped = ([text.replace("|", "\\|") for text in line] for line in (header, rule, *lines))
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def with_source(table: str, words: str, runs: str, result: EvaluationResult) -> str:
+    """A table with its caption, device, folders and command."""
+    return f"{table}\n*{words} {result.device}; `benchmarks/results`: {runs}; made by `{result.command}`.*\n"
+
+
+def number(file: str, *where: str) -> str:
+    """A number of a JSON file, or a mean of a run."""
+    if file.endswith(".json"):
+        path, form = (*where, "")[:2]
+        return formatted(value_at(json.loads((RESULTS / file).read_text(encoding="utf-8")), path), form)
+    defense, attack, column = (*where, "accuracy")[:3]
+    [row] = [row for row in load(file).means if (row.defense, title_of(row.attack, row.eps)) == (defense, attack)]
+    return cell(row, column)
+
+
+# ---------------------------------------------------------------------- documents
 
 
 def filled(text: str) -> str:
     """A document with every marked place up to date."""
 
     def fill(match: re.Match[str]) -> str:
-        kind, arguments = match[2], match[3].split()
-        makers: dict[str, Callable[..., str]] = {
-            "table": run_table,
-            "drift": drift_table,
-            "paper": paper_table,
-            "calibration": calibration_table,
-            "methods": methods_table,
-            "leakage": leakage_table,
-            "performance": lambda section: performance(section, RESULTS / "bench"),
-            "scale": lambda _: overhead(RESULTS),
-            "threats": lambda section: threats(section, RESULTS),
-            "look": lambda section: look(section, RESULTS),
-            "ranking": ranking_table,
-            "standard": partial(standard, RESULTS),
-            "fields": fields,
-            "memory": lambda _: memory(RESULTS),
-            "speed": lambda _: speed(RESULTS),
-        }
-        make = makers[kind]
-        return f"{match[1]}{make(*arguments)}{match[4]}"
+        kind, words = match[2], shlex.split(match[3])
+        content = number(*words) if kind == "number" else TABLES[words[0]](*words[1:])
+        return f"{match[1]}{content}{match[4]}"
 
     return MARK.sub(fill, text)
 
 
 def main() -> int:
     """Rewrite or check the documents."""
-    parser = argparse.ArgumentParser(description="Put the numbers of benchmarks/results into the documents.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is out of date")
     check = parser.parse_args().check
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         before = path.read_text(encoding="utf-8")
-        after = filled(before)
+        try:
+            after = filled(before)
+        except (KeyError, ValueError, TypeError, OSError) as error:
+            sys.exit(f"{path.relative_to(ROOT)}: a mark cannot be filled ({type(error).__name__}: {error})")
         if after != before:
             stale.append(path)
             if not check:

@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from label_groups import BY_FOLDER, BY_NAME, CHECKED_GROUPS, DEFAULT_SETS, GROUPS, NOT_DEFAULT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,6 +35,8 @@ from react_clip.errors import ReactClipError
 from react_clip.preprocess import as_pixels
 from react_clip.storage import atomic_path, write_text
 
+NAMES = tomllib.loads(Path(__file__).with_name("label_groups.toml").read_text(encoding="utf-8"))
+"""Plain names, groups and default sets."""
 ENCODER = "clip-vit-b-16"
 BATCH = 32
 PREPROCESSING = "1: RGB, shorter side 256 bilinear, centre crop 224"
@@ -101,7 +103,7 @@ def plain_names(set_name: str, folders: list[str], heads: Path | None) -> dict[s
     for folder in folders:
         # "083.hibiscus" -> "hibiscus", "apple_pie" -> "apple pie"
         name = given.get(folder, re.sub(r"^\d+\.", "", folder)).replace("_", " ").strip().lower()
-        name = BY_FOLDER.get((set_name, folder), BY_NAME.get(set_name, {}).get(name, name))
+        name = NAMES["by_folder"].get(set_name, {}).get(folder, NAMES["by_name"].get(set_name, {}).get(name, name))
         if re.fullmatch(r"n\d{8}", name):
             raise ReactClipError(f"{set_name}/{folder} is a WordNet id without a plain name; give --heads")
         names[folder] = name
@@ -117,7 +119,7 @@ def entries_of(photos: list[Photo], heads: Path | None) -> dict[str, dict[str, s
     entries = {set_name: plain_names(set_name, found, heads) for set_name, found in folders.items()}
     twice = sorted(n for n in entries[IMAGENET].values() if list(entries[IMAGENET].values()).count(n) > 1)
     if twice:
-        raise ReactClipError(f"two ImageNet classes are called {twice[0]!r}; tell them apart in label_groups.BY_FOLDER")
+        raise ReactClipError(f"two ImageNet classes are called {twice[0]!r}; tell them apart in label_groups.toml")
     return entries
 
 
@@ -128,7 +130,7 @@ def resolve_groups(entries: dict[str, dict[str, str]]) -> dict[str, tuple[str, .
 
     def members(group: str) -> list[str]:
         found: list[str] = []
-        for token in GROUPS[group].split(", "):
+        for token in NAMES["groups"][group].split(", "):
             if token.startswith("@"):
                 found += members(token[1:])
             elif token.endswith(":*"):
@@ -141,7 +143,7 @@ def resolve_groups(entries: dict[str, dict[str, str]]) -> dict[str, tuple[str, .
                 raise ReactClipError(f"group {group!r} has a member {token!r} that no photo is labelled with")
         return found
 
-    groups = {group: tuple(dict.fromkeys(members(group))) for group in GROUPS}
+    groups = {group: tuple(dict.fromkeys(members(group))) for group in NAMES["groups"]}
     spellings: dict[str, str] = {}
     for label in sorted(existing | set(groups)):
         if (other := spellings.setdefault(match_key(label), label)) != label:
@@ -155,8 +157,8 @@ def default_names(entries: dict[str, dict[str, str]], groups: dict[str, tuple[st
     """The vocabulary: entries of the chosen sets; those that name a group ("chair") are too general for it."""
     if general := sorted(set(entries[IMAGENET].values()) & set(groups)):
         raise ReactClipError(f"{general[0]!r} is an ImageNet class and a group; as a label it would mean the group")
-    names = dict.fromkeys(name for set_name in DEFAULT_SETS for name in entries.get(set_name, {}).values())
-    return [name for name in names if name not in groups and name not in NOT_DEFAULT]
+    names = dict.fromkeys(name for set_name in NAMES["default_sets"] for name in entries.get(set_name, {}).values())
+    return [name for name in names if name not in groups and name not in NAMES["not_default"]]
 
 
 def make(data: Path, heads: Path | None, out: Path, kept: Path | None, dtype: str) -> LabelBank:
@@ -237,15 +239,15 @@ def accuracy(
 
 def group_accuracy(bank: LabelBank, features: Tensor, truth: Sequence[str]) -> dict[str, object]:
     """Which of the checked groups a photo belongs to, over the ImageNet photos that belong to one."""
-    group_of = {member: group for group in CHECKED_GROUPS for member in bank.groups[group]}
+    group_of = {member: group for group in NAMES["checked_groups"] for member in bank.groups[group]}
     rows = [row for row, entry in enumerate(truth) if entry in group_of]
     asked = [group_of[truth[row]] for row in rows]
-    all_of_them = accuracy(features[rows], asked, CHECKED_GROUPS, bank.features)
+    all_of_them = accuracy(features[rows], asked, NAMES["checked_groups"], bank.features)
     each = {}
-    for group in CHECKED_GROUPS:
+    for group in NAMES["checked_groups"]:
         own = [row for row in rows if group_of[truth[row]] == group]
-        each[group] = accuracy(features[own], [group] * len(own), CHECKED_GROUPS, bank.features)
-    return {"choices": len(CHECKED_GROUPS), "all": all_of_them, "each": each}
+        each[group] = accuracy(features[own], [group] * len(own), NAMES["checked_groups"], bank.features)
+    return {"choices": len(NAMES["checked_groups"]), "all": all_of_them, "each": each}
 
 
 def main() -> int:

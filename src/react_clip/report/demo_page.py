@@ -1,18 +1,22 @@
-"""The demo's page: one self-contained HTML file with photos, magnified perturbations and CLIP's answers."""
+"""The demo's page: photos, magnified perturbations, and the answers of CLIP and of the defences."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from react_clip.preprocess import data_uri, to_image
-from react_clip.storage import write_text
+from react_clip.report.page import Photo, Picture, Section, Shown, write_page
+
+LIMITS = (
+    "These attacks do not know the defences. An attacker who does can defeat them.",
+    "Diagnostics stand under the names that each defence gives them; passes are encoder passes spent on the image.",
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,14 @@ class Answer:
     name: str
     probability: float
     diagnostics: dict[str, Any]
-    """drift, instability, score, sigma, gated and passes (None where a value was not measured), for SecondLook also
-    branch; empty for plain CLIP."""
+    """What the defence measured, ``None`` where it did not, with gated and passes; empty for plain CLIP."""
+
+    @property
+    def note(self) -> str:
+        """Probability and diagnostics in words."""
+        shown = {name: value for name, value in self.diagnostics.items() if value is not None}
+        words = (f"{name} {value:{'.3g' if isinstance(value, float) else ''}}" for name, value in shown.items())
+        return ", ".join([f"{self.probability:.0%}", *words])
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +63,13 @@ class Outcome:
         return f"noise {self.noise:g}" if self.noise else "clean"
 
     @property
-    def picture(self) -> str:
-        """The image as ``data:`` address."""
-        return data_uri(to_image(self.pixels))
-
-    @property
-    def magnified(self) -> str:
-        """The change as ``data:`` address: black to white spans +-eps, or +-3 deviations of the noise."""
-        return data_uri(to_image((self.change * self.factor + 0.5).clamp(0, 1)))
-
-    @property
-    def factor(self) -> float:
-        """Magnification of the change."""
-        return 0.5 / (self.eps / 255 or 3 * self.noise)
+    def pictures(self) -> tuple[Picture, ...]:
+        """The image, and its change: black to white spans +-eps, or +-3 deviations of the noise."""
+        image = Picture(data_uri(to_image(self.pixels)), self.title)
+        if not (reach := self.eps / 255 or 3 * self.noise):
+            return (image,)
+        change = to_image((self.change * 0.5 / reach + 0.5).clamp(0, 1))
+        return image, Picture(data_uri(change), f"the change, magnified {0.5 / reach:.0f} times")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,34 +91,30 @@ class PhotoResult:
         """JSON values, without the pixels."""
         rows = []
         for row in self.outcomes:
-            answers = {
-                answer.key: {"name": answer.name, "probability": answer.probability, **answer.diagnostics}
-                for answer in row.answers
-            }
+            answers = {a.key: {"name": a.name, "probability": a.probability, **a.diagnostics} for a in row.answers}
             rows.append({"eps": row.eps, "noise": row.noise, **answers})
         return {"photo": self.name, "outcomes": rows}
 
 
-def write_page(
+def write_demo(
     path: Path, photos: Sequence[PhotoResult], *, model: str, defenses: Sequence[str], steps: int, classes: int
 ) -> None:
-    """Write the page; an old one stays until the new one is complete. ``defenses`` describes each in one line."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files("react_clip.report").joinpath("demo_page.html").read_text("utf-8"))
+    """Write the page; ``defenses`` describes each in one line."""
     attacked = [(photo, row) for photo in photos for row in photo.outcomes if row.eps]
-    kept: dict[str, int] = {}
-    for photo, row in attacked:
-        for answer in row.answers:
-            kept[answer.who] = kept.get(answer.who, 0) + photo.unchanged(answer)
-    html = template.render(
-        photos=photos,
-        model=model,
-        defenses=defenses,
-        steps=steps,
-        classes=classes,
-        attacked=len(attacked),
-        strengths=len({row.eps for _, row in attacked}),
-        kept=kept,
-        noisy=[(photo, row) for photo in photos for row in photo.outcomes if row.noise],
-    )
-    write_text(path, html)
+    kept = Counter(answer.who for photo, row in attacked for answer in row.answers if photo.unchanged(answer))
+    counts = ", ".join(f"{answer.who} {kept[answer.who]}" for answer in photos[0].outcomes[0].answers)
+    lead = [
+        f"Of {len(attacked)} attacked photos (PGD-{steps}), answers that stay CLIP's answer for the clean photo: {counts}.",
+        *LIMITS,
+        f"Model {model}, {classes} classes.",
+        *defenses,
+    ]
+    sections = []
+    for photo in photos:
+        rows = [
+            Photo(row.title, row.pictures, tuple(Shown(a.name, photo.unchanged(a), a.note) for a in row.answers))
+            for row in photo.outcomes
+        ]
+        columns = [answer.who for answer in photo.outcomes[0].answers]
+        sections.append(Section(photo.name, columns=columns, photos=rows))
+    write_page(path, "Plain and defended CLIP under attack", lead, sections)

@@ -1,20 +1,17 @@
 """The ranking: all defences over clean, damaged and attacked photos, from finished runs, as a page and a table.
 
-The columns stand in groups by what happened to the photos:
-
-- clean photos, and photos that nobody attacked but that were taken or stored badly (mean over the kinds of damage);
-- attackers who do not know the defence: the worst case per image over all attacks of one budget, and over all of them;
-- attackers who know it, and images crafted on another model, each from runs of their own on their own photos;
-- the cost in encoder passes, and in milliseconds from files of ``react-clip bench``.
-
-Runs of one threat model must have the same photos, attacks, scoring and model; others are refused.
+Accuracies are strict: an attacked photo counts only if the defence is right about it clean as well as attacked. Under
+attackers who do not know the defence it is the worst case per image over all attacks of a budget, and over all of them;
+attackers who know it, and images crafted on another model, come from runs of their own on their own photos. Runs of one
+threat model must have the same photos, attacks, scoring and model; others are refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +21,15 @@ from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.errors import ReactClipError, first_line
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, format_eps
-from react_clip.evaluation.result import EvaluationResult
-from react_clip.report.page import render
-from react_clip.report.run import Run, check_is_run, conditions, join_runs, read_run
-from react_clip.report.tables import Cell, Table, over
-from react_clip.storage import write_text
+from react_clip.evaluation.results import EvaluationResult, join
+from react_clip.report.page import Section, write_page
+from react_clip.report.tables import Cell, Table, conditions, defenses_of, over
 
 ALL = "all attacks"
 """Title of the column by which defences are ranked: the worst case per image over every attack that does not know the
 defence."""
-
-_GROUPS = {
-    OBLIVIOUS: "the attacker does not know the defence: worst case per image",
-    ADAPTIVE: "the attacker knows the defence",
-    TRANSFER: "crafted on another model",
-}
-_COST, _TIME = "encoder passes", "milliseconds per image"
-_SHORT = {_GROUPS[ADAPTIVE]: "knows it, ", _GROUPS[TRANSFER]: "other model, ", _COST: "passes, ", _TIME: "ms, "}
+_PREFIX = {OBLIVIOUS: "", ADAPTIVE: "knows it, ", TRANSFER: "other model, "}
+_IMAGE = ["defense", "dataset", "index"]
 
 
 @dataclass(frozen=True)
@@ -50,37 +39,37 @@ class Entry:
     label: str
     cells: tuple[Cell, ...]
     sets: Table
-    """Its numbers and gate rates on each data set."""
+    """Its accuracy, gate rate and passes on each data set."""
     constants: str
     """Its configuration as JSON."""
-    command: str
-    """The command that measured it."""
 
 
 @dataclass(frozen=True)
 class Ranking:
     """Defences from the best to the worst, by the worst case over all attacks that do not know the defence."""
 
-    groups: tuple[str, ...]
-    """Title of each column's group."""
     columns: tuple[str, ...]
-    """Title of each column in its group."""
     entries: tuple[Entry, ...]
-    scoring: str
     caption: str
     conditions: tuple[str, ...]
-    """Photos, model, threat model and scoring of the runs, one line for each threat model."""
+    """Photos, model, threat model, scoring and command of the runs, one line for each threat model."""
 
     @property
     def table(self) -> Table:
-        """The ranking as a table, for Markdown and CSV."""
-        titles = (_SHORT.get(group, "") + title for group, title in zip(self.groups, self.columns, strict=True))
+        """The ranking as a table."""
         rows = tuple(((entry.label,), entry.cells) for entry in self.entries)
-        return Table("ranking", self.caption, ("defence", *titles), rows, OBLIVIOUS, self.scoring)
+        return Table("ranking", self.caption, ("defence", *self.columns), rows)
 
     def write_page(self, path: Path) -> None:
-        """Write the ranking as one self-contained page; sorted and filtered in the browser, readable without."""
-        write_text(path, render("ranking.html", ranking=self))
+        """Write the ranking as one self-contained page."""
+        each = [
+            Section(
+                f"{entry.label} by data set, and its constants", (), (), [entry.sets], code=entry.constants, folded=True
+            )
+            for entry in self.entries
+        ]
+        ranking, measured = Section("All defences", tables=[self.table]), Section("What was measured", self.conditions)
+        write_page(path, "Ranking of defences", [self.caption], [ranking, *each, measured])
 
 
 def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking:
@@ -91,158 +80,146 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
             defences are ranked. Others add the columns of informed attackers and of images from another model.
         timings: files of ``react-clip bench``, one per kind of traffic.
     """
-    read = [_finished_run(folder) for folder in folders]
-    model = _defended_model(read)
-    runs = _by_threat(read)
+    runs = _by_threat([EvaluationResult.load(Path(folder)) for folder in folders])
     base = runs[OBLIVIOUS]
-    commands = {
-        label: _result(run).command for run in read if _result(run).threat == OBLIVIOUS for label in run.defenses
-    }
-    blocks = {
-        "clean photos": _clean(base),
-        **{_GROUPS[threat]: _attacked(run, threat) for threat, run in runs.items()},
-        _COST: _passes(base),
-    }
-    if timings:
-        blocks[_TIME] = pd.DataFrame(dict(_milliseconds(base, model, path) for path in timings))
-    numbers = pd.concat(blocks, axis=1).reindex(list(base.defenses))
-    order = numbers[_GROUPS[OBLIVIOUS], ALL].map(lambda cell: cell.value).sort_values(ascending=False, kind="stable")
+    images = {threat: _named_as_in(base, run) for threat, run in runs.items()}
+    columns = {**_unattacked(images[OBLIVIOUS])}
+    for threat, rows in images.items():
+        columns |= {f"{_PREFIX[threat]}{title}": cells for title, cells in _attacked(rows, threat).items()}
+    columns |= _passes(images[OBLIVIOUS])
+    columns |= dict(_milliseconds(base, path) for path in timings)
     entries = []
-    for label in map(str, order.index):
-        cells = tuple(cell if isinstance(cell, Cell) else Cell(float("nan")) for cell in numbers.loc[label])
-        constants = json.dumps(base.defenses[label], indent=2, default=str)
-        entries.append(Entry(label, cells, _per_set(base, label), constants, commands[label]))
-    return Ranking(
-        groups=tuple(str(group) for group, _ in numbers.columns),
-        columns=tuple(str(title) for _, title in numbers.columns),
-        entries=tuple(entries),
-        scoring=_result(base).scoring,
-        caption=(
-            f"Accuracy in %, mean over data sets; ± is half of a 95 % interval. Sorted by {ALL!r}: the share of "
-            "photos that are answered correctly under every attack that does not know the defence."
-        ),
-        conditions=(*(_conditions(run) for run in runs.values()), *map(_timing_conditions, timings)),
+    for label, entry in defenses_of(base).items():
+        cells = tuple(values.get(label, Cell(math.nan)) for values in columns.values())
+        constants = json.dumps(entry, indent=2, default=str)
+        entries.append(Entry(label, cells, _per_set(images[OBLIVIOUS], label), constants))
+    by = list(columns).index(ALL)
+    entries.sort(key=lambda entry: -entry.cells[by].value)
+    words = (
+        f"Accuracy in %, mean over data sets, with 95 % intervals. Sorted by {ALL!r}: the part of the photos that are "
+        "answered correctly clean and under every attack that does not know the defence."
     )
+    about = [
+        f"{run.model}, {over(run)}; {run.device}, {run.dtype}. {conditions(run)} Command: {run.command or 'none'}."
+        for run in runs.values()
+    ]
+    return Ranking(tuple(columns), tuple(entries), words, (*about, *map(_timing_conditions, timings)))
 
 
-# ---------------------------------------------------------------------- reading runs
+# ---------------------------------------------------------------------- runs that fit together
 
 
-def _finished_run(folder: str | Path) -> Run:
-    """A run with its result and its rows per image; raises if one is missing."""
-    run = read_run(folder)
-    check_is_run(Path(folder))
-    if run.result is None or run.images is None:
-        raise ReactClipError(f"{folder} cannot be ranked: {run.missing[0]}")
-    if run.result.threat not in _GROUPS:
-        raise ReactClipError(f"threat model {run.result.threat!r} of {folder} has no place in a ranking")
-    return run
-
-
-def _result(run: Run) -> EvaluationResult:
-    assert run.result is not None
-    return run.result
-
-
-def _images(run: Run) -> pd.DataFrame:
-    assert run.images is not None
-    return run.images
-
-
-def _by_threat(runs: Sequence[Run]) -> dict[str, Run]:
+def _by_threat(runs: Sequence[EvaluationResult]) -> dict[str, EvaluationResult]:
     """The runs, those of one threat model joined; raises for runs that do not fit together."""
-    by_threat = {threat: [run for run in runs if _result(run).threat == threat] for threat in _GROUPS}
-    if not by_threat[OBLIVIOUS]:
+    if unknown := [run.threat for run in runs if run.threat not in _PREFIX]:
+        raise ReactClipError(f"threat model {unknown[0]!r} has no place in a ranking; it knows {', '.join(_PREFIX)}")
+    if not any(run.threat == OBLIVIOUS for run in runs):
         raise ReactClipError(
             "no run has attackers who do not know the defence (threat: oblivious), whose photos and defences the "
             "ranking starts from; add one, such as a run of recipes/standard.yaml"
         )
-    joined = {threat: join_runs(group) for threat, group in by_threat.items() if group}
-    return {threat: _with_labels_of(joined[OBLIVIOUS], run) for threat, run in joined.items()}
+    models = {run.model for run in runs if any(entry["kind"] != "undefended" for entry in defenses_of(run).values())}
+    if len(models) > 1:
+        raise ReactClipError(f"the runs defend {' and '.join(sorted(models))}; rank runs of one model together")
+    groups = {threat: [run for run in runs if run.threat == threat] for threat in _PREFIX}
+    return {threat: join(group) for threat, group in groups.items() if group}
 
 
-def _with_labels_of(base: Run, run: Run) -> Run:
-    """The run, its defences under the labels that the same configurations have in ``base``.
-
-    Labels of ``base`` stay: undefended towers are several defences of one configuration.
-    """
-    known = {_configuration(entry): label for label, entry in base.defenses.items()}
-    others = {label: entry for label, entry in run.defenses.items() if label not in base.defenses}
-    labels = {label: known.get(_configuration(entry), label) for label, entry in others.items()}
-    return replace(run, images=_images(run).replace({"defense": labels}))
+def _named_as_in(base: EvaluationResult, run: EvaluationResult) -> pd.DataFrame:
+    """Rows of a run, its defences under the labels that the same configurations have in ``base``."""
+    names = {_configuration(entry): label for label, entry in defenses_of(base).items()}
+    own = {label: entry for label, entry in defenses_of(run).items() if label not in defenses_of(base)}
+    labels = {label: names.get(_configuration(entry), label) for label, entry in own.items()}
+    return run.images.assign(defense=run.images["defense"].astype(str).replace(labels))
 
 
 def _configuration(entry: dict[str, Any]) -> str:
-    values = {key: value for key, value in entry.items() if key not in ("label", "family", "params", "max_batch")}
+    values = {key: value for key, value in entry.items() if key not in ("label", "family", "params")}
     return json.dumps(values, sort_keys=True, default=str)
-
-
-def _defended_model(runs: Sequence[Run]) -> str:
-    """The model that the runs defend; a finetuned tower may stand beside it as a defence of its own."""
-    models: dict[str, Path] = {}
-    for run in runs:
-        if any(entry["kind"] != "undefended" for entry in run.defenses.values()):
-            models.setdefault(_result(run).model, run.folders[0])
-    if len(models) > 1:
-        (one, first), (two, second), *_ = models.items()
-        raise ReactClipError(
-            f"{first} defends {one} and {second} defends {two}; rank runs of one model together, the others apart"
-        )
-    return next(iter(models), _result(runs[0]).model)
-
-
-def _conditions(run: Run) -> str:
-    result = _result(run)
-    return f"{result.model}, {over(result)}; {result.device}, {result.dtype}. {conditions(result)}"
 
 
 # ---------------------------------------------------------------------- numbers
 
 
-_IMAGE = ["defense", "dataset", "index"]
+Cells = dict[str, Cell]
+"""A number for each defence."""
 
 
-def _kinds(images: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Rows about clean, about naturally damaged and about attacked photos."""
-    clean, attacked = images["attack"] == CLEAN, images["eps"] > 0
-    return {CLEAN: images[clean], "damaged": images[~clean & ~attacked], "attacked": images[attacked]}
-
-
-def _clean(run: Run) -> pd.DataFrame:
+def _unattacked(rows: pd.DataFrame) -> dict[str, Cells]:
     """Accuracy on clean photos, and the mean over kinds of natural damage where there are any."""
-    kinds = _kinds(_images(run))
-    columns = {CLEAN: _accuracy(_shares(kinds[CLEAN]))}
-    if len(kinds["damaged"]):
-        columns["damaged"] = _accuracy(_shares(kinds["damaged"]).groupby(_IMAGE).mean())
-    return pd.DataFrame(columns)
+    damaged = rows[(rows["attack"] != CLEAN) & (rows["eps"] == 0)]
+    columns = {CLEAN: _accuracy(_right(rows[rows["attack"] == CLEAN]))}
+    if len(damaged):
+        columns["damaged"] = _accuracy(_right(damaged).groupby(_IMAGE).mean())
+    return columns
 
 
-def _attacked(run: Run, threat: str) -> pd.DataFrame:
+def _attacked(rows: pd.DataFrame, threat: str) -> dict[str, Cells]:
     """Worst case per image over the attacks of each budget; of attackers without knowledge also over all of them."""
-    attacked = _kinds(_images(run))["attacked"]
-    columns = {format_eps(eps): _accuracy(_worst(rows)) for eps, rows in attacked.groupby("eps")}
+    attacked = rows[rows["eps"] > 0]
+    columns = {format_eps(eps): _accuracy(_worst(group)) for eps, group in attacked.groupby("eps")}
     if threat == OBLIVIOUS:
         columns[ALL] = _accuracy(_worst(attacked))
-    return pd.DataFrame(columns)
+    return columns
 
 
-def _passes(run: Run) -> pd.DataFrame:
+def _passes(rows: pd.DataFrame) -> dict[str, Cells]:
     """Mean encoder passes per image, forward on clean and on attacked photos, and backward on attacked ones."""
-    kinds = {kind: rows.groupby("defense") for kind, rows in _kinds(_images(run)).items()}
-    means = {kind: kinds[kind]["passes"].mean() for kind in (CLEAN, "attacked")}
-    return pd.DataFrame({**means, "backward": kinds["attacked"]["backward_passes"].mean()}).map(Cell)
+    clean, attacked = rows[rows["attack"] == CLEAN], rows[rows["eps"] > 0]
+    columns = {"clean": (clean, "passes"), "attacked": (attacked, "passes"), "backward": (attacked, "backward_passes")}
+    return {
+        f"passes, {title}": {str(label): Cell(value) for label, value in part.groupby("defense")[name].mean().items()}
+        for title, (part, name) in columns.items()
+    }
 
 
-def _milliseconds(run: Run, model: str, path: Path) -> tuple[str, dict[str, Cell]]:
+def _right(rows: pd.DataFrame) -> pd.Series[float]:
+    """Fraction of draws in which each defence is right about each image under each attack."""
+    return rows.groupby([*_IMAGE, "attack", "eps"], sort=False, observed=True)["robust"].mean()
+
+
+def _worst(rows: pd.DataFrame) -> pd.Series[float]:
+    """The smallest of these fractions over the attacks."""
+    return _right(rows).groupby(_IMAGE, observed=True).min()
+
+
+def _accuracy(right: pd.Series[float]) -> Cells:
+    """Accuracy of each defence with its interval, from the fraction of right draws of each image."""
+    sets = right.groupby(["defense", "dataset"], sort=False, observed=True).agg(["mean", "size"])
+    cells = {}
+    for label, group in sets.groupby("defense", sort=False, observed=True):
+        value, low, high = metrics.mean_over_sets(group["mean"].tolist(), group["size"].tolist())
+        cells[str(label)] = Cell(100 * value, 100 * low, 100 * high)
+    return cells
+
+
+def _per_set(rows: pd.DataFrame, label: str) -> Table:
+    """One defence on each data set: accuracy, gate rate and passes, clean and attacked."""
+    own = rows[rows["defense"] == label]
+    parts = {"clean": own[own["attack"] == CLEAN], "attacked": own[own["attacked"] & (own["eps"] > 0)]}
+    numbers = pd.DataFrame({f"{ALL}, worst case": 100 * _worst(own[own["eps"] > 0]).groupby("dataset").mean()})
+    for title, part in parts.items():
+        sets = part.groupby("dataset", observed=True)
+        numbers[f"{title}, accuracy"] = 100 * sets["robust"].mean()
+        numbers[f"{title}, gate open"] = 100 * sets["gated"].mean()
+        numbers[f"{title}, passes"] = sets["passes"].mean()
+    lines = tuple(((str(name),), tuple(map(Cell, values))) for name, *values in numbers.itertuples())
+    return Table(f"sets of {label}", f"{label} on each data set, in %.", ("data set", *numbers), lines)
+
+
+# ---------------------------------------------------------------------- timings
+
+
+def _milliseconds(base: EvaluationResult, path: Path) -> tuple[str, Cells]:
     """Title of the column, and milliseconds per image of the defences that a file of ``react-clip bench`` measured."""
     report = _timing_report(path)
     times = {row["label"]: row["milliseconds"] for row in report["contenders"]}
     measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
-    if report["model"] != model:
-        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {model}; time that one")
-    known = {label: measured.get(_configuration(entry)) for label, entry in run.defenses.items()}
-    title = f"{100 * report['attacked']:g} % attacked"
-    return title, {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
+    if report["model"] != base.model:
+        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {base.model}; time that one")
+    known = {label: measured.get(_configuration(entry)) for label, entry in defenses_of(base).items()}
+    cells = {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
+    return f"ms, {100 * report['attacked']:g} % attacked", cells
 
 
 def _timing_report(path: Path) -> dict[str, Any]:
@@ -258,43 +235,5 @@ def _timing_report(path: Path) -> dict[str, Any]:
 
 def _timing_conditions(path: Path) -> str:
     report = _timing_report(path)
-    shown = (f"{report['device']}, {report['dtype']}", f"batches of {report['batch']}", f"`{report['command']}`")
-    return f"Milliseconds: {', '.join(shown)}"
-
-
-def _shares(images: pd.DataFrame) -> pd.Series[float]:
-    """Share of draws in which each defence is right about each image under each attack."""
-    return images.groupby([*_IMAGE, "attack", "eps"], sort=False)["correct"].mean()
-
-
-def _worst(images: pd.DataFrame) -> pd.Series[float]:
-    """The smallest of these shares over the attacks."""
-    return _shares(images).groupby(_IMAGE).min()
-
-
-def _accuracy(shares: pd.Series[float]) -> pd.Series[Any]:
-    """Accuracy of each defence with its interval, from the share of right draws of each image."""
-    sets = shares.groupby(["defense", "dataset"], sort=False).agg(["mean", "size"])
-    estimates = {
-        defense: metrics.mean_over_sets(group["mean"].tolist(), group["size"].tolist())
-        for defense, group in sets.groupby("defense", sort=False)
-    }
-    return pd.Series({defense: Cell(100 * e.value, 100 * e.low, 100 * e.high) for defense, e in estimates.items()})
-
-
-def _per_set(run: Run, label: str) -> Table:
-    """One defence on each data set: accuracy, gate rate and passes by kind of photo."""
-    images = _images(run)
-    kinds = _kinds(images[images["defense"] == label])
-    columns = {f"{ALL}, worst case": 100 * _worst(kinds["attacked"]).groupby("dataset").mean()}
-    for kind, rows in kinds.items():
-        if len(rows):
-            # Without leakage only images that CLIP gets right are attacked.
-            by_set = (rows[rows["attacked"]] if kind == "attacked" else rows).groupby("dataset")
-            if kind != "attacked":
-                columns[f"{kind}, accuracy"] = by_set["correct"].mean() * 100
-            columns[f"{kind}, gate open"] = by_set["gated"].mean() * 100
-            columns[f"{kind}, passes"] = by_set["passes"].mean()
-    numbers = pd.DataFrame(columns)
-    by_name = tuple(((str(name),), tuple(map(Cell, values))) for name, *values in numbers.itertuples())
-    return Table(f"sets-{label}", f"{label} on each data set, in %.", ("data set", *numbers), by_name, OBLIVIOUS, "")
+    shown = (f"{report['device']}, {report['dtype']}", f"batches of {report['batch']}", str(report["command"]))
+    return f"Milliseconds: {', '.join(shown)}."

@@ -1,7 +1,8 @@
-"""Tables of a result in Markdown, CSV and LaTeX; each states its threat model and scoring."""
+"""Tables of a result in Markdown and LaTeX, and its numbers as CSV; each table states threat model and scoring."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,123 +11,88 @@ from typing import Any
 
 import pandas as pd
 
-from react_clip import storage
 from react_clip.calibration import Calibration
-from react_clip.evaluation.recipe import MEAN, format_eps
-from react_clip.evaluation.result import EvaluationResult, Row
-from react_clip.report.run import conditions
+from react_clip.evaluation import metrics
+from react_clip.evaluation.recipe import format_eps
+from react_clip.evaluation.results import EvaluationResult, Row
+from react_clip.storage import write_text
+
+SCORINGS = {
+    "leakage_free": "only images that undefended CLIP classifies correctly are attacked; accuracy counts all images",
+    "attack_all": "every image is attacked; right answers on images that undefended CLIP gets wrong when clean are "
+    "counted as leaked",
+}
+STRICT = "An attacked image counts as right only if the defence is right about it clean as well as attacked."
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number, its 95 % interval and its count of leaked answers; NaN or ``None`` where there is none."""
+    """A number and its 95 % interval; NaN where there is none."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
-    leaked: float | None = None
     digits: int = 1
 
     def text(self) -> str:
-        """The number as ``61.0 ± 1.2``; a dash where nothing was measured."""
+        """The number with its interval, such as ``61.0 ± 1.2``; a dash where nothing was measured."""
         if math.isnan(self.value):
             return "–"
-        text = f"{self.value:.{self.digits}f}"
-        if not math.isnan(self.low):
-            text += f" ± {(self.high - self.low) / 2:.{self.digits}f}"
-        return text if self.leaked is None else f"{text} ({self.leaked:g} leaked)"
-
-
-Rows = tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
-"""Labels and numbers of each row."""
-CellOf = Callable[[Row], Cell]
-Lines = Sequence[tuple[dict[str, str], str, CellOf]]
-"""For each row of a table: its labels by column, the data set, and the number to show of each result."""
-_DETECTION = "clean images passed through and attacked images corrected, in % of what undefended CLIP gets right"
+        if math.isnan(self.low):
+            return f"{self.value:.{self.digits}f}"
+        return metrics.interval(self.value, self.low, self.high, self.digits)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, a header, and rows of one or more labels followed by numbers."""
+    """A caption, a header, and rows of texts followed by numbers."""
 
     name: str
     caption: str
     header: tuple[str, ...]
-    rows: Rows
-    threat: str
-    scoring: str
-
-    def highest(self, column: int) -> float:
-        """The highest number of a column; NaN if there is none."""
-        values = (cells[column].value for _, cells in self.rows)
-        return max((value for value in values if not math.isnan(value)), default=math.nan)
+    rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
 
     @property
     def texts(self) -> list[list[str]]:
         """Every row as texts."""
         return [[*labels, *(cell.text() for cell in cells)] for labels, cells in self.rows]
 
-    @property
-    def align(self) -> str:
-        """One letter per column: ``l`` for labels, ``r`` for numbers."""
-        labels, cells = self.rows[0]
-        return "l" * len(labels) + "r" * len(cells)
-
     def markdown(self) -> str:
         """A GitHub table under its caption."""
-        rule = ["---" if side == "l" else "---:" for side in self.align]
-        return f"{self.caption}\n\n" + "".join(map(_md_line, [self.header, rule, *self.texts]))
-
-    def csv(self) -> str:
-        """Numbers in full; intervals and leaked counts have columns, threat model and scoring stand in each row."""
-        records = []
-        for labels, cells in self.rows:
-            record: dict[str, Any] = dict(zip(self.header, labels, strict=False))
-            for title, cell in zip(self.header[len(labels) :], cells, strict=True):
-                record |= {title: cell.value, f"{title} low": cell.low, f"{title} high": cell.high}
-                record[f"{title} leaked"] = cell.leaked
-            records.append({**record, "threat": self.threat, "scoring": self.scoring})
-        frame = pd.DataFrame(records)
-        unused = [name for name in frame if name not in self.header and frame[name].isna().all()]
-        return str(frame.drop(columns=unused).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+        words = len(self.rows[0][0]) if self.rows else len(self.header)
+        rule = ["---"] * words + ["---:"] * (len(self.header) - words)
+        return f"{self.caption}\n\n" + "".join(map(markdown_line, [self.header, rule, *self.texts]))
 
     def latex(self) -> str:
         """A booktabs table."""
-        lines = [r"\begin{table}", r"\centering", rf"\caption{{{_tex(self.caption)}}}"]
-        lines += [rf"\begin{{tabular}}{{{self.align}}}", r"\toprule", _tex_line(self.header), r"\midrule"]
-        lines += [*map(_tex_line, self.texts), r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
-        return "\n".join(lines)
+        escaped = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "±": r"$\pm$"}
+        caption = self.caption.translate(str.maketrans(escaped))
+        frame = pd.DataFrame(self.texts, columns=list(self.header))
+        return str(frame.to_latex(index=False, escape=True, caption=caption)).replace("±", r"$\pm$")
+
+
+def markdown_line(parts: Sequence[str]) -> str:
+    """One line of a GitHub table."""
+    return "| " + " | ".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts) + " |\n"
 
 
 def all_tables(result: EvaluationResult) -> list[Table]:
     """Every table that the result has numbers for; the first is that of accuracies."""
-    defenses = list(dict.fromkeys(row.defense for row in result.rows))
-
-    def means(name: str, what: str, cell: CellOf) -> Table:
-        return _by_attack(result, name, f"{what}, {over(result)}", [({"defence": d}, MEAN, cell) for d in defenses])
-
-    sets = [info.name for info in result.sets]
-
-    def per_set(name: str, what: str, cell: CellOf) -> Table:
-        lines = [({"data set": one, "defence": d}, one, cell) for one in sets for d in defenses]
-        return _by_attack(result, name, f"{what}, per data set", lines)
-
+    accuracy = f"accuracy in %, {over(result)}. {STRICT}"
+    detection = "clean images passed through and attacked images changed, in % of what undefended CLIP gets right"
     tables = [
-        means("accuracy", "accuracy in %", _accuracy),
-        per_set("per_dataset", "accuracy in %", _accuracy),
-        means("detection", _DETECTION, _detection),
-        per_set("detection_per_dataset", _DETECTION, _detection),
-        means("passes", "encoder forward passes per image", lambda row: Cell(row.passes)),
+        _by_attack(result, "accuracy", accuracy, _accuracy),
+        _by_attack(result, "per_dataset", f"accuracy in %, per data set. {STRICT}", _accuracy, per_set=True),
+        _by_attack(result, "detection", f"{detection}, {over(result)}", _detection),
+        _by_attack(result, "passes", f"encoder forward passes per image, {over(result)}", lambda row: Cell(row.passes)),
     ]
+    if any(row.paper_accuracy != row.accuracy for row in result.means):
+        words = f"accuracy in %, {over(result)}, scored as in the paper: an attacked image counts as right if the "
+        words += "defence is right about it attacked"
+        tables.insert(1, _by_attack(result, "accuracy_as_in_the_paper", words, _paper_accuracy))
     if result.draws > 1:
-        kinds: dict[str, CellOf] = {
-            "mean": _accuracy,
-            f"worst of {result.draws}": lambda row: Cell(100 * row.worst),
-            "majority": lambda row: Cell(100 * row.majority),
-        }
-        what = f"accuracy in % over {result.draws} draws of the noise, {over(result)}"
-        lines: Lines = [({"defence": d, "draws": kind}, MEAN, cell) for d in defenses for kind, cell in kinds.items()]
-        tables.append(_by_attack(result, "draws", what, lines))
+        words = f"accuracy in %, {over(result)}, of images that are right in all of {result.draws} draws of the noise"
+        tables.append(_by_attack(result, "draws", words, lambda row: Cell(100 * row.worst)))
     return [*tables, _attack_table(result)] if result.attacks else tables
 
 
@@ -136,39 +102,66 @@ def accuracy_table(result: EvaluationResult) -> Table:
 
 
 def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
-    """Write every table as ``<name>.md``, ``.csv`` and ``.tex``; returns the files."""
-    written = []
+    """Write every table as ``<name>.md`` and ``.tex``, and all rows as ``numbers.csv``; returns the files."""
+    numbers = pd.DataFrame([dataclasses.asdict(row) for row in (*result.rows, *result.means)])
+    texts = {"numbers.csv": numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")}
     for table in all_tables(result):
-        for suffix, text in ((".md", table.markdown()), (".csv", table.csv()), (".tex", table.latex())):
-            storage.write_text(folder / f"{table.name}{suffix}", text)
-            written.append(folder / f"{table.name}{suffix}")
-    return written
+        texts |= {f"{table.name}.md": table.markdown(), f"{table.name}.tex": table.latex()}
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def title_of(attack: str, eps: float) -> str:
+    """An attack with its budget, such as ``pgd-10 4/255``."""
+    return f"{attack} {format_eps(eps)}" if eps and not attack.startswith("worst of") else attack
+
+
+def _by_attack(
+    result: EvaluationResult, name: str, what: str, cell: Callable[[Row], Cell], *, per_set: bool = False
+) -> Table:
+    """One row per defence (and data set), one column per attack."""
+    attacks = list(dict.fromkeys((row.attack, row.eps) for row in result.means))
+    rows = result.rows if per_set else result.means
+    found = {(row.dataset, row.defense, row.attack, row.eps): cell(row) for row in rows}
+    none = Cell(math.nan)
+    lines = tuple(
+        (of if per_set else of[1:], tuple(found.get((*of, *at), none) for at in attacks))
+        for of in dict.fromkeys(key[:2] for key in found)
+    )
+    header = ("data set", "defence") if per_set else ("defence",)
+    return Table(name, caption(result, what), (*header, *(title_of(*attack) for attack in attacks)), lines)
+
+
+def _accuracy(row: Row) -> Cell:
+    return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high)
+
+
+def _paper_accuracy(row: Row) -> Cell:
+    return Cell(100 * row.paper_accuracy, 100 * row.paper_low, 100 * row.paper_high)
+
+
+def _detection(row: Row) -> Cell:
+    return Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))
 
 
 def _attack_table(result: EvaluationResult) -> Table:
     """Success of the attacks, on undefended CLIP or on the defence that they know."""
-    informed = any(row.defense for row in result.attacks)
-    rows = tuple(
+    lines = tuple(
         (
-            (row.dataset, f"{row.attack} {format_eps(row.eps)}", *([row.defense, row.part] if informed else [])),
-            (
-                Cell(row.attacked, digits=0),
-                Cell(100 * row.success_rate),
-                Cell(row.lost_to_rounding, digits=0),
-                Cell(row.queries),
-            ),
+            (row.dataset, title_of(row.attack, row.eps), row.defense, row.part),
+            tuple(Cell(value, digits=0) for value in (row.attacked, 100 * row.success_rate, row.lost, row.queries)),
         )
         for row in result.attacks
     )
-    names = ("data set", "attack", *(("defence", "part of the suite") if informed else ()))
-    what = "what the attacks do to the defences they know" if informed else "what the attacks do to undefended CLIP"
-    header = (*names, "attacked", "success in %", "lost to rounding", "forward passes")
-    return Table("attacks", caption(result, what), header, rows, result.threat, result.scoring)
+    header = ("data set", "attack", "defence that it knows", "part of the suite", "attacked", "success in %")
+    what = "what the attacks do to undefended CLIP, or to the defence that they know"
+    return Table("attacks", caption(result, what), (*header, "lost to rounding", "forward passes"), lines)
 
 
 def calibration_table(calibration: Calibration) -> Table:
     """The measurements of a calibration at each budget."""
-    rows = tuple(
+    lines = tuple(
         (
             (format_eps(point.eps),),
             (
@@ -180,80 +173,35 @@ def calibration_table(calibration: Calibration) -> Table:
         )
         for point in calibration.points
     )
-    tau = f"tau is {calibration.config.tau:g}"
-    if calibration.clean_pass is not None:
-        tau += f", which leaves {100 * calibration.clean_pass:g} % of {calibration.clean_images:,} clean photos alone"
     words = (
-        f"Calibration of {calibration.provenance.get('model', 'a model')} on "
-        f"{calibration.provenance.get('data', {}).get('name', 'photos')}: the drift r, the anchor scale sigma with "
-        f"the highest defended accuracy, and that accuracy in % of the attacked photos; {tau}. Threat model: oblivious "
-        "(PGD against plain CLIP, which knows no defence). Scoring: only photos that plain CLIP gets right."
+        f"Calibration of {calibration.provenance.get('model', 'a model')}: the drift r of attacked photos, the anchor "
+        f"scale sigma with the highest defended accuracy, and that accuracy in % of the attacked photos; tau is "
+        f"{calibration.config.tau:g}. Only photos that plain CLIP gets right; the attacker knows no defence."
     )
-    header = ("budget", "mean r", "best sigma", "accuracy there", "photos")
-    return Table("calibration", words, header, rows, "oblivious", "leakage_free")
+    return Table("calibration", words, ("budget", "mean r", "best sigma", "accuracy there", "photos"), lines)
 
 
 def caption(result: EvaluationResult, what: str) -> str:
     """A caption: the quantity in the table (``what``), the model, threat model and scoring."""
     switched_off = "" if result.self_check.enabled else " The self-check was switched off."
-    about = f"{result.title}: {what}; {result.model}, {result.dtype}. {conditions(result)}{switched_off}"
-    return about + " ± is half of a 95 % interval."
+    about = f"{result.title}: {what.removesuffix('.')}; {result.model}, {result.dtype}. {conditions(result)}"
+    return f"{about}{switched_off} Intervals are 95 % intervals; ± is half of one."
 
 
-def _by_attack(result: EvaluationResult, name: str, what: str, lines: Lines) -> Table:
-    """One column per attack, one row per line."""
-    attacks = dict.fromkeys((row.attack, row.eps) for row in result.rows)
-    columns = (f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in attacks)
-    rows = tuple(
-        (tuple(labels.values()), tuple(map(cell, result.select(dataset=dataset, defense=labels["defence"]))))
-        for labels, dataset, cell in lines
-    )
-    header = (*(lines[0][0] if lines else ("defence",)), *columns)
-    return Table(name, caption(result, what), header, rows, result.threat, result.scoring)
-
-
-def _accuracy(row: Row) -> Cell:
-    leaked = row.leakage if row.scoring == "attack_all" else None
-    return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high, leaked)
-
-
-def _detection(row: Row) -> Cell:
-    """Share of clean images that pass through, or of attacked images that are corrected."""
-    return Cell(100 * (row.gate_rate if row.eps else 1.0 - row.gate_rate))
+def conditions(result: EvaluationResult) -> str:
+    """Threat model and scoring in words; every number is shown with them."""
+    scoring = SCORINGS.get(result.scoring, "not known to this version")
+    return f"Threat model: {result.threat} ({result.threat_meaning}). Scoring: {result.scoring} ({scoring})."
 
 
 def over(result: EvaluationResult) -> str:
     """The data sets and the number of images that a mean is over."""
     names, images = ", ".join(info.name for info in result.sets), sum(info.images for info in result.sets)
-    if len(result.sets) == 1:
-        return f"{names} ({images:,} images)"
-    return f"mean over {len(result.sets)} data sets ({names}; {images:,} images)"
+    many = f"mean over {len(result.sets)} data sets ({names}; {images:,} images)"
+    return many if len(result.sets) > 1 else f"{names} ({images:,} images)"
 
 
-def _md_line(parts: Sequence[str]) -> str:
-    return "| " + " | ".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts) + " |\n"
-
-
-def _tex_line(parts: Sequence[str]) -> str:
-    return " & ".join(_tex(part) for part in parts) + r" \\"
-
-
-_TEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "–": "--",
-        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-    }
-)
-
-
-def _tex(text: str) -> str:
-    """Text with LaTeX's special characters escaped (pandas escapes cells, but no captions).
-
-    >>> print(_tex("oxford_pets 5 % ± 1"))
-    oxford\\_pets 5 \\% $\\pm$ 1
-    """
-    return text.translate(_TEX)
+def defenses_of(result: EvaluationResult) -> dict[str, dict[str, Any]]:
+    """The recipe's entry of each defence, by label."""
+    entries = [dict(entry) for entry in result.recipe["defenses"]]
+    return {str(entry.get("label", entry["kind"])): entry for entry in entries}

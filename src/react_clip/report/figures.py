@@ -1,0 +1,378 @@
+"""The eight kinds of figure of a run; for a kind without data, one line says what is missing.
+
+Budgets are in 255ths of the pixel range (0 for clean images), accuracies and fractions in per cent. Accuracy is strict:
+an attacked image counts as right only if the defence is right about it clean as well as attacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from react_clip.calibration import Calibration
+from react_clip.errors import ReactClipError
+from react_clip.evaluation.recipe import CLEAN, format_eps
+from react_clip.evaluation.results import EvaluationResult
+from react_clip.report.page import Progress
+from react_clip.report.style import (
+    COLOURS,
+    INK,
+    SMALL,
+    budget_colour,
+    legend,
+    lines_of,
+    new_figure,
+    save_figure,
+    style_axes,
+)
+from react_clip.report.tables import defenses_of, title_of
+
+MEASURED = 0.95
+"""Least fraction of images on which a diagnostic must be known: the gate skips some, and not at random."""
+_ANSWERS = {
+    *("dataset", "scoring", "threat", "attack", "defense", "eps", "draw", "seed", "attack_seed", "index", "label"),
+    *("clean_prediction", "plain_prediction", "prediction", "attacked", "attack_success", "crafted_success"),
+    *("correct", "clean_correct", "robust", "gated", "queries", "passes", "backward_passes", "sigma"),
+}
+"""Columns of images.parquet that are no diagnostics to show as distributions."""
+
+
+class MissingDataError(ReactClipError):
+    """A run has no data for a figure; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn: its files are ``<name>.svg`` and ``<name>.png``."""
+
+    name: str
+    title: str
+    caption: str
+
+
+def draw_all(
+    result: EvaluationResult, calibration: Calibration | None, folder: Path, progress: Progress
+) -> tuple[list[Drawn], list[str]]:
+    """Draw every figure that the run has data for; returns them, and one line for each of the others."""
+    drawn, missing = [], []
+    images = sum(info.images for info in result.sets)
+    about = f"{images:,} images; {result.model}; threat model {result.threat}, scoring {result.scoring}."
+    for done, (name, (title, what, make)) in enumerate(KINDS.items(), 1):
+        try:
+            figure = make(result) if name != "sigma" else sigma_over_drift(result, calibration)
+        except MissingDataError as reason:
+            missing.append(f"{title}: {reason}")
+        else:
+            save_figure(figure, folder / name)
+            drawn.append(Drawn(name, title, f"{what} {about}"))
+        progress(title, done, len(KINDS))
+    return drawn, missing
+
+
+# ---------------------------------------------------------------------- accuracy
+
+
+def accuracy_over_budget(result: EvaluationResult) -> Figure:
+    """A panel for each attack, a line for each defence, with 95 % intervals."""
+    return _over_budget(result, "accuracy", "accuracy in %")
+
+
+def gate_over_budget(result: EvaluationResult) -> Figure:
+    """A panel for each attack: how many of the images that undefended CLIP gets right each defence changes."""
+    if not any(row.gate_rate > 0 for row in result.means):
+        raise MissingDataError("no defence of it has a gate that opened")
+    return _over_budget(result, "gate_rate", "gate open in %")
+
+
+def _over_budget(result: EvaluationResult, column: str, name: str) -> Figure:
+    means = _means(result)
+    attacked = _attacked(means)
+    clean = means[means["attack"] == CLEAN]
+    counts = attacked.groupby("attack", sort=False)["eps"].nunique()
+    attacks = [str(attack) for attack in counts.index if counts[attack] > 1 or counts.max() == 1]
+    lines = lines_of(defenses_of(result))
+
+    def draw(axes: Axes, attack: str) -> None:
+        rows = pd.concat([clean, attacked[attacked["attack"] == attack]])
+        budgets = sorted(rows["eps"].unique())
+        for label, own in rows.groupby("defense", sort=False):
+            own = own.sort_values("eps")
+            x, y = own["eps"].map(budgets.index), 100 * own[column]
+            axes.plot(x, y, label=label, **lines[str(label)])
+            if column == "accuracy":
+                axes.vlines(x, 100 * own["low"], 100 * own["high"], color=lines[str(label)]["color"], alpha=0.6)
+        axes.set_xticks(range(len(budgets)), ["clean" if eps == 0 else f"{255 * eps:.4g}" for eps in budgets])
+        axes.set_ylim(0, 100)
+
+    return _panels(attacks, draw, "attack budget in 1/255", name)
+
+
+def accuracy_over_passes(result: EvaluationResult) -> Figure:
+    """Accuracy against work per image, clean and as the mean over attacks; a backward pass counts as two."""
+    means = _means(result)
+    means["work"] = means["passes"] + 2 * means["backward_passes"].fillna(0)
+    if not means["work"].notna().any():
+        raise MissingDataError("it did not count encoder passes")
+    parts = {"clean images": means[means["attack"] == CLEAN], "mean over attacks": _attacked(means)}
+    figure = _panels(
+        list(parts),
+        lambda axes, part: _points(axes, result, parts[part].groupby("defense")[["work", *_INTERVAL]].mean(), "work"),
+        "encoder passes per image, forward + 2 × backward, log scale",
+        "accuracy in %",
+    )
+    for axes in figure.axes:
+        axes.set_xscale("log")
+    return figure
+
+
+def accuracy_over_clean(result: EvaluationResult) -> Figure:
+    """Accuracy under the attack that leaves a defence least, against its accuracy on clean images."""
+    means = _means(result)
+    worst = _attacked(means).sort_values("accuracy").groupby("defense")[_INTERVAL].first()
+    clean = 100 * means[means["attack"] == CLEAN].set_index("defense")["accuracy"]
+    figure = new_figure()
+    axes = style_axes(figure.add_subplot(), "accuracy on clean images in %", "accuracy under the worst attack in %")
+    _points(axes, result, worst.assign(clean=clean), "clean")
+    legend(figure)
+    return figure
+
+
+def sets_as_heat_map(result: EvaluationResult) -> Figure:
+    """Accuracy of every defence on every data set, under the attack that leaves least in the mean."""
+    if len(result.sets) < 2:
+        raise MissingDataError("it has one data set; name several under `datasets`")
+    attacked = _attacked(_means(result))
+    attack, eps = attacked.groupby(["attack", "eps"])["accuracy"].mean().idxmin()
+    rows = pd.DataFrame([asdict(row) for row in result.rows if (row.attack, row.eps) == (attack, eps)])
+    cells = 100 * rows.pivot_table(index="dataset", columns="defense", values="accuracy", sort=False)
+    figure = new_figure(height=1.4 + 0.22 * len(cells), width=max(3.0, 1.4 + 0.5 * len(cells.columns)))
+    axes = figure.add_subplot()
+    axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    axes.set_xticks(range(len(cells.columns)), cells.columns, rotation=60, ha="right", fontsize=SMALL)
+    axes.set_yticks(range(len(cells)), cells.index, fontsize=SMALL)
+    axes.set_title(f"accuracy in %, {title_of(attack, eps)}", fontsize=SMALL, loc="left")
+    for (row, column), value in np.ndenumerate(cells.to_numpy()):
+        colour = "black" if value > 60 else "white"
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=SMALL, color=colour)
+    return figure
+
+
+_INTERVAL = ["low", "accuracy", "high"]
+
+
+def _points(axes: Axes, result: EvaluationResult, rows: pd.DataFrame, x: str) -> None:
+    """One marker with its interval for every defence."""
+    for label, line in lines_of(defenses_of(result)).items():
+        if label in rows.index:
+            row = rows.loc[label]
+            axes.vlines(row[x], 100 * row["low"], 100 * row["high"], color=line["color"], alpha=0.6)
+            axes.plot([row[x]], [100 * row["accuracy"]], label=label, **{**line, "linestyle": "none", "markersize": 6})
+
+
+# ---------------------------------------------------------------------- diagnostics of the defences
+
+
+def diagnostics_of(result: EvaluationResult) -> list[tuple[str, str]]:
+    """Defences and their own diagnostics, by the names that the defence gives them.
+
+    A diagnostic must be measured on nearly every image; one that repeats another of the same defence is left out. Of
+    several defences of one kind, the first is taken.
+    """
+    found, kinds = [], set()
+    numeric = [name for name in result.images.select_dtypes("number") if name not in _ANSWERS]
+    for label, entry in defenses_of(result).items():
+        images = result.images[result.images["defense"] == label]
+        own: list[str] = []
+        for name in sorted(numeric, key=lambda name: (name == "score", name)):
+            values = images[name]
+            twin = next((other for other in own if np.allclose(images[other], values, equal_nan=True)), None)
+            if str(name).startswith("part ") or values.notna().mean() < MEASURED or values.nunique() < 3:
+                continue
+            if twin is None:
+                own.append(str(name))
+        if own and entry["kind"] not in kinds:
+            kinds.add(entry["kind"])
+            found += [(label, name) for name in own]
+    return found
+
+
+def scores_clean_and_attacked(result: EvaluationResult) -> Figure:
+    """Violins of the defences' diagnostics on images that undefended CLIP gets right, clean and at each budget."""
+    panels = {f"{label}: {name}": (label, name) for label, name in diagnostics_of(result)}
+    if not panels:
+        raise MissingDataError(f"no defence of it measured a diagnostic on {MEASURED:.0%} of the images")
+    images = result.images
+    counted = (images["clean_prediction"] == images["label"]) & (images["attacked"] | (images["attack"] == CLEAN))
+    budgets = [0.0, *sorted(images.loc[images["eps"] > 0, "eps"].unique())]
+    entries = defenses_of(result)
+
+    def draw(axes: Axes, panel: str) -> None:
+        label, name = panels[panel]
+        own = images[counted & (images["defense"] == label)]
+        for place, eps in enumerate(budgets):
+            values = own.loc[own["eps"] == eps, name].dropna().to_numpy(float)
+            colour = budget_colour(place, len(budgets))
+            if len(values) > 2 and np.ptp(values) > 1e-9:  # a density needs values that differ
+                for body in axes.violinplot([values], [place], widths=0.85, showextrema=False)["bodies"]:  # type: ignore[attr-defined]
+                    body.set(facecolor=colour, alpha=0.6)
+            if len(values):
+                axes.vlines(place, *np.percentile(values, [25, 75]), color=INK, linewidth=2.2)
+                axes.plot(place, np.median(values), "o", markersize=3, color="white", markeredgecolor=INK)
+        threshold = entries[label].get("threshold", entries[label].get("tau"))
+        if name == "score" and threshold is not None:
+            axes.axhline(threshold, color=INK, linewidth=0.8, linestyle="--")
+        axes.set_xticks(range(len(budgets)), ["clean" if eps == 0 else f"{255 * eps:.4g}" for eps in budgets])
+
+    return _panels(list(panels), draw, "attack budget in 1/255", "", share_y=False)
+
+
+def sigma_over_drift(result: EvaluationResult, calibration: Calibration | None) -> Figure:
+    """Anchor scale against drift: of every image, or as a calibration measured and fitted it."""
+    if calibration is not None:
+        return calibration_figure(calibration)
+    images = result.images
+    if not {"drift", "sigma"} <= set(images):
+        raise MissingDataError("no defence of it maps a drift to an anchor scale")
+    known = images[images["drift"].notna() & images["sigma"].notna()]
+    varied = known.groupby("defense")["sigma"].transform("nunique") > 1
+    known = known[varied]
+    if known.empty:
+        raise MissingDataError("no defence of it maps a drift to an anchor scale")
+    figure = new_figure()
+    axes = style_axes(figure.add_subplot(), "relative cross-noise drift r", "anchor scale σ (pixels in [0, 1])")
+    for label, line in lines_of(defenses_of(result)).items():
+        own = known[known["defense"] == label].iloc[:2000]
+        if len(own):
+            point = {"marker": line["marker"], "markersize": 3, "linestyle": "none", "color": line["color"]}
+            axes.plot(own["drift"], own["sigma"], label=label, alpha=0.4, rasterized=True, **point)
+    legend(figure)
+    return figure
+
+
+def calibration_figure(calibration: Calibration) -> Figure:
+    """Mean drift and best anchor scale of each budget (stars), and the fitted mappings."""
+    figure = new_figure()
+    x, y = "mean relative cross-noise drift r", "best anchor scale σ (pixels in [0, 1])"
+    axes = style_axes(figure.add_subplot(), x, y)
+    points = calibration.points
+    grid = torch.linspace(0.0, 1.12 * max(point.mean_drift for point in points), 200)
+    for name, fit in calibration.fits.items():
+        used = fit == calibration.config.mapping
+        label = name.replace("_", " ") + (" (used)" if used else "")
+        axes.plot(grid, fit(grid), linewidth=2.2 if used else 1.2, label=label)
+    for place, point in enumerate(points):
+        colour = budget_colour(place + 1, len(points))
+        star = {"marker": "*", "markersize": 11, "linestyle": "none", "color": colour}
+        axes.plot([point.mean_drift], [point.best_sigma], label=format_eps(point.eps), **star)
+    axes.set_ylim(bottom=0)
+    legend(figure)
+    return figure
+
+
+# ---------------------------------------------------------------------- leakage
+
+
+def leakage(result: EvaluationResult) -> Figure:
+    """Accuracy as reported where every image is attacked, and without answers that only leakage explains.
+
+    A panel for each method; of several configurations, each budget shows the one with the highest reported accuracy.
+    """
+    if result.scoring != "attack_all":
+        raise MissingDataError("only images that undefended CLIP gets right were attacked; use `scoring: attack_all`")
+    means = _attacked(_means(result))
+    families = {label: str(entry.get("family", label)) for label, entry in defenses_of(result).items()}
+    means["family"] = means["defense"].map(families)
+    means["kept"] = means["paper_accuracy"] - means["leakage_fraction"]
+
+    def draw(axes: Axes, family: str) -> None:
+        own = means[means["family"] == family]
+        best = own.loc[own.groupby("eps")["paper_accuracy"].idxmax()].sort_values("eps")
+        for step, (column, label) in enumerate((("paper_accuracy", "as reported"), ("kept", "leaked not counted"))):
+            x = np.arange(len(best)) + 0.4 * (step - 0.5)
+            axes.bar(x, 100 * best[column], 0.38, label=label, color=(COLOURS["undefended"], COLOURS["react"])[step])
+        axes.set_xticks(range(len(best)), [f"{255 * eps:.4g}" for eps in best["eps"]])
+        axes.set_ylim(0, 100)
+
+    return _panels(list(dict.fromkeys(means["family"])), draw, "attack budget in 1/255", "accuracy in %")
+
+
+# ---------------------------------------------------------------------- panels
+
+
+def _means(result: EvaluationResult) -> pd.DataFrame:
+    """Rows of the mean over data sets."""
+    return pd.DataFrame([asdict(row) for row in result.means])
+
+
+def _attacked(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows under attack; of none there is nothing to draw."""
+    attacked = rows[rows["eps"] > 0].copy()
+    if attacked.empty:
+        raise MissingDataError("it attacked no image; add attacks to the recipe")
+    return attacked
+
+
+def _panels(
+    titles: Sequence[str], draw: Callable[[Axes, str], None], x: str, y: str, *, share_y: bool = True
+) -> Figure:
+    """Small multiples, at most three side by side, with one legend."""
+    columns = min(3, len(titles))
+    lines = math.ceil(len(titles) / columns)
+    figure = new_figure(height=0.8 + (2.4 if lines == 1 else 1.7) * lines, width=3.0 + 2.2 * columns)
+    grid: Any = figure.subplots(lines, columns, squeeze=False, sharey="all" if share_y else "none").ravel()
+    for axes, title in zip(grid, titles, strict=False):
+        style_axes(axes, title=title)
+        draw(axes, title)
+    for unused in grid[len(titles) :]:
+        unused.remove()
+    figure.supxlabel(x, fontsize=SMALL)
+    figure.supylabel(y, fontsize=SMALL)
+    legend(figure)
+    return figure
+
+
+KINDS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
+    "accuracy": (
+        "Accuracy over budget",
+        "Accuracy of each defence from clean images to the largest budget; bars are 95 % intervals.",
+        accuracy_over_budget,
+    ),
+    "passes": (
+        "Accuracy over encoder passes",
+        "Accuracy against work per image, a backward pass counted as two; bars are 95 % intervals.",
+        accuracy_over_passes,
+    ),
+    "clean": (
+        "Accuracy under attack over clean accuracy",
+        "Accuracy under the attack that leaves each defence least, against its clean accuracy.",
+        accuracy_over_clean,
+    ),
+    "sets": ("Data sets", "Accuracy under the attack that leaves least in the mean.", sets_as_heat_map),
+    "scores": (
+        "Scores clean and attacked",
+        "Each defence's own diagnostics, under its own names, on images that undefended CLIP gets right: densities, "
+        "medians and middle halves; dashed is the threshold.",
+        scores_clean_and_attacked,
+    ),
+    "gate": (
+        "Gate over budget",
+        "Fraction of the images that undefended CLIP gets right whose answer each defence changed.",
+        gate_over_budget,
+    ),
+    "sigma": ("Anchor scale over drift", "The anchor-noise scale that a drift is mapped to.", sigma_over_drift),
+    "leakage": (
+        "Label leakage",
+        "Accuracy with and without answers on images that undefended CLIP gets wrong when clean.",
+        leakage,
+    ),
+}
+"""Title, first sentence of the caption and drawing function of each kind of figure, by file name."""

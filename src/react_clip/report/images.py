@@ -1,0 +1,99 @@
+"""The table of images of a report: some images with their pictures and every defence's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from PIL.Image import Resampling
+from torch import Tensor
+
+from react_clip.evaluation.recipe import CLEAN
+from react_clip.evaluation.results import EvaluationResult
+from react_clip.evaluation.store import Pictures
+from react_clip.preprocess import data_uri, to_float, to_image
+from react_clip.report.page import Photo, Picture, Shown
+from react_clip.report.tables import title_of
+
+SIDE = 160
+"""Longest side of a picture in the page, in pixels."""
+_IMAGE = ["dataset", "index"]
+
+
+def table_of_images(
+    result: EvaluationResult, folders: Sequence[Path], count: int, pictures: int
+) -> tuple[list[str], list[Photo]]:
+    """Titles of the answers, and at most ``count`` images, about equally many of every data set.
+
+    Shown are the first draws of the answers under the attack that leaves least; images on which defences disagree come
+    first, at most ``pictures`` of them with pictures.
+    """
+    rows = result.images[result.images["draw"] == result.images["draw"].min()]
+    attacked = [row for row in result.means if row.eps and not row.attack.startswith("worst of")]
+    worst = min(attacked, key=lambda row: row.accuracy, default=None)
+    attack, eps = (worst.attack, worst.eps) if worst else (CLEAN, 0.0)
+    rows = rows[(rows["attack"] == attack) & (rows["eps"] == eps)]
+    chosen = _chosen(rows, count)
+    names = {info.name: info.class_names for info in result.sets}
+    albums = [Pictures(folder) for folder in folders]
+    photos: list[Photo] = []
+    with_pictures = 0
+    for dataset, index in chosen:
+        own = rows[(rows["dataset"] == dataset) & (rows["index"] == index)]
+        first, classes = own.iloc[0], names[dataset]
+        shown = _pictures(albums, dataset, attack, eps, index) if with_pictures < pictures else ()
+        with_pictures += bool(shown)
+        answers = [_shown(classes, first["clean_prediction"], first["label"])]
+        answers += [
+            _shown(classes, row["prediction"], row["label"], f"{row['passes']:.3g} passes, gate {_gate(row)}")
+            for _, row in own.iterrows()
+        ]
+        title = f"{dataset} {index}: {_name(classes, first['label'])}"
+        photos.append(Photo(title, shown, tuple(answers)))
+    return [f"CLIP, {CLEAN}", *(f"{label}, {title_of(attack, eps)}" for label in rows["defense"].unique())], photos
+
+
+def _chosen(rows: pd.DataFrame, count: int) -> list[tuple[str, int]]:
+    """Images in turns over the data sets, first those about which the defences disagree."""
+    images = rows.groupby(_IMAGE, sort=True)["correct"].agg(lambda right: 0 < right.mean() < 1).reset_index()
+    images = images.sort_values("correct", ascending=False, kind="stable")
+    images["turn"] = images.groupby("dataset").cumcount()
+    chosen = images.sort_values(["turn", "dataset"]).head(count)
+    return [(str(dataset), int(index)) for dataset, index in chosen[_IMAGE].itertuples(index=False)]
+
+
+def _name(classes: Sequence[str], number: int) -> str:
+    return classes[number] if number < len(classes) else f"class {number}"
+
+
+def _shown(classes: Sequence[str], answer: int, label: int, note: str = "") -> Shown:
+    return Shown(_name(classes, answer), bool(answer == label), note)
+
+
+def _gate(row: pd.Series) -> str:
+    return "open" if row["gated"] else "closed"
+
+
+def _pictures(albums: Sequence[Pictures], dataset: str, attack: str, eps: float, index: int) -> tuple[Picture, ...]:
+    """The photo, and if it was kept the attacked photo and its perturbation: black to white spans the budget."""
+    for album in albums:
+        clean = album.clean(dataset, index)
+        if clean is None:
+            continue
+        found = [_picture(to_float(clean), "the photo")]
+        photo = album.attacked(dataset, attack, eps, index) if eps else None
+        if photo is not None and photo.shape == clean.shape:
+            change = to_float(photo) - to_float(clean)
+            reach = max(eps, float(change.abs().max()))
+            found.append(_picture(to_float(photo), f"attacked, {title_of(attack, eps)}"))
+            words = f"the perturbation, magnified {0.5 / reach:.0f} times"
+            found.append(_picture((change / reach / 2 + 0.5).clamp(0, 1), words, Resampling.NEAREST))
+        return tuple(found)
+    return ()
+
+
+def _picture(pixels: Tensor, words: str, resampling: Resampling = Resampling.LANCZOS) -> Picture:
+    image = to_image(pixels)
+    image.thumbnail((SIDE, SIDE), resampling)  # averaging would show a perturbation weaker than it is
+    return Picture(data_uri(image, "webp"), words)

@@ -1,0 +1,72 @@
+"""Tables: the numbers of the run, strict ones and the paper's, as Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from react_clip.evaluation.results import EvaluationResult
+from react_clip.report.tables import Cell, Table, accuracy_table, all_tables, write_tables
+from synthetic_runs import CLIP, REACT, synthetic_run
+
+
+@pytest.fixture(scope="module")
+def run() -> EvaluationResult:
+    return synthetic_run([CLIP, REACT], draws=2)
+
+
+def test_the_first_table_holds_strict_accuracies(run: EvaluationResult) -> None:
+    table = accuracy_table(run)
+    assert table.header == ("defence", "clean", "pgd-10 1/255", "pgd-10 4/255")
+    for (label,), cells in table.rows:
+        rows = run.select(dataset="mean", defense=label)
+        assert [cell.value for cell in cells] == pytest.approx([100 * row.accuracy for row in rows])
+        assert [cell.low for cell in cells] == pytest.approx([100 * row.low for row in rows])
+    for words in ("clean as well as attacked", "Threat model: oblivious", "Scoring: leakage_free", "toy, fp32"):
+        assert words in table.caption
+
+
+def test_every_measured_number_has_a_table(run: EvaluationResult) -> None:
+    tables = {table.name: table for table in all_tables(run)}
+    names = "accuracy accuracy_as_in_the_paper per_dataset detection passes draws attacks"
+    assert list(tables) == names.split()
+    row = run.select(dataset="mean", defense="ReACT", attack="pgd-10", eps=4 / 255)[0]
+    last = {name: table.rows[-1][1][-1].value for name, table in tables.items()}
+    assert last["accuracy_as_in_the_paper"] == pytest.approx(100 * row.paper_accuracy)
+    assert last["detection"] == pytest.approx(100 * row.gate_rate)
+    assert last["draws"] == pytest.approx(100 * row.worst)
+    assert last["passes"] == pytest.approx(row.passes)
+    clean = run.select(dataset="mean", defense="ReACT", attack="clean")[0]
+    assert tables["detection"].rows[-1][1][0].value == pytest.approx(100 * (1 - clean.gate_rate))
+    [dataset, defense], cells = tables["per_dataset"].rows[-1]
+    [one] = run.select(dataset=dataset, defense=defense, attack="pgd-10", eps=4 / 255)
+    assert cells[-1].value == pytest.approx(100 * one.accuracy)
+
+
+def test_cells_say_what_was_not_measured_and_how_wide_an_interval_is() -> None:
+    assert Cell(float("nan")).text() == "–"
+    assert Cell(2.345, digits=2).text() == "2.35"
+    assert Cell(61.0, 59.8, 62.2).text() == "61.0 ± 1.2"
+    assert Cell(80.0, 37.6, 96.4).text() == "80.0 [37.6, 96.4]"
+
+
+def test_texts_are_escaped() -> None:
+    table = Table("t", "50 % of a_b & c", ("who|what", "x"), ((("a|b_c",), (Cell(1.0, 0.5, 1.5),)),))
+    assert table.markdown().splitlines()[2:] == ["| who\\|what | x |", "| --- | ---: |", "| a\\|b_c | 1.0 ± 0.5 |"]
+    latex = table.latex()
+    assert r"50 \% of a\_b \& c" in latex
+    assert r"a|b\_c & 1.0 $\pm$ 0.5 \\" in latex
+
+
+def test_files_hold_every_table_and_every_number(run: EvaluationResult, tmp_path: Path) -> None:
+    written = {path.name for path in write_tables(run, tmp_path)}
+    assert written == {path.name for path in tmp_path.iterdir()}
+    assert {"numbers.csv", "accuracy.md", "accuracy.tex", "attacks.md"} <= written
+    numbers = pd.read_csv(tmp_path / "numbers.csv")
+    assert len(numbers) == len(run.rows) + len(run.means)
+    row = numbers.query("dataset == 'mean' and defense == 'ReACT' and attack == 'clean'").iloc[0]
+    assert row["accuracy"] == pytest.approx(
+        run.select(dataset="mean", defense="ReACT", attack="clean")[0].accuracy, abs=1e-6
+    )
