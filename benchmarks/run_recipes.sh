@@ -2,7 +2,7 @@
 # Every number in docs/results.md, reproduction.md, ranking.md and threat-model.md: run from the repository root, with a GPU, as
 #   bash benchmarks/run_recipes.sh DATA HEADS OUT [NAME ...]
 # DATA holds <set>/{test,train}/<class>/ photos, HEADS the class features <set>.npz. Interrupted runs continue.
-# Towers run in bf16 (features, noise and reductions in fp32); precision-fp32 is the control.
+# Towers run in bf16 (features, noise and reductions in fp32); results/precision.json is the control in fp32.
 set -euo pipefail
 data=$1 heads=$2 out=$3
 shift 3
@@ -23,7 +23,6 @@ rows="CLIP,TTC,DOC,AOM,MAC,Defend-CLIP,ReACT (paper),ReACT (calibrated)"
 # Those of the nine sets of tables 5 to 7 that are here: no StanfordCars, no FGVC-Aircraft, and ten classes of DTD.
 nine=caltech101,cifar10,cifar100,dtd10,flowers102,oxford_pets,stl10
 
-evaluate precision-fp32 first-look 100
 evaluate first-look first-look 320 "${bf16[@]}"
 evaluate table1 table1 100 --datasets all --defenses "Anti-Adv,$rows" "${bf16[@]}"
 evaluate step-quarter step-quarter 100 --datasets all "${bf16[@]}"
@@ -45,16 +44,10 @@ evaluate leakage leakage 100 --datasets all "${bf16[@]}"
 evaluate rivals rivals 100 --defenses CLIP,TTE,HD "${bf16[@]}"
 evaluate second-look second-look 100 --batch 100 "${bf16[@]}"
 evaluate standard standard 20 --batch 20 "${bf16[@]}"
-evaluate clipure clipure 128 --datasets oxford_pets --batch 128 "${bf16[@]}"
-evaluate clipure-fp32 clipure-fp32 8 --batch 8
-evaluate clipure-steps clipure-steps 128 --batch 128 "${bf16[@]}"
 # Thresholds and step sizes of rivals that belong to another encoder, or that nobody published.
 evaluate anti-adv-step anti-adv-step 50 "${bf16[@]}"
 evaluate doc-tau doc-tau 50 "${bf16[@]}"
 evaluate ttc-tau ttc-tau 50 "${bf16[@]}"
-# Does crafting in bf16 weaken the attack? The judge is fp32 in both.
-evaluate attack-fp32 precision 300
-evaluate attack-bf16 precision 300 --attack-dtype bf16
 # Finetuned towers, each attacked as it is; benchmarks/finetune.sh trains them.
 for method in TeCoA PMG-AFT FARE CLIP-FT; do
   if [[ -d "$out/towers/$method" ]]; then
@@ -63,18 +56,14 @@ for method in TeCoA PMG-AFT FARE CLIP-FT; do
     evaluate "standard-$method" finetuned-standard 20 --batch 20 "${bf16[@]}" --model "$out/towers/$method"
   fi
 done
-# docs/threat-model.md: one run a defence (a batch is as large as the activations of all its views allow), hardening
-# options, and images crafted on a tower of benchmarks/finetune.sh.
-declare -A batches=([Defend-CLIP]=12 [AGC]=8 [DBD]=8)
-for defense in SecondLook ReACT AOM TTC CLIPure-Cos CSR ET3 Defend-CLIP AGC TTE DOC Anti-Adv; do
-  evaluate "adaptive-$defense" adaptive 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
-done
-for defense in HD MAC DBD; do
-  evaluate "adaptive-$defense" adaptive-costly 24 --defenses "$defense" --batch "${batches[$defense]:-24}"
-done
+# The runs of the towers are one folder each in benchmarks/results:
+#   python3 benchmarks/collect.py join benchmarks/results/finetuned OUT/finetuned-{TeCoA,PMG-AFT,FARE,CLIP-FT}
+#   python3 benchmarks/collect.py join benchmarks/results/extended OUT/extended-{TeCoA,PMG-AFT,FARE,CLIP-FT}
+#   python3 benchmarks/collect.py join benchmarks/results/standard OUT/standard OUT/standard-{TeCoA,PMG-AFT,FARE,CLIP-FT}
+# docs/threat-model.md, and images crafted on a tower of benchmarks/finetune.sh. The suite of costly defences is shorter.
+evaluate adaptive adaptive 24 --defenses "SecondLook,ReACT,AOM,TTC,CLIPure-Cos,CSR,ET3,Defend-CLIP,AGC,TTE,DOC,Anti-Adv" --batch 8
+evaluate adaptive-costly adaptive-costly 24 --defenses HD,MAC,DBD --batch 8
 evaluate adaptive-members adaptive-members 16 --batch 16 --datasets oxford_pets,caltech101
-evaluate adaptive-queries adaptive-queries 16 --batch 16
-evaluate hardening hardening 32 --batch 32
 if [[ -d "$out/towers/TeCoA" ]]; then
   evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
 fi

@@ -20,7 +20,7 @@ Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
     leakage RUN                      highest accuracy of each method with and without leaked answers
     ranking RUN ... [FILE.json ...] [only=TITLES]   the ranking, with files of `react-clip bench`
     paper TABLE                      values printed in the paper
-    rows FILE.json PATH [KEY=VALUE ...] COLUMN[:TITLE[:FORMAT]] ...     a list of records, filtered
+    rows FILE.json PATH|. [KEY=VALUE ...] COLUMN[:TITLE[:FORMAT]] ...   a list of records, filtered
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def paper(name: str) -> str:
 
 def rows(file: str, path: str, *words: str) -> str:
     """A list of records of a JSON file, filtered by KEY=VALUE; columns are COLUMN:TITLE:FORMAT."""
-    records = value_at(json.loads((RESULTS / file).read_text(encoding="utf-8")), path)
+    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    records = data if path == "." else value_at(data, path)
     if isinstance(records, dict):
         records = [{"name": name, **record} for name, record in records.items()]
     for word in words:

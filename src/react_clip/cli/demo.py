@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         from react_clip import encoders
         from react_clip.encoders.loading import resolve_device
         from react_clip.preprocess import check_file
-        from react_clip.report.demo_page import PhotoResult, write_page
+        from react_clip.report.demo_page import PhotoResult, write_demo
 
         for path in files:
             check_file(path)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             # Also when stopped: the page shows what is finished.
             page = args.out / "index.html"
             if results:
-                write_page(
+                write_demo(
                     page,
                     results,
                     model=f"{encoder.name} in {args.dtype}",

@@ -105,6 +105,8 @@ class Report:
     page: Path
     figures: tuple[Path, ...]
     missing: tuple[str, ...]
+    not_drawn: tuple[str, ...]
+    """Figures that the run has no data for, and why."""
 
 
 def write_report(
@@ -135,15 +137,16 @@ def write_report(
             raise ReactClipError(f"{name} is {value}; it must lie between 0 and {most}")
     result = join([EvaluationResult.load(Path(folder)) for folder in folders])
     fitted = Calibration.load(calibration) if calibration is not None else None
-    drawn, missing = draw_all(result, fitted, out / FIGURES, progress)
+    drawn, not_drawn = draw_all(result, fitted, out / FIGURES, progress)
     figures = []
     for item in drawn:
         svg = base64.b64encode((out / FIGURES / f"{item.name}.svg").read_bytes()).decode()
         picture = Picture(f"data:image/svg+xml;base64,{svg}", f"{item.title}. {item.caption}")
         figures.append(Figure(picture, item.title, item.caption))
     columns, rows = table_of_images(result, [Path(folder) for folder in folders], images, photos)
+    missing = []
     if rows and photos and not any(row.pictures for row in rows):
-        missing.append("pictures: photos were not kept in this folder; evaluate with `images: {store: float16}`")
+        missing = ["photos were not kept in this folder; run the evaluation with `images: {store: uint8}`"]
     sections = [
         Section("Figures", figures=figures),
         Section("Tables", tables=[*all_tables(result), *([calibration_table(fitted)] if fitted else [])]),
@@ -155,12 +158,12 @@ def write_report(
         ),
         Section("What the run was", facts=_facts(result, folders), text=result.notes),
         Section("The recipe in full", code=json.dumps(result.recipe, indent=2, default=str), folded=True),
-        Section("What is missing", text=missing or ["Nothing: every figure could be drawn."]),
+        Section("What is missing", text=[*missing, *not_drawn] or ["Nothing: every figure could be drawn."]),
     ]
     lead = [f"{result.model}, {over(result)}.", conditions(result), *_warnings(result)]
     write_page(out / PAGE, result.title, lead, sections)
     written = (out / FIGURES / f"{item.name}.{kind}" for item in drawn for kind in ("svg", "png"))
-    return Report(out / PAGE, tuple(written), tuple(missing))
+    return Report(out / PAGE, tuple(written), tuple(missing), tuple(not_drawn))
 
 
 def _warnings(result: EvaluationResult) -> list[str]:

@@ -69,7 +69,7 @@ class Ranking:
             for entry in self.entries
         ]
         ranking, measured = Section("All defences", tables=[self.table]), Section("What was measured", self.conditions)
-        write_page(path, "Ranking of defences", [self.caption], [ranking, *each, measured])
+        write_page(path, "Ranking of defences", [], [ranking, *each, measured])
 
 
 def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking:

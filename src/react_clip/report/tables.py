@@ -63,6 +63,17 @@ class Table:
         rule = ["---"] * words + ["---:"] * (len(self.header) - words)
         return f"{self.caption}\n\n" + "".join(map(markdown_line, [self.header, rule, *self.texts]))
 
+    def csv(self) -> str:
+        """Numbers with their intervals in columns of their own; what was not measured is empty."""
+        records = []
+        for labels, cells in self.rows:
+            record: dict[str, Any] = dict(zip(self.header, labels, strict=False))
+            for title, cell in zip(self.header[len(labels) :], cells, strict=True):
+                record |= {title: cell.value, f"{title} low": cell.low, f"{title} high": cell.high}
+            records.append(record)
+        frame = pd.DataFrame(records).dropna(axis="columns", how="all")
+        return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
     def latex(self) -> str:
         """A booktabs table."""
         escaped = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "±": r"$\pm$"}
