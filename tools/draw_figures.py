@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from react_clip.evaluation.results import EvaluationResult, join
-
 from react_clip.calibration import Calibration
+from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.report.figures import KINDS, calibration_figure
 from react_clip.report.style import save_figure
 

@@ -35,9 +35,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from react_clip.evaluation.results import EvaluationResult, Row, join
-
 from react_clip.evaluation.recipe import format_eps
+from react_clip.evaluation.results import EvaluationResult, Row, join
 from react_clip.report.ranking import rank
 from react_clip.report.tables import all_tables, caption, defenses_of, over, title_of
 

@@ -136,8 +136,7 @@ def test_the_demo_shows_every_answer_with_the_names_of_its_diagnostics(tmp_path:
     write_demo(tmp_path / "demo.html", [result], model="toy", defenses=["one line"], steps=10, classes=2)
     text = (tmp_path / "demo.html").read_text()
     assert (
-        "Of 1 attacked photos (PGD-10), answers that stay CLIP&#39;s answer for the clean one: CLIP 0, SecondLook 1."
-        in text
+        "Answers that stay CLIP&#39;s for the clean photo, of 1 attacked ones (PGD-10): CLIP 0, SecondLook 1." in text
     )
     assert "90%, distance 0.123, gated True, passes 1.5" in text
     assert text.count("<img") == 5, "three versions, the noise and the perturbation"

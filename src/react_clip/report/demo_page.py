@@ -104,7 +104,7 @@ def write_demo(
     kept = Counter(answer.who for photo, row in attacked for answer in row.answers if photo.unchanged(answer))
     counts = ", ".join(f"{answer.who} {kept[answer.who]}" for answer in photos[0].outcomes[0].answers)
     lead = [
-        f"Of {len(attacked)} attacked photos (PGD-{steps}), answers that stay CLIP's answer for the clean one: {counts}.",
+        f"Answers that stay CLIP's for the clean photo, of {len(attacked)} attacked ones (PGD-{steps}): {counts}.",
         *LIMITS,
         f"Model {model}, {classes} classes.",
         *defenses,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.results import EvaluationResult
@@ -35,6 +34,9 @@ from react_clip.report.style import (
     style_axes,
 )
 from react_clip.report.tables import defenses_of, title_of
+
+if TYPE_CHECKING:
+    from react_clip.calibration import Calibration
 
 MEASURED = 0.95
 """Least fraction of images on which a diagnostic must be known: the gate skips some, and not at random."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from react_clip.calibration import Calibration
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.optional import require
@@ -129,6 +128,7 @@ def write_report(
         progress: called after every figure with its title, the number of figures done, and that of all.
     """
     require("matplotlib", "the report", extra="eval")
+    from react_clip.calibration import Calibration
     from react_clip.report.figures import draw_all
     from react_clip.report.images import table_of_images
 

@@ -7,15 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from react_clip.calibration import Calibration
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import format_eps
 from react_clip.evaluation.results import EvaluationResult, Row
 from react_clip.storage import write_text
+
+if TYPE_CHECKING:
+    from react_clip.calibration import Calibration
 
 SCORINGS = {
     "leakage_free": "only images that undefended CLIP classifies correctly are attacked; accuracy counts all images",
