@@ -13,6 +13,7 @@ from PIL import Image
 
 from react_clip import data
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import Preprocessing
 
 
 def test_a_known_set_keeps_its_own_classes(pets: Path) -> None:
@@ -32,7 +33,7 @@ def test_a_set_is_a_sequence_of_images_and_labels(pets: Path) -> None:
     assert dataset[-1][1] == dataset.labels[-1] != label
     expected = "<oxford_pets test: 12 photos of 37 classes; 12 photos here, 3,669 in the paper>"
     assert repr(dataset) == str(dataset) == expected
-    assert dataset.pixels(4).shape == (12, 3, 4, 4)
+    assert dataset.pixels(Preprocessing.paper(4)).shape == (12, 3, 4, 4)
 
 
 def test_a_users_folder_is_one_class_per_sub_folder(pets: Path, save_photo: Any) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from react_clip import data
-from react_clip.bank import match_key
 from react_clip.data.registry import ClassIndex
 from react_clip.errors import ReactClipError
+from react_clip.label_table import match_key
 
 
 def test_the_registry_has_the_papers_number_of_photos() -> None:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from react_clip.data.class_features import ClassFeatures
 from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Preprocessing, as_preprocessing, read_image
+from react_clip.preprocess import Preprocessing, read_image, to_8bit
 
 PhotoSource = Path | NDArray[np.uint8] | Callable[[], bytes]
 
@@ -93,13 +93,12 @@ class ImageDataset:
         """One class index per photo."""
         return [photo.label for photo in self.photos]
 
-    def pixels(self, how: Preprocessing | int, *, progress: bool = False) -> Tensor:
-        """All photos as uint8 ``[N, 3, size, size]``; a number as ``how`` is the paper's preprocessing at that size."""
-        prepare = as_preprocessing(how)
-        stack = torch.empty(len(self), 3, prepare.size, prepare.size, dtype=torch.uint8)
+    def pixels(self, how: Preprocessing, *, progress: bool = False) -> Tensor:
+        """All photos as uint8 ``[N, 3, size, size]``, resized as an encoder wants it (``encoder.preprocessing``)."""
+        stack = torch.empty(len(self), 3, how.size, how.size, dtype=torch.uint8)
 
         def read(index: int) -> None:
-            stack[index] = torch.from_numpy(np.array(prepare(self.photos[index].open()))).permute(2, 0, 1)
+            stack[index] = to_8bit(self.photos[index].open(), how)
 
         # Pillow decodes and resizes outside Python's lock, so threads do help.
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:

@@ -45,7 +45,8 @@ def build_dataset(
         raise ReactClipError(f"{name} has no {split} photo in its files; get it again")
     if spec is None:
         folders = tuple(own_names) or _labels_in_use(rows)
-        names, templates, numbered = readable_names(folders), (DEFAULT_TEMPLATE,), False
+        names, numbered = readable_names(folders), False
+        templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     else:
         names, folders, templates, numbered = spec.class_names, spec.folders, spec.templates, spec.numbered
     index = ClassIndex(folders, names, numbered=numbered)

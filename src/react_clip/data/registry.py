@@ -15,8 +15,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from react_clip.bank import match_key
 from react_clip.errors import ReactClipError
+from react_clip.label_table import match_key
 from react_clip.storage import cache_dir
 
 DEFAULT_TEMPLATE = "This is a photo of a {}."

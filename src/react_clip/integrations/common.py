@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,8 @@ from react_clip.defenses import Defense, ReACT, resolve_guard
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed, process_secret
-from react_clip.preprocess import ImageSource
+from react_clip.preprocess import Images, ImageSource
 from react_clip.zeroshot import ZeroShotClassifier
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Photos
 
 DRIFT_TAU = 0.35
 """Threshold of the gate on r alone: the paper's and Defend-CLIP's; Tables 2 and 3 of the results say what it costs."""
@@ -95,7 +91,7 @@ class DefendedFeatures:
         class_features: Tensor | None = None,
         seed: Seed | None = None,
         device: str | torch.device | None = None,
-        photos: Photos | None = None,
+        photos: Images | None = None,
     ) -> None:
         if labels is not None and class_features is not None:
             raise ReactClipError("labels and class_features are both given; choose one")

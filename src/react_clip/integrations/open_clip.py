@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
 from react_clip.noise import Seed
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Photos
+from react_clip.preprocess import Images
 
 
 class DefendedOpenCLIP(nn.Module):
@@ -47,7 +45,7 @@ class DefendedOpenCLIP(nn.Module):
         class_features: Tensor | None = None,
         tokenizer: Any = None,
         seed: Seed | None = None,
-        photos: Photos | None = None,
+        photos: Images | None = None,
     ) -> None:
         super().__init__()
         encoder = load(model) if isinstance(model, str) else model

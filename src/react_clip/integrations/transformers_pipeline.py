@@ -7,8 +7,9 @@ closed the scores are the stock pipeline's up to rounding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,8 @@ from react_clip.encoders.loading import load_quietly
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
 from react_clip.noise import Seed
-from react_clip.preprocess import read_image, to_image
+from react_clip.preprocess import ImageSource, read_image, to_image
 from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Photos
 
 TASK = "defended-zero-shot-image-classification"
 _TEMPLATE = "This is a photo of {}."
@@ -55,7 +53,7 @@ def zero_shot_pipeline(
     seed: Seed | None = None,
     *,
     device: str | torch.device | None = None,
-    photos: Photos | None = None,
+    photos: Sequence[ImageSource] | Tensor | None = None,
     **kwargs: Any,
 ) -> DefendedZeroShotImageClassificationPipeline:
     """A defended pipeline: ``pipe(images, candidate_labels=[...], hypothesis_template="...")``.
@@ -110,7 +108,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         self,
         *args: Any,
         guard: Defense | str | None = None,
-        photos: Photos | None = None,
+        photos: Sequence[ImageSource] | Tensor | None = None,
         seed: Seed | None = None,
         **kwargs: Any,
     ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,14 +26,11 @@ from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
-from react_clip.preprocess import Preprocessing, read_image, to_float
+from react_clip.preprocess import Images, Preprocessing, to_8bit, to_float
 from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
 from react_clip.scale.collection import Row, file_system, find_files, read_images
 from react_clip.scale.output import OutputFolder, Summary
 from react_clip.zeroshot import ZeroShotClassifier
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Photos
 
 _IO_CPUS = 0.1
 """CPU share of a task that reads or writes; workers take the rest."""
@@ -45,7 +42,7 @@ def defend_dataset(
     clf: ZeroShotClassifier,
     guard: Defense | str | None = None,
     *,
-    photos: Photos | None = None,
+    photos: Images | None = None,
     seed: Seed = 0,
     engine: Literal["local", "ray"] = "ray",
     address: str | None = None,
@@ -149,10 +146,10 @@ def read_and_decode(item: Mapping[str, Any], column: str, how: Preprocessing) ->
 
 
 def decode(row: Row, how: Preprocessing) -> Row:
-    """The row with uint8 ``pixels`` ``[size, size, 3]`` instead of ``content``; zeros where there is an error."""
-    pixels, error = np.zeros((how.size, how.size, 3), np.uint8), row["error"]
+    """The row with uint8 ``pixels`` ``[3, size, size]`` instead of ``content``; zeros where there is an error."""
+    pixels, error = np.zeros((3, how.size, how.size), np.uint8), row["error"]
     try:
-        pixels = pixels if error else np.asarray(how(read_image(row["content"])))
+        pixels = pixels if error else to_8bit(row["content"], how).numpy()
     except ReactClipError as problem:
         error = str(problem)
     return {"file": row["file"], "key": row["key"], "error": error, "pixels": pixels}
@@ -178,7 +175,7 @@ class Defender:
         pa = require("pyarrow", "writing Parquet", extra="scale")
         good = np.flatnonzero(batch["error"] == "")
         # All parts must have the same columns, so an empty image is defended where none is good.
-        pixels = torch.tensor(batch["pixels"][good if len(good) else [0]]).permute(0, 3, 1, 2)
+        pixels = torch.tensor(batch["pixels"][good if len(good) else [0]])
         out = self._guard(self.clf, to_float(pixels.to(self.clf.device)), seed=self._seed)
         best = out.probs.topk(min(self._top, len(self.clf.names)), dim=-1)
         answers = zip(out.to_dict(), out.features.float().cpu().numpy(), *map(torch.Tensor.tolist, best), strict=True)

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from react_clip import data as data_room
+from react_clip.encoders import Encoder
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import Recipe, checks, sets
@@ -74,7 +75,7 @@ class Job:
     device: str
     versions: dict[str, str]
 
-    def encoders(self) -> Any:
+    def encoders(self) -> tuple[Encoder, Encoder]:
         """Load the encoders; raises if this node does not see the folder or has other versions than the driver."""
         require_versions(self.versions)
         recipe = self.folder / RECIPE
@@ -85,10 +86,10 @@ class Job:
             )
         return sets.load_encoders(self.recipe, self.device)
 
-    def runners(self, encoders: Any, *datasets: str) -> Iterator[SetRunner]:
+    def runners(self, encoders: tuple[Encoder, Encoder], *datasets: str) -> Iterator[SetRunner]:
         """The runner of each set."""
         recipe = self.recipe.replace(datasets=datasets)
-        for subject in sets.from_recipe(recipe, *encoders, self.root, self.heads, progress=False):
+        for subject in sets.from_recipe(recipe, *encoders, self.root, self.heads, False):
             yield SetRunner(self.recipe, subject, ShardStore(self.folder / SHARDS))
 
     def plan(self) -> tuple[SelfCheck, list[dict[str, Any]]]:

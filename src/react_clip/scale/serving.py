@@ -36,7 +36,7 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
             os.chdir(directory)  # flags may name files relative to it
         return build()
 
-    @serve.deployment(
+    deployment = serve.deployment(
         name="replica",
         num_replicas=settings.workers,
         ray_actor_options=resources(settings, has_gpus),
@@ -46,11 +46,7 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=2.0,  # until a dead replica is replaced; requests avoid it at once
     )
-    @serve.ingress(build_in_replica)
-    class Replica:
-        pass
-
-    return Replica.bind()
+    return deployment(serve.ingress(build_in_replica)()).bind()
 
 
 def resources(settings: Settings, has_gpus: bool) -> dict[str, int]:
