@@ -1,11 +1,12 @@
-r"""Algorithm 1 of the paper, and the choice of the threshold.
+r"""Calibration of a defence: thresholds from clean photos, and Algorithm 1 of the paper.
 
-For each budget: craft adversarial images against plain CLIP, take their mean drift :math:`\bar r_\epsilon`, sweep a
-fixed anchor scale and keep the one with the highest defended accuracy, :math:`\sigma_\epsilon^\star`. The pairs
-:math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a logistic curve and a power law.
+Every threshold is found in the same way: score clean photos, and take the smallest threshold that a wanted fraction of
+them stays below. No labels and no attack are needed; the paper's own way is a sweep over attacked images.
 
-The paper finds the threshold by a sweep over attacked images. Here it follows from clean photos alone: it is the
-smallest score that a wanted share of them stays below.
+Algorithm 1 fits ReACT's noise scale. For each budget: craft adversarial images against plain CLIP, take their mean
+drift ratio :math:`\bar r_\epsilon`, sweep a fixed anchor scale and keep the one with the highest defended accuracy,
+:math:`\sigma_\epsilon^\star`. The pairs :math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a logistic
+curve and a power law.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,22 +23,38 @@ from torch import Tensor
 
 from react_clip.attacks import PGD
 from react_clip.config import Configuration
-from react_clip.defenses import AOM, ReACT, Undefended
-from react_clip.defenses.look_calibration import threshold_for
+from react_clip.defenses import AOM, Defense, ReACT, SecondLook, Undefended
+from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, first_line
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
 from react_clip.mappings import Mapping as Curve
+from react_clip.preprocess import ImageSource
 from react_clip.zeroshot import ZeroShotClassifier
 
 BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
 SIGMAS = tuple(round(0.01 * k, 2) for k in range(1, 29))
 
-Progress = Callable[[str, int, int], None]
-"""Called with a stage, the steps done and the steps in all."""
+LEAST_PHOTOS = 20
+"""Fewer clean photos are refused."""
+BEYOND = 6
+"""Photos that should lie beyond the threshold: with fewer, chance decides where it is."""
+RESAMPLES = 500
+"""Resamples of the bootstrap."""
+ALIKE = 0.15
+"""Median distance between the features of two photos below which they count as all alike."""
+FAR = 0.8
+"""Photos count as attacked if SecondLook's threshold would exceed this fraction of the median distance between two
+photos. For clean photos of ViT-B/16 it is at 0.5 (Caltech101) to 0.7 (EuroSAT), for photos attacked at 4/255 above 1."""
+
+NEVER = 1e9
+"""A threshold that no score reaches."""
+
+Photos = Tensor | Sequence[ImageSource]
+"""Pixels ``[N, 3, S, S]`` in [0, 1], or a list of paths, PIL images or bytes."""
 
 
 class CalibrationPoint(Configuration):
-    """One budget: its mean drift, the accuracy at every anchor scale, and the best scale."""
+    """One budget: its mean drift ratio, the accuracy at every anchor scale, and the best scale."""
 
     eps: float
     mean_drift: float
@@ -48,27 +65,178 @@ class CalibrationPoint(Configuration):
 
 
 class Calibration(Configuration):
-    """The measured points, the fitted curves and the resulting defence; ``ReACT.load`` reads the defence alone."""
+    """A calibrated defence and what it was calibrated from; the ``load`` of the defence reads its file too."""
 
-    config: ReACT
-    points: tuple[CalibrationPoint, ...]
-    fits: dict[str, Curve]
-    """The fitted curves by kind; those that made no sense for these points are left out."""
+    config: Defense
+    """The calibrated defence."""
+    threshold: float | None
+    """Its threshold."""
     clean_pass: float | None
-    clean_images: int
+    """Fraction of clean photos that stay below the threshold; ``None`` if it was given, not measured."""
+    photos: int
+    """Number of clean photos."""
+    interval: tuple[float, float] | None = None
+    """95 % interval of the threshold, over resampled photos."""
+    median: float | None = None
+    """Median score of the clean photos."""
+    points: tuple[CalibrationPoint, ...] = ()
+    """What Algorithm 1 measured at each budget."""
+    fits: dict[str, Curve] = field(default_factory=dict)
+    """The fitted curves by kind; those that make no sense for the points are left out."""
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """One line per curve that was left out, and per budget whose best scale may lie beyond those that were tried."""
-    calibration_version: Literal[1] = 1
+    """Warnings, one line each."""
+    calibration_version: Literal[3] = 3
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a calibration back, points and all."""
-        if data.get("calibration_version") != cls.calibration_version:
-            raise ReactClipError(
-                f"this is no calibration of version {cls.calibration_version}; run `react-clip calibrate` again"
-            )
-        return super().from_dict(data)
+        """Read a calibration back; also those of the versions 1 (ReACT) and 2 (SecondLook)."""
+        version = data.get("calibration_version") if isinstance(data, Mapping) else None
+        if version not in (1, 2, 3):
+            raise ReactClipError("this is no calibration of version 1 to 3; run `react-clip calibrate` again")
+        values = dict(data)
+        if version != 3:
+            config = values["config"]
+            threshold = config.get("tau", config.get("threshold"))
+            values |= {"calibration_version": 3, "threshold": threshold}
+            values["photos"] = values.pop("clean_images", values.get("photos"))
+        return super().from_dict(values)
+
+
+# ---------------------------------------------------------------------- thresholds from clean photos
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A threshold that follows from the scores of clean photos."""
+
+    value: float
+    interval: tuple[float, float]
+    median: float
+    notes: tuple[str, ...]
+
+
+def score_photos(
+    defense: Defense,
+    encoder: Encoder,
+    photos: Photos,
+    classes: ZeroShotClassifier | None,
+    *,
+    batch: int,
+    seed: int,
+    skip_unneeded: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[N]`` and features ``[N, D]`` of photos, on the CPU."""
+    scores, features = [], []
+    for start in range(0, len(photos), batch):
+        with torch.no_grad():
+            pixels = encoder.prepare(photos[start : start + batch])
+            out = defense.run(encoder, pixels, seed, classes, skip_unneeded=skip_unneeded)
+        scores.append(out.score.float().cpu())
+        features.append(out.features.float().cpu())
+        progress(min(start + batch, len(photos)), len(photos))
+    return torch.cat(scores), torch.cat(features)
+
+
+def clean_threshold(scores: Tensor, clean_pass: float, seed: int = 0) -> Threshold:
+    """The smallest threshold with at least ``clean_pass`` of the scores ``[N]`` below it; a bootstrap gives its interval.
+
+    >>> clean_threshold(torch.arange(100) / 100, 0.95).value
+    0.9401
+    """
+    if not 0 < clean_pass < 1:
+        raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
+    generator = torch.Generator().manual_seed(seed)
+    resamples = (scores[torch.randint(len(scores), scores.shape, generator=generator)] for _ in range(RESAMPLES))
+    value, thresholds = _quantile(scores, clean_pass), torch.tensor([_quantile(each, clean_pass) for each in resamples])
+    low, high = (round(float(thresholds.quantile(level)), 4) for level in (0.025, 0.975))
+    needed = math.ceil(BEYOND / (1.0 - clean_pass) - 1e-9)
+    notes = (
+        f"{len(scores)} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see "
+        "its interval",
+    )
+    interval = (min(low, value), max(high, value))
+    return Threshold(value, interval, round(float(scores.median()), 4), () if len(scores) >= needed else notes)
+
+
+def _quantile(scores: Tensor, clean_pass: float) -> float:
+    """The smallest number, to four digits, above ``clean_pass`` of the scores."""
+    largest_below = scores.float().kthvalue(math.ceil(clean_pass * len(scores) - 1e-9)).values
+    # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
+    above = float(torch.nextafter(largest_below, torch.tensor(torch.inf)))
+    return math.ceil(above * 1e4) / 1e4
+
+
+def calibrate_threshold(
+    encoder: Encoder,
+    photos: Photos,
+    *,
+    base: SecondLook | None = None,
+    clean_pass: float = 0.97,
+    batch: int = 32,
+    seed: int = 0,
+    provenance: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Choose the threshold of SecondLook from clean photos.
+
+    Args:
+        encoder: the image encoder.
+        photos: some hundred clean photos like those that will be defended: paths, PIL images, bytes or pixels.
+        base: everything but the threshold.
+        clean_pass: fraction of clean photos to leave uncorrected.
+        batch: photos at a time.
+        seed: of the bootstrap, and of the motion where the copy is a moved view.
+        provenance: what to write down about model and photos.
+        progress: called as ``progress(done_photos, total_photos)`` after every batch.
+    """
+    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
+        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
+    if len(photos) < LEAST_PHOTOS:
+        raise ReactClipError(
+            f"{len(photos)} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300"
+        )
+    base = base or SecondLook()
+    # Without classes and with the largest threshold the feature is the plain one.
+    scorer = base.replace(threshold=2.0)
+    scores, features = score_photos(scorer, encoder, photos, None, batch=batch, seed=seed, progress=progress)
+    threshold = clean_threshold(scores, clean_pass, seed)
+    _check_photos(features, threshold.value)
+    notes = threshold.notes
+    if base.copy_size is not None and base.sizes(encoder)[0] == encoder.image_size:
+        notes += (f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes",)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return Calibration(
+        config=base.replace(threshold=threshold.value),
+        threshold=threshold.value,
+        clean_pass=clean_pass,
+        photos=len(photos),
+        interval=threshold.interval,
+        median=threshold.median,
+        provenance={"model": encoder.name, "seed": seed, **(provenance or {})},
+        notes=notes,
+    )
+
+
+def _check_photos(features: Tensor, threshold: float) -> None:
+    """Refuse photos that are all alike or look attacked."""
+    # The number of pairs grows with the square of the photos; some hundred are enough.
+    apart = float(torch.pdist(features[:: max(1, len(features) // 500)]).median())
+    if apart < ALIKE:
+        raise ReactClipError(
+            f"the photos are all alike (the median distance of two of them is {apart:.2g}, below {ALIKE}); give photos "
+            "as they will come, of different things"
+        )
+    if threshold > FAR * apart:
+        raise ReactClipError(
+            f"the photos differ from their smaller copies as attacked ones do (the threshold would be {threshold:.3g}, "
+            f"and two different photos are {apart:.3g} apart); calibrate on clean photos"
+        )
+
+
+# ---------------------------------------------------------------------- Algorithm 1
 
 
 def calibrate(
@@ -85,9 +253,9 @@ def calibrate(
     batch: int = 64,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Calibration:
-    """Fit sigma(r) on labelled photos and choose tau on the same photos, unattacked.
+    """Fit sigma(r) of ReACT on labelled photos (Algorithm 1), and choose tau on the same photos, unattacked.
 
     Args:
         clf: the classifier, undefended.
@@ -98,97 +266,84 @@ def calibrate(
         budgets: attack strengths, in [0, 1] pixels.
         sigmas: candidate anchor scales.
         steps: PGD iterations.
-        clean_pass: share of clean photos to leave alone; ``None`` keeps the threshold of ``base``.
+        clean_pass: fraction of clean photos to leave alone; ``None`` keeps the threshold of ``base``.
         batch: images at a time.
         seed: of attack and noise.
         provenance: what to write down about model and data.
-        progress: called after every batch.
+        progress: called as ``progress(stage, done_batches, total_batches)``.
     """
-    base = (base or ReACT()).replace(max_batch=max(batch, ReACT().max_batch))
+    base = base or ReACT()
     if mapping not in _FITS:
         raise ReactClipError(f"mapping {mapping!r} is unknown; choose one of {', '.join(_FITS)}")
     if len(set(budgets)) < 2:
         raise ReactClipError(
             f"{len(set(budgets))} budget is too few to fit a curve; give at least two, the paper takes four"
         )
-    answers = _in_batches(pixels, batch, lambda part: Undefended()(clf, part).labels)
-    right = (answers == labels.to(answers.device)).nonzero().flatten()
+    answers = torch.cat([Undefended()(clf, part).labels.cpu() for part in pixels.split(batch)])
+    right = (answers == labels.cpu()).nonzero().flatten()
     if len(right) < 10:
         raise ReactClipError(
             f"plain CLIP gets {len(right)} of {len(labels)} photos right; calibration needs at least 10 such photos, "
             "better 300: give more photos, or check the labels"
         )
-    tau = base.tau if clean_pass is None else choose_tau(clf, pixels, base, clean_pass, batch=batch, seed=seed)
-    points = [
-        _measure(clf, pixels[right.cpu()], labels[right.cpu()], base, eps, sigmas, steps, batch, seed, progress)
-        for eps in budgets
-    ]
+    threshold: Threshold | None = None
+    if clean_pass is not None:
+        # All J are wanted and no anchor, of which one view is the least.
+        scorer = base.replace(views=1, tau=NEVER)
+        scores, _ = score_photos(scorer, clf.encoder, pixels, clf, batch=batch, seed=seed, skip_unneeded=False)
+        threshold = clean_threshold(scores, clean_pass, seed)
+    parts = [(pixels[rows].to(clf.device), labels[rows].to(clf.device)) for rows in right.split(batch)]
+    points = [_measure(clf, parts, base, PGD(eps=eps, steps=steps), sigmas, seed, progress) for eps in budgets]
     fits, notes = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
     if mapping not in fits:
         reason = next(note for note in notes if note.startswith(mapping))
         raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
-    edge_notes = _edge_notes(points, sigmas)
-    for note in edge_notes:
+    edges = _edge_notes(points, sigmas)
+    for note in edges:
         warnings.warn(note, stacklevel=2)
+    tau = base.tau if threshold is None else threshold.value
     return Calibration(
-        # The calibration's own max_batch suited this machine; it is no property of the encoder.
-        config=base.replace(mapping=fits[mapping], tau=tau, max_batch=ReACT().max_batch),
+        config=base.replace(mapping=fits[mapping], tau=tau),
+        threshold=tau,
+        clean_pass=clean_pass,
+        photos=len(pixels),
+        interval=threshold and threshold.interval,
+        median=threshold and threshold.median,
         points=tuple(points),
         fits=fits,
-        clean_pass=clean_pass,
-        clean_images=len(pixels),
         provenance={**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping},
-        notes=(*edge_notes, *notes),
+        notes=(*edges, *(threshold.notes if threshold else ()), *notes),
     )
-
-
-def _edge_notes(points: Sequence[CalibrationPoint], sigmas: Sequence[float]) -> list[str]:
-    """One line per budget whose best scale is the smallest or the largest of those that were tried."""
-    edges = {min(sigmas): "smaller", max(sigmas): "larger"}
-    return [
-        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales "
-        f"that were tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
-        for point in points
-        if point.best_sigma in edges
-    ]
 
 
 def _measure(
     clf: ZeroShotClassifier,
-    pixels: Tensor,
-    labels: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor]],
     base: ReACT,
-    eps: float,
+    attack: PGD,
     sigmas: Sequence[float],
-    steps: int,
-    batch: int,
     seed: int,
-    progress: Progress,
+    progress: Callable[[str, int, int], None],
 ) -> CalibrationPoint:
-    """Phases 1 to 3 at one budget: attack, drift, sweep of the anchor scale."""
-    stage = f"eps {eps * 255:g}/255"
-    attack = PGD(eps=eps, steps=steps)
-    # Only the drift is wanted here: a gate that never opens spends no anchor views.
-    probe = base.replace(tau=1e9, instability=False)
-    fixed = [
-        AOM(views=base.views, alpha=base.alpha, mapping=Constant(sigma), max_batch=base.max_batch) for sigma in sigmas
-    ]
+    """One budget: attack batches of photos, take their drift ratio, sweep the anchor scale."""
+    # Only the drift ratio is wanted: a gate that never opens spends no anchor views.
+    probe = base.replace(tau=NEVER, instability=False)
+    anchors = [AOM(views=base.views, alpha=base.alpha, mapping=Constant(sigma)) for sigma in sigmas]
     drifts: list[Tensor] = []
     hits = torch.zeros(len(sigmas))
-    total = math.ceil(len(pixels) / batch)
-    for done, start in enumerate(range(0, len(pixels), batch), start=1):
-        part, truth = pixels[start : start + batch].to(clf.device), labels[start : start + batch].to(clf.device)
-        images = attack(clf, part, truth, seed=seed).images
-        drifts.append(probe(clf, images, seed=seed).drift)
-        hits += torch.tensor([float((guard(clf, images, seed=seed).labels == truth).sum()) for guard in fixed])
-        progress(stage, done, total)
-    accuracy = hits / len(pixels)
+    for done, (photos, labels) in enumerate(parts, start=1):
+        attacked = attack(clf, photos, labels, seed=seed).images
+        drifts.append(probe(clf, attacked, seed=seed).drift)
+        hits += torch.tensor([float((guard(clf, attacked, seed=seed).labels == labels).sum()) for guard in anchors])
+        progress(f"eps {attack.eps * 255:g}/255", done, len(parts))
+    count = sum(len(labels) for _, labels in parts)
+    accuracy = (hits / count).tolist()
     return CalibrationPoint(
-        eps=eps,
+        eps=attack.eps,
         mean_drift=float(torch.cat(drifts).mean()),
-        best_sigma=best_scale(sigmas, accuracy.tolist()),
-        accuracy={f"{sigma:g}": round(float(a), 5) for sigma, a in zip(sigmas, accuracy.tolist(), strict=True)},
-        images=len(pixels),
+        best_sigma=best_scale(sigmas, accuracy),
+        accuracy={f"{sigma:g}": round(share, 5) for sigma, share in zip(sigmas, accuracy, strict=True)},
+        images=count,
     )
 
 
@@ -203,23 +358,15 @@ def best_scale(sigmas: Sequence[float], accuracy: Sequence[float]) -> float:
     return tied[len(tied) // 2]
 
 
-def choose_tau(
-    clf: ZeroShotClassifier, pixels: Tensor, base: ReACT, clean_pass: float, *, batch: int = 64, seed: int = 0
-) -> float:
-    """The smallest threshold that leaves at least ``clean_pass`` of these clean photos alone."""
-    if not 0 < clean_pass < 1:
-        raise ReactClipError(f"clean_pass is {clean_pass}; it is a share of clean photos, such as 0.95")
-    # Every J is wanted, no anchor is: one view is the least that the full diagnostics spend.
-    scorer = base.replace(lazy=False, views=1, tau=1e9)
-    scores = _in_batches(pixels, batch, lambda part: scorer(clf, part, seed=seed).score)
-    return threshold_for(scores, clean_pass)
-
-
-def _in_batches(pixels: Tensor, batch: int, measure: Callable[[Tensor], Tensor]) -> Tensor:
-    return torch.cat([measure(pixels[start : start + batch]) for start in range(0, len(pixels), batch)])
-
-
-# ---------------------------------------------------------------------- phase 4: the fits
+def _edge_notes(points: Sequence[CalibrationPoint], sigmas: Sequence[float]) -> list[str]:
+    """One line per budget whose best scale is the smallest or the largest of those that were tried."""
+    edges = {min(sigmas): "smaller", max(sigmas): "larger"}
+    return [
+        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales "
+        f"that were tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
+        for point in points
+        if point.best_sigma in edges
+    ]
 
 
 def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> tuple[dict[str, Curve], tuple[str, ...]]:

@@ -37,7 +37,7 @@ from react_clip.functional import drift, extrapolate
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    from react_clip.calibration import Photos, ThresholdCalibration
+    from react_clip.calibration import Calibration, Photos
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -136,9 +136,7 @@ class SecondLook(Defense):
         return cls()
 
     @classmethod
-    def calibrate(
-        cls, clip: ZeroShotClassifier | Encoder, photos: Photos, clean_pass: float = 0.97
-    ) -> ThresholdCalibration:
+    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Photos, clean_pass: float = 0.97) -> Calibration:
         """The threshold from clean photos of your own, without labels and without an attack.
 
         Its ``config`` is the defence; see :func:`react_clip.calibration.calibrate_threshold`.
