@@ -5,17 +5,17 @@ them stays below. No labels and no attack are needed; the paper's own way is a s
 
 Algorithm 1 fits ReACT's noise scale. For each budget: craft adversarial images against plain CLIP, take their mean
 drift ratio :math:`\bar r_\epsilon`, sweep a fixed anchor scale and keep the one with the highest defended accuracy,
-:math:`\sigma_\epsilon^\star`. The pairs :math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a logistic
-curve and a power law.
+:math:`\sigma_\epsilon^\star`. The pairs :math:`(\bar r_\epsilon, \sigma_\epsilon^\star)` are fitted by a line, a
+logistic curve and a power law.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Callable, Sequence
+from dataclasses import field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, first_line
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
 from react_clip.mappings import Mapping as Curve
-from react_clip.preprocess import ImageSource
+from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
@@ -43,14 +43,28 @@ RESAMPLES = 500
 ALIKE = 0.15
 """Median distance between the features of two photos below which they count as all alike."""
 FAR = 0.8
-"""Photos count as attacked if SecondLook's threshold would exceed this fraction of the median distance between two
-photos. For clean photos of ViT-B/16 it is at 0.5 (Caltech101) to 0.7 (EuroSAT), for photos attacked at 4/255 above 1."""
+"""Photos count as attacked if SecondLook's threshold would exceed this fraction of the median distance between two of
+them. For clean photos of ViT-B/16 it is at 0.5 (Caltech101) to 0.7 (EuroSAT), for photos attacked at 4/255 above 1."""
 
 NEVER = 1e9
 """A threshold that no score reaches."""
 
-Photos = Tensor | Sequence[ImageSource]
-"""Pixels ``[N, 3, S, S]`` in [0, 1], or a list of paths, PIL images or bytes."""
+Progress = Callable[[str, int, int], None]
+"""Called as ``progress(stage, done, total)``."""
+
+
+class Threshold(Configuration):
+    """A threshold that leaves a fraction of clean photos alone."""
+
+    value: float
+    interval: tuple[float, float]
+    """95 % interval, over resampled photos."""
+    clean_pass: float
+    """Fraction of the photos that should stay below it."""
+    photos: int
+    """Number of photos."""
+    median: float
+    """Median score of the photos."""
 
 
 class CalibrationPoint(Configuration):
@@ -69,16 +83,8 @@ class Calibration(Configuration):
 
     config: Defense
     """The calibrated defence."""
-    threshold: float | None
-    """Its threshold."""
-    clean_pass: float | None
-    """Fraction of clean photos that stay below the threshold; ``None`` if it was given, not measured."""
-    photos: int
-    """Number of clean photos."""
-    interval: tuple[float, float] | None = None
-    """95 % interval of the threshold, over resampled photos."""
-    median: float | None = None
-    """Median score of the clean photos."""
+    threshold: Threshold | None
+    """How its threshold was found; ``None`` if it was given."""
     points: tuple[CalibrationPoint, ...] = ()
     """What Algorithm 1 measured at each budget."""
     fits: dict[str, Curve] = field(default_factory=dict)
@@ -88,46 +94,28 @@ class Calibration(Configuration):
     """Warnings, one line each."""
     calibration_version: Literal[3] = 3
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a calibration back; also those of the versions 1 (ReACT) and 2 (SecondLook)."""
-        version = data.get("calibration_version") if isinstance(data, Mapping) else None
-        if version not in (1, 2, 3):
-            raise ReactClipError("this is no calibration of version 1 to 3; run `react-clip calibrate` again")
-        values = dict(data)
-        if version != 3:
-            config = values["config"]
-            threshold = config.get("tau", config.get("threshold"))
-            values |= {"calibration_version": 3, "threshold": threshold}
-            values["photos"] = values.pop("clean_images", values.get("photos"))
-        return super().from_dict(values)
-
 
 # ---------------------------------------------------------------------- thresholds from clean photos
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A threshold that follows from the scores of clean photos."""
-
-    value: float
-    interval: tuple[float, float]
-    median: float
-    notes: tuple[str, ...]
 
 
 def score_photos(
     defense: Defense,
     encoder: Encoder,
-    photos: Photos,
+    photos: Images,
     classes: ZeroShotClassifier | None,
     *,
     batch: int,
     seed: int,
-    skip_unneeded: bool = True,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    skip_unneeded: bool,
+    progress: Progress,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[N]`` and features ``[N, D]`` of photos, on the CPU."""
+    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
+        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
+    if len(photos) < LEAST_PHOTOS:
+        raise ReactClipError(
+            f"{len(photos)} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300"
+        )
     scores, features = [], []
     for start in range(0, len(photos), batch):
         with torch.no_grad():
@@ -135,12 +123,12 @@ def score_photos(
             out = defense.run(encoder, pixels, seed, classes, skip_unneeded=skip_unneeded)
         scores.append(out.score.float().cpu())
         features.append(out.features.float().cpu())
-        progress(min(start + batch, len(photos)), len(photos))
+        progress("clean photos", min(start + batch, len(photos)), len(photos))
     return torch.cat(scores), torch.cat(features)
 
 
 def clean_threshold(scores: Tensor, clean_pass: float, seed: int = 0) -> Threshold:
-    """The smallest threshold with at least ``clean_pass`` of the scores ``[N]`` below it; a bootstrap gives its interval.
+    """The smallest threshold, to four digits, with at least ``clean_pass`` of the scores ``[N]`` below it.
 
     >>> clean_threshold(torch.arange(100) / 100, 0.95).value
     0.9401
@@ -148,36 +136,38 @@ def clean_threshold(scores: Tensor, clean_pass: float, seed: int = 0) -> Thresho
     if not 0 < clean_pass < 1:
         raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
     generator = torch.Generator().manual_seed(seed)
-    resamples = (scores[torch.randint(len(scores), scores.shape, generator=generator)] for _ in range(RESAMPLES))
-    value, thresholds = _quantile(scores, clean_pass), torch.tensor([_quantile(each, clean_pass) for each in resamples])
-    low, high = (round(float(thresholds.quantile(level)), 4) for level in (0.025, 0.975))
-    needed = math.ceil(BEYOND / (1.0 - clean_pass) - 1e-9)
-    notes = (
-        f"{len(scores)} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see "
-        "its interval",
-    )
+    resamples = scores[torch.randint(len(scores), (RESAMPLES, len(scores)), generator=generator)]
+    value, *others = (_just_above(each, clean_pass) for each in (scores, *resamples))
+    low, high = np.quantile(others, [0.025, 0.975]).round(4).tolist()
     interval = (min(low, value), max(high, value))
-    return Threshold(value, interval, round(float(scores.median()), 4), () if len(scores) >= needed else notes)
+    return Threshold(value, interval, clean_pass, len(scores), round(float(scores.median()), 4))
 
 
-def _quantile(scores: Tensor, clean_pass: float) -> float:
-    """The smallest number, to four digits, above ``clean_pass`` of the scores."""
+def _just_above(scores: Tensor, clean_pass: float) -> float:
+    """The smallest number, to four digits, above this fraction of the scores."""
     largest_below = scores.float().kthvalue(math.ceil(clean_pass * len(scores) - 1e-9)).values
     # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
     above = float(torch.nextafter(largest_below, torch.tensor(torch.inf)))
     return math.ceil(above * 1e4) / 1e4
 
 
+def _notes_on(threshold: Threshold) -> list[str]:
+    """A line if there are too few photos for the wanted fraction."""
+    needed = math.ceil(BEYOND / (1.0 - threshold.clean_pass) - 1e-9)
+    few = f"{threshold.photos} photos are few for clean_pass {threshold.clean_pass:g}: {needed} or more give a steadier"
+    return [] if threshold.photos >= needed else [f"{few} threshold; see its interval"]
+
+
 def calibrate_threshold(
     encoder: Encoder,
-    photos: Photos,
+    photos: Images,
     *,
     base: SecondLook | None = None,
     clean_pass: float = 0.97,
     batch: int = 32,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Calibration:
     """Choose the threshold of SecondLook from clean photos.
 
@@ -189,35 +179,21 @@ def calibrate_threshold(
         batch: photos at a time.
         seed: of the bootstrap, and of the motion where the copy is a moved view.
         provenance: what to write down about model and photos.
-        progress: called as ``progress(done_photos, total_photos)`` after every batch.
+        progress: called after every batch.
     """
-    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
-        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
-    if len(photos) < LEAST_PHOTOS:
-        raise ReactClipError(
-            f"{len(photos)} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300"
-        )
     base = base or SecondLook()
     # Without classes and with the largest threshold the feature is the plain one.
-    scorer = base.replace(threshold=2.0)
-    scores, features = score_photos(scorer, encoder, photos, None, batch=batch, seed=seed, progress=progress)
+    options: Any = {"batch": batch, "seed": seed, "skip_unneeded": True, "progress": progress}
+    scores, features = score_photos(base.replace(threshold=2.0), encoder, photos, None, **options)
     threshold = clean_threshold(scores, clean_pass, seed)
     _check_photos(features, threshold.value)
-    notes = threshold.notes
+    notes = _notes_on(threshold)
     if base.copy_size is not None and base.sizes(encoder)[0] == encoder.image_size:
-        notes += (f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes",)
+        notes += [f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes"]
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return Calibration(
-        config=base.replace(threshold=threshold.value),
-        threshold=threshold.value,
-        clean_pass=clean_pass,
-        photos=len(photos),
-        interval=threshold.interval,
-        median=threshold.median,
-        provenance={"model": encoder.name, "seed": seed, **(provenance or {})},
-        notes=notes,
-    )
+    provenance = {"model": encoder.name, "seed": seed, **(provenance or {})}
+    return Calibration(base.replace(threshold=threshold.value), threshold, provenance=provenance, notes=tuple(notes))
 
 
 def _check_photos(features: Tensor, threshold: float) -> None:
@@ -253,7 +229,7 @@ def calibrate(
     batch: int = 64,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Calibration:
     """Fit sigma(r) of ReACT on labelled photos (Algorithm 1), and choose tau on the same photos, unattacked.
 
@@ -270,7 +246,7 @@ def calibrate(
         batch: images at a time.
         seed: of attack and noise.
         provenance: what to write down about model and data.
-        progress: called as ``progress(stage, done_batches, total_batches)``.
+        progress: called after every batch.
     """
     base = base or ReACT()
     if mapping not in _FITS:
@@ -279,41 +255,31 @@ def calibrate(
         raise ReactClipError(
             f"{len(set(budgets))} budget is too few to fit a curve; give at least two, the paper takes four"
         )
-    answers = torch.cat([Undefended()(clf, part).labels.cpu() for part in pixels.split(batch)])
+    answers = torch.cat([Undefended()(clf, part).labels.cpu() for part in torch.split(pixels, batch)])
     right = (answers == labels.cpu()).nonzero().flatten()
     if len(right) < 10:
         raise ReactClipError(
             f"plain CLIP gets {len(right)} of {len(labels)} photos right; calibration needs at least 10 such photos, "
             "better 300: give more photos, or check the labels"
         )
-    threshold: Threshold | None = None
+    parts = [(pixels[rows].to(clf.device), labels[rows].to(clf.device)) for rows in torch.split(right, batch)]
+    points = [_measure(clf, parts, base, PGD(eps=eps, steps=steps), sigmas, seed, progress) for eps in budgets]
+    fits, left_out = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
+    if mapping not in fits:
+        reason = next(note for note in left_out if note.startswith(mapping))
+        raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
+    threshold, tau, notes = None, base.tau, [*_edge_notes(points, sigmas), *left_out]
     if clean_pass is not None:
         # All J are wanted and no anchor, of which one view is the least.
-        scorer = base.replace(views=1, tau=NEVER)
-        scores, _ = score_photos(scorer, clf.encoder, pixels, clf, batch=batch, seed=seed, skip_unneeded=False)
+        options: Any = {"batch": batch, "seed": seed, "skip_unneeded": False, "progress": progress}
+        scores, _ = score_photos(base.replace(views=1, tau=NEVER), clf.encoder, pixels, clf, **options)
         threshold = clean_threshold(scores, clean_pass, seed)
-    parts = [(pixels[rows].to(clf.device), labels[rows].to(clf.device)) for rows in right.split(batch)]
-    points = [_measure(clf, parts, base, PGD(eps=eps, steps=steps), sigmas, seed, progress) for eps in budgets]
-    fits, notes = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])
-    if mapping not in fits:
-        reason = next(note for note in notes if note.startswith(mapping))
-        raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
-    edges = _edge_notes(points, sigmas)
-    for note in edges:
+        tau, notes = threshold.value, [*_notes_on(threshold), *notes]
+    for note in notes:
         warnings.warn(note, stacklevel=2)
-    tau = base.tau if threshold is None else threshold.value
-    return Calibration(
-        config=base.replace(mapping=fits[mapping], tau=tau),
-        threshold=tau,
-        clean_pass=clean_pass,
-        photos=len(pixels),
-        interval=threshold and threshold.interval,
-        median=threshold and threshold.median,
-        points=tuple(points),
-        fits=fits,
-        provenance={**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping},
-        notes=(*edges, *(threshold.notes if threshold else ()), *notes),
-    )
+    about = {"seed": seed, "attack": f"pgd-{steps}", "mapping": mapping}
+    config = base.replace(mapping=fits[mapping], tau=tau)
+    return Calibration(config, threshold, tuple(points), fits, {**(provenance or {}), **about}, tuple(notes))
 
 
 def _measure(
@@ -323,7 +289,7 @@ def _measure(
     attack: PGD,
     sigmas: Sequence[float],
     seed: int,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> CalibrationPoint:
     """One budget: attack batches of photos, take their drift ratio, sweep the anchor scale."""
     # Only the drift ratio is wanted: a gate that never opens spends no anchor views.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from react_clip.defenses.agc import AGC
 from react_clip.defenses.anti_adv import AntiAdv
@@ -24,9 +24,7 @@ from react_clip.defenses.ttc import TTC
 from react_clip.defenses.tte import TTE
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Photos
+from react_clip.preprocess import Images
 
 __all__ = [
     "AGC",
@@ -75,7 +73,7 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     return Defense.registry.read(data)
 
 
-def resolve_guard(guard: Defense | str | None, encoder: Encoder, photos: Photos | None = None) -> Defense:
+def resolve_guard(guard: Defense | str | None, encoder: Encoder, photos: Images | None = None) -> Defense:
     """The defence as it is; for ``"auto"`` SecondLook, calibrated on clean photos; for ``None`` the default.
 
     Args:
@@ -97,7 +95,7 @@ def resolve_guard(guard: Defense | str | None, encoder: Encoder, photos: Photos 
     return default_for(encoder) if guard is None else guard
 
 
-def default_for(encoder: Encoder) -> Defense:
+def default_for(encoder: Encoder) -> ReACT | SecondLook:
     """The defence of an encoder where a user gives none: SecondLook if we ship a threshold, otherwise ReACT.
 
     Raises for encoders that neither has constants for.

@@ -71,7 +71,7 @@ class SoftPrompts:
         memory does not grow with the number of classes.
         """
         rows = torch.arange(len(context) * len(self), device=context.device)
-        parts = rows.split(PROMPTS)
+        parts = torch.split(rows, PROMPTS)
         if len(parts) > 1 and torch.is_grad_enabled():
             features = [
                 checkpoint(self._encode, context, part, use_reentrant=False, preserve_rng_state=False) for part in parts
@@ -176,7 +176,7 @@ class PromptTuning(Defense):
         first = x.drawn(itself, VIEWS, range(1), shared)
         others = x.drawn(augmented, VIEWS, range(1, self.views), shared)
         features = torch.cat(x.encode_together(first, others), 1)
-        return features.unflatten(1, (self.views, -1))
+        return features.reshape(len(x), self.views, -1, features.shape[-1])
 
     def _tune(self, prompts: SoftPrompts, features: Tensor, quality: Tensor, similarity: Similarity) -> Tensor:
         """Tuned contexts ``[B, n, width]``; AdamW works element by element, so images do not affect each other."""

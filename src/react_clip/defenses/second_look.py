@@ -34,10 +34,11 @@ from react_clip.defenses.view import View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import drift, extrapolate
+from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    from react_clip.calibration import Calibration, Photos
+    from react_clip.calibration import Calibration
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -136,7 +137,7 @@ class SecondLook(Defense):
         return cls()
 
     @classmethod
-    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Photos, clean_pass: float = 0.97) -> Calibration:
+    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Images, clean_pass: float = 0.97) -> Calibration:
         """The threshold from clean photos of your own, without labels and without an attack.
 
         Its ``config`` is the defence; see :func:`react_clip.calibration.calibrate_threshold`.

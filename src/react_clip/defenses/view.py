@@ -216,7 +216,9 @@ class View:
         """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
         self.passes = self.passes + 1.0
         with torch.no_grad():
-            return self._once(lambda: torch.cat([self.encoder.raw(part) for part in images.detach().split(VIEWS)]))
+            return self._once(
+                lambda: torch.cat([self.encoder.raw(part) for part in torch.split(images.detach(), VIEWS)])
+            )
 
     def gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
         """Raw features of images ``[B, D]``, and the gradient ``[B, 3, S, S]`` of an objective in their pixels.
@@ -384,7 +386,7 @@ class View:
         views = [each.views(images, keys, [value[rows] for value in each.values]) for each in copies]
         features = _encode(self.encoder, views)
         passes = sum(len(each) * self.encoder.token_fraction(each.shape[-1]) for each in views) / len(images)
-        numbered = [each.unflatten(0, (len(images), -1)) for each in features]
+        numbered = [each.reshape(len(images), -1, each.shape[-1]) for each in features]
         single = [copy.numbers is None for copy in copies]
         return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)], passes
 
@@ -414,5 +416,7 @@ def _encode(encoder: Encoder, views: Sequence[Tensor]) -> list[Tensor]:
     sizes = list(dict.fromkeys(each.shape[-1] for each in views))
     joined = [[each for each in views if each.shape[-1] == size] for size in sizes]
     features = encoder.encode([each[0] if len(each) == 1 else torch.cat(each) for each in joined])
-    split = [iter(each.split([len(view) for view in group])) for each, group in zip(features, joined, strict=True)]
+    split = [
+        iter(torch.split(each, [len(view) for view in group])) for each, group in zip(features, joined, strict=True)
+    ]
     return [next(split[sizes.index(each.shape[-1])]) for each in views]
