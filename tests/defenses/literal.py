@@ -1,4 +1,4 @@
-"""The six rival defences once more, for one image, in float64 numpy with gradients written out by hand.
+"""Rival defences once more, for one image, in float64 numpy with gradients written out by hand.
 
 Nothing here comes from ``react_clip``: the encoder, its transposed Jacobian and every random number are handed in, and
 of a configuration ``c`` only the constants are read. Each function returns fields of ``Defended``.
@@ -83,7 +83,7 @@ def ttc(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
         for _ in range(c.steps):
             iterates.append(step(iterates[-1], tower.slope(iterates[-1], away_from(anchor)), image, c))
     mixture = weights[: len(iterates)] @ np.stack(iterates) / weights[: len(iterates)].sum()
-    return {"features": tower.unit_feature(mixture), "score": rho, "gated": rho < c.tau}
+    return {"features": tower.unit_feature(mixture), "score": rho, "gate_open": rho < c.tau}
 
 
 def doc(tower: Tower, c: Any, image: Array, draw: Array, detours: Sequence[Array]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def doc(tower: Tower, c: Any, image: Array, draw: Array, detours: Sequence[Array
     scheme = sigmoid((c.tau - diff_ratio) * c.gamma)
     weights = scheme * soft / soft.sum() + (1 - scheme) * only_first
     output = image + sum(weight * delta for weight, delta in zip(weights, deltas, strict=True))
-    return {"features": tower.unit_feature(output), "score": diff_ratio, "gated": diff_ratio < c.tau}
+    return {"features": tower.unit_feature(output), "score": diff_ratio}
 
 
 def mac(tower: Tower, c: Any, views: Sequence[tuple[Array, Array, Array]]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def mac(tower: Tower, c: Any, views: Sequence[tuple[Array, Array, Array]]) -> di
         weight = sigmoid((ratios[-1] - c.tau) / c.temperature)
         features.append(tower.unit_feature(view + weight * (moved - view)))
     mean, score = np.mean(features, 0), max(ratios)
-    return {"features": unit(mean), "logits": 100 * tower.classes @ mean, "score": score, "gated": score >= c.tau}
+    return {"features": unit(mean), "logits": 100 * tower.classes @ mean, "score": score}
 
 
 def anti_adv(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
@@ -160,3 +160,56 @@ def tte(tower: Tower, c: Any, image: Array, origins: Sequence[tuple[int, int]]) 
     views = [image, mirrored, *(crop(image, at) for at in origins), *(crop(mirrored, at) for at in origins)]
     logits = np.mean([100 * tower.classes @ tower.unit_feature(view.ravel()) for view in views], 0)
     return {"features": unit(np.mean([tower.unit_feature(view.ravel()) for view in views], 0)), "logits": logits}
+
+
+def low_pass(image: Array, radius: float) -> Array:
+    """Channels of ``[3, S, S]`` times a centred Gaussian mask in the shifted spectrum."""
+    side = image.shape[-1]
+    mask = np.empty((side, side))
+    for row in range(side):
+        for column in range(side):
+            square = (row - side // 2) ** 2 + (column - side // 2) ** 2
+            mask[row, column] = np.exp(-square / (2 * radius**2))
+    channels = []
+    for channel in image:
+        spectrum = np.fft.fftshift(np.fft.fft2(channel)) * mask
+        channels.append(np.fft.ifft2(np.fft.ifftshift(spectrum)).real)
+    return np.clip(np.stack(channels), 0.0, 1.0)
+
+
+def csr(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
+    """csr_fast.py for one flat image: detection, then PGD that skips the last backward pass and keeps the best."""
+    plain = tower.unit_feature(image)
+    smooth = tower.unit_feature(low_pass(image.reshape(3, 16, 16), c.radius).ravel())
+    similarity = float(plain @ smooth)
+    if similarity >= c.threshold:
+        return {"features": plain, "score": similarity, "gate_open": False, "passes": 2, "backward_passes": 0}
+
+    def loss_slope(raw: Array) -> Array:
+        towards = plain - smooth  # of the loss <f, plain> - <f, smooth>
+        direction = unit(raw)
+        return (towards - (towards @ direction) * direction) / np.linalg.norm(raw)
+
+    current, best, best_value = image.copy(), image.copy(), -np.inf
+    for number in range(c.steps):
+        feature = tower.unit_feature(current)
+        value = float(feature @ smooth - feature @ plain)
+        if value > best_value:
+            best_value, best = value, current.copy()
+        if number == c.steps - 1:
+            break
+        stepped = current - c.step_size * np.sign(tower.slope(current, loss_slope))
+        current = np.clip(image + np.clip(stepped - image, -c.eps, c.eps), 0.0, 1.0)
+    counts = {"passes": 2 + c.steps, "backward_passes": c.steps - 1}
+    return {"features": tower.unit_feature(best), "score": similarity, "gate_open": True, **counts}
+
+
+def et3(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
+    # dE/dz of E = -logsumexp(z) is -softmax(z).
+    energy = through_logits(tower.classes, lambda p: -p)
+    moved = image.copy()
+    for _ in range(c.steps):
+        slope = tower.slope(moved, energy)
+        moved = np.clip(moved - c.step_size * slope / max(np.linalg.norm(slope), 1e-8), 0.0, 1.0)
+        moved = np.clip(image + np.clip(moved - image, -c.eps, c.eps), 0.0, 1.0)
+    return {"features": tower.unit_feature(moved)}

@@ -13,12 +13,12 @@ from react_clip.defenses import RTPT, SSTPT
 F64 = torch.float64
 NAMES = ["cat", "pickup truck", "giant panda", "ox", "alarm clock", "tea"]
 WORDS = "a photo of a"
-SMALL_RTPT = RTPT(views=9, selected=3, neighbours=4, max_batch=64)
-SMALL_SSTPT = SSTPT(views=6, selected=3, max_batch=64)
+SMALL_RTPT = RTPT(views=9, selected=3, neighbours=4)
+SMALL_SSTPT = SSTPT(views=6, selected=3)
 both = pytest.mark.parametrize(
     "guard",
-    [SMALL_RTPT, SMALL_SSTPT, SMALL_SSTPT.replace(weak_views=True), SMALL_SSTPT.replace(released=False)],
-    ids=["r-tpt", "ss-tpt", "ss-tpt with weak views", "ss-tpt as its text says"],
+    [SMALL_RTPT, SMALL_SSTPT, SMALL_SSTPT.replace(released=False)],
+    ids=["r-tpt", "ss-tpt", "ss-tpt as its text says"],
 )
 
 

@@ -41,7 +41,7 @@ def test_it_equals_the_released_arithmetic(guard: AGC) -> None:
     out, keys = guard(clf, images, seed=3), noise.stream_keys(images, 3)
     for i in range(len(images)):
         streams = [noise.fork(keys[i : i + 1], number) for number in range(guard.views)]
-        views = [clf.encoder.encode_views(agc.perspective_views(images[i : i + 1], s))[0].numpy() for s in streams]
+        views = [clf.encoder.encode(agc.perspective_views(images[i : i + 1], s))[0].numpy() for s in streams]
         feature, score, angle = literal_agc(clf.encoder(images[i : i + 1])[0].numpy(), views, guard)
         assert out.features[i].tolist() == pytest.approx(feature, abs=1e-9)
         assert out.score[i].item() == pytest.approx(score, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Properties of every defence: shapes, seeds, batches, passes and configurations."""
+"""What holds for every defence: shapes, seeds, batches, classes, passes, gates, gradients and configurations."""
 
 from __future__ import annotations
 
@@ -12,41 +12,54 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import defenses
-from react_clip.defenses import Defended, Defense
+from react_clip.defenses import Defended, Defense, view
+from react_clip.defenses.base import forced_answers
 from toys import toy_classifier, toy_images
 
 from .prompt_toys import classifier, photos
-from .watching import F64, watched_classifier
+from .watching import F64
 
 SEEDLESS = {"undefended", "anti-adv", "clipure", "csr", "et3"}
-WHOLE_BATCH = {"undefended", "clipure"}
-"""Defences that encode the batch as it is given."""
-PER_IMAGE = {"clipure": {"batch": 1}}
-"""Fields with which an answer does not depend on the batch, where those of the published code make it depend."""
-SMALL = {"r-tpt": {"views": 9, "selected": 3, "neighbours": 4}, "ss-tpt": {"views": 6}}
+TEXT = {"r-tpt": {"views": 9, "selected": 3, "neighbours": 4}, "ss-tpt": {"views": 6}}
 """Fields of the defences that need a text tower, which are tried on a small complete CLIP instead of the toy."""
+GATES = {
+    **{"react": "tau", "defend-clip": "tau", "ttc": "tau"},
+    **{"second_look": "threshold", "csr": "threshold", "dbd": "threshold"},
+}
+"""Defences with a gate, and the field of its threshold."""
 IN_A_BALL = ("ttc", "doc", "mac", "hd", "csr", "et3")
 every_defense = pytest.mark.parametrize("name", defenses.names())
-every_toy_defense = pytest.mark.parametrize("name", [name for name in defenses.names() if name not in SMALL])
+every_toy_defense = pytest.mark.parametrize("name", [name for name in defenses.names() if name not in TEXT])
 
 
 class Trial:
     """A defence with a classifier that it can run on, and images for it."""
 
-    def __init__(self, name: str, tiny: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.guard = defenses.from_dict({"kind": name, **SMALL.get(name, {})})
-        self.clf = classifier(rc.load(tiny, device="cpu", dtype=dtype)) if name in SMALL else toy_classifier(dtype)
-        self.images = photos(7, dtype) if name in SMALL else toy_images(7, dtype=dtype)
+    def __init__(self, name: str, tiny: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
+        # After an even number of steps CLIPure is back where it began.
+        self.guard = defenses.from_dict(
+            {"kind": name, **TEXT.get(name, {}), **({"steps": 9} if name == "clipure" else {})}
+        )
+        needs_text = name in TEXT
+        self.clf = (
+            classifier(rc.load(tiny, device="cpu", dtype=dtype)) if needs_text and tiny else toy_classifier(dtype)
+        )
+        self.images = photos(7, dtype) if needs_text else toy_images(7, dtype=dtype)
+        if name in GATES:  # between the scores, so that both sides of the gate are tried
+            score = self.guard(self.clf, self.images).score.sort().values
+            self.guard = self.guard.replace(**{GATES[name]: float(score[3:5].mean())})
 
-    def run(self, images: Tensor, seed: int | bytes = 0, **changes: Any) -> Defended:
-        return self.guard.replace(**changes)(self.clf, images, seed=seed)
+    def run(self, images: Tensor, seed: int | bytes = 0) -> Defended:
+        return self.guard(self.clf, images, seed=seed)
 
 
 def fields(out: Defended) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(out).items() if isinstance(value, Tensor)}
+    names = ("features", "logits", "gated", "passes", "backward_passes")
+    return {**{name: getattr(out, name) for name in names}, **out.diagnostics}
 
 
 def assert_same(one: Defended, other: Defended, rows: slice | list[int] = slice(None), atol: float = 1e-9) -> None:
+    assert fields(one).keys() == fields(other).keys()
     for name, value in fields(one).items():
         expected = fields(other)[name][rows]
         assert value.dtype == expected.dtype, name
@@ -61,20 +74,15 @@ def test_answers_have_the_right_shapes_and_nothing_else_changes(name: str, tiny_
     random_state = torch.get_rng_state()
     clf.encoder.requires_grad_(True)
     out = trial.run(images)
-    assert len(out) == 5
     assert out.features.shape == (5, clf.encoder.dim)
     assert out.logits.shape == (5, len(clf.names))
     assert out.features.dtype == out.logits.dtype == torch.float32
     assert torch.isfinite(out.logits).all()
     assert torch.allclose(out.features.norm(dim=1), torch.ones(5), atol=1e-5)
     assert out.names == [clf.names[i] for i in out.labels.tolist()]
-    for field in ("drift_low", "drift_high", "drift", "instability", "score", "gated", "sigma"):
-        assert getattr(out, field).shape == (5,), field
-    assert out.gated.dtype == torch.bool
-    assert out.passes.dtype == (torch.float32 if name == "second_look" else torch.long)
-    assert out.backward_passes.dtype == torch.long
+    for diagnostic in ("gated", "passes", "drift", "instability", "score", "sigma", *out.diagnostics):
+        assert getattr(out, diagnostic).shape == (5,), diagnostic
     assert not any(value.requires_grad for value in fields(out).values())
-
     assert torch.equal(images, before)
     assert torch.equal(torch.get_rng_state(), random_state), "global randomness was used"
     assert all(torch.equal(value, weights[key]) for key, value in clf.state_dict().items())
@@ -82,134 +90,179 @@ def test_answers_have_the_right_shapes_and_nothing_else_changes(name: str, tiny_
 
 
 @every_defense
-def test_an_image_gets_the_same_answer_alone_in_any_batch_and_in_any_chunks(name: str, tiny_folder: Path) -> None:
+def test_an_image_gets_the_same_answer_alone_in_any_batch_and_in_parts(
+    name: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial = Trial(name, tiny_folder, F64)
-    trial.guard = trial.guard.replace(**PER_IMAGE.get(name, {}))
-    images, atol = trial.images, 1e-6 if name in (*SMALL, "dbd") else 1e-9
+    images, atol = trial.images, 1e-6 if name in (*TEXT, "dbd", "clipure") else 1e-9
     whole = trial.run(images)
-    for i in range(len(images)):
+    for i in (0, 5):
         assert_same(trial.run(images[i : i + 1]), whole, [i], atol)
     order = [3, 0, 6, 5, 1, 2, 4]
     assert_same(trial.run(images[order]), whole, order, atol)
-    for max_batch in (3, 1000) if hasattr(trial.guard, "max_batch") else ():
-        assert_same(trial.run(images, max_batch=max_batch), whole, atol=atol)
+    monkeypatch.setattr(view, "VIEWS", 4)
+    monkeypatch.setattr(view, "VIEWS_WITH_GRADIENTS", 3)
+    assert_same(trial.run(images), whole, atol=atol)
 
 
 @every_defense
-def test_the_answer_follows_from_the_seed(name: str, tiny_folder: Path) -> None:
-    trial = Trial(name, tiny_folder)
-    images = trial.images[:4]
-    one = trial.run(images, seed=1)
-    assert_same(trial.run(images, seed=1), one, atol=0)
-    assert torch.equal(trial.run(images, seed=2).logits, one.logits) == (name in SEEDLESS)
-    assert torch.equal(trial.run(images, seed=b"a secret").logits, trial.run(images, seed=b"a secret").logits)
-
-
-@every_defense
-def test_answers_are_the_same_without_gradients(name: str, tiny_folder: Path) -> None:
+def test_the_answer_follows_from_the_seed_with_and_without_gradients(name: str, tiny_folder: Path) -> None:
     trial = Trial(name, tiny_folder, F64)
-    images = trial.images[:3]
-    plain = trial.run(images)
-    with torch.no_grad():
-        assert_same(trial.run(images), plain, atol=1e-6)
+    images, secret = trial.images[:3], b"a secret of many bytes"
+    one = trial.run(images, seed=1)
+    assert torch.equal(trial.run(images, seed=2).logits, one.logits) == (name in SEEDLESS)
+    assert torch.equal(trial.run(images, seed=secret).logits, trial.run(images, seed=secret).logits)
     with torch.inference_mode():
-        assert_same(trial.run(images), plain, atol=1e-6)
         made_here = images * 1.0
         assert made_here.is_inference()
-        assert_same(trial.run(made_here), plain, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "guard",
-    [
-        *[defenses.from_dict(name) for name in defenses.names() if name not in SMALL],
-        rc.ReACT(tau=-1e9, sequential=0.9),
-        defenses.AOM(sequential=0.9),
-    ],
-    ids=repr,
-)
-def test_passes_are_those_of_the_encoder_and_calls_are_no_larger_than_max_batch(guard: Any) -> None:
-    images = toy_images(12)
-    limit = 5 if hasattr(guard, "max_batch") else len(images)
-    guard = guard if limit > 5 else guard.replace(max_batch=limit)
-    for part in (images, images[:1]):
-        clf, encoder = watched_classifier()
-        out = guard(clf, part)
-        assert encoder.encoded == int(out.passes.sum())
-        assert encoder.reversed == int(out.backward_passes.sum())
-        forward, backward = guard.cost()
-        assert int(out.passes.max()) <= forward
-        assert int(out.backward_passes.max()) <= backward
-        assert max(len(pixels) for pixels in encoder.seen) <= limit
-    if getattr(guard, "sequential", None):
-        assert len(set(guard(clf, images).passes.tolist())) == 2, "some images must stop early, others not"
+        assert_same(trial.run(made_here, seed=1), one, atol=0)
 
 
 @every_defense
-def test_configurations_survive_json_and_refuse_unknown_fields(name: str) -> None:
+def test_passes_are_those_of_the_encoder(name: str, tiny_folder: Path) -> None:
+    trial = Trial(name, tiny_folder)
+    for part in (trial.images, trial.images[:1]):
+        with trial.clf.encoder.counting() as count:
+            out = trial.run(part)
+        assert count.forward == pytest.approx(float(out.passes.sum()))
+        # Those of prompt tuning are the text tower's.
+        assert name in TEXT or count.backward == float(out.backward_passes.sum())
+
+
+@every_defense
+def test_gated_is_true_exactly_where_the_feature_is_not_the_images_own(name: str, tiny_folder: Path) -> None:
+    trial = Trial(name, tiny_folder, F64)
+    out = trial.run(trial.images)
+    changed = (out.features - rc.Undefended()(trial.clf, trial.images).features).abs().amax(1) > 1e-12
+    assert torch.equal(out.gated, changed)
+    assert ("gate_open" in out.diagnostics) == (name in GATES)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_gate_can_be_forced_by_an_attacker(name: str) -> None:
+    trial = Trial(name, dtype=F64)
+    out = trial.run(trial.images)
+    assert 0 < out.gate_open.sum() < 7, "both sides of the gate must be tried"
+    pixels = trial.images.clone().requires_grad_()
+    forced = forced_answers(trial.guard, trial.clf, pixels, 0)
+    assert torch.equal(forced.gated, out.gate_open)
+    assert torch.equal(forced.gated, forced.score >= forced.threshold)
+    opened, closed, gated = forced.opened, forced.closed, forced.gated[:, None]
+    assert torch.allclose(torch.where(gated, opened.features, closed.features), out.features, atol=1e-9)
+    assert torch.allclose(torch.where(gated, opened.logits, closed.logits), out.logits, atol=1e-7)
+    assert (closed.features - opened.features).abs().amax(1).min() > 0
+    for answers in (closed, opened):
+        assert torch.autograd.grad(answers.logits[:, 0].sum(), pixels, retain_graph=True)[0].abs().sum() > 0
+
+
+@every_toy_defense
+def test_forcing_a_gate_encodes_no_view_twice(name: str) -> None:
+    trial = Trial(name)
+    with trial.clf.encoder.counting() as count:
+        once = trial.guard.run(trial.clf.encoder, trial.images, 0, trial.clf, skip_unneeded=False)
+    # Without a gate the plain answer is extra, where the defence does not have it; moved images are encoded twice.
+    most = float(once.passes.sum()) + 7
+    assert count.forward == pytest.approx(most - 7)
+    with trial.clf.encoder.counting() as count:
+        forced = forced_answers(trial.guard, trial.clf, trial.images, 0)
+    assert count.forward <= most + 1e-3
+    if name not in GATES:
+        plain = trial.clf.encoder(trial.images)
+        assert torch.allclose(forced.closed.features, plain, atol=1e-6)
+        assert torch.allclose(forced.opened.features, once.features, atol=1e-4)
+        assert forced.gated.all()
+        assert (forced.threshold == -torch.inf).all()
+
+
+@every_toy_defense
+def test_images_may_have_classes_of_their_own_and_no_view_need_be_skipped(name: str) -> None:
+    trial = Trial(name, dtype=F64)
+    three = toy_classifier(F64, classes=3)
+    lists = [trial.clf, three, trial.clf, three, trial.clf, trial.clf, three]
+    keys = rc.noise.stream_keys(trial.images, 5)
+    out = trial.guard.run(trial.clf.encoder, trial.images, keys, lists)
+    assert out.logits.isinf().sum() == 3 * 2
+    for clf in (trial.clf, three):
+        rows = [row for row, each in enumerate(lists) if each is clf]
+        alone = trial.guard.run(clf.encoder, trial.images[rows], keys[rows], clf)
+        assert torch.allclose(out.features[rows], alone.features, atol=1e-6)
+        assert torch.allclose(out.logits[rows][:, : len(clf.names)], alone.logits, atol=1e-5)
+        assert [out.names[row] for row in rows] == alone.names
+    every_view = trial.guard.run(trial.clf.encoder, trial.images, 0, trial.clf, skip_unneeded=False)
+    assert torch.allclose(every_view.features, trial.run(trial.images).features, atol=1e-9)
+    assert len(set(every_view.passes.tolist())) == 1, "every image takes the same time"
+
+
+@every_toy_defense
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_gradients_reach_the_pixels(name: str, checkpoint: bool) -> None:
+    trial = Trial(name, dtype=F64)
+    pixels = trial.images.clone().requires_grad_()
+    how = view.Gradients(checkpoint=checkpoint)
+    logits = rc.as_module(trial.clf, trial.guard, differentiable=True, how=how)(pixels)
+    assert torch.allclose(logits.detach(), trial.run(trial.images).logits, atol=1e-5)
+    slope = torch.autograd.grad(logits[:, 0].sum(), pixels)[0]
+    assert torch.isfinite(slope).all()
+    assert (slope.flatten(1).abs().sum(1) > 0).all()
+
+
+@every_defense
+def test_configurations_survive_json_and_those_of_the_last_release_can_be_read(name: str) -> None:
     guard = defenses.from_dict(name)
     assert isinstance(guard, Defense)
     assert guard.name == name
     again = defenses.from_dict(json.loads(json.dumps(guard.to_dict())))
-    assert again == guard
-    assert hash(again) == hash(guard)
-    assert repr(again) == repr(guard)
-    with pytest.raises(rc.ReactClipError, match=f"{name} has no field 'speed'") as caught:
-        defenses.from_dict({"kind": name, "speed": 1})
-    assert "\n" not in str(caught.value)
+    assert (again, hash(again), repr(again)) == (guard, hash(guard), repr(guard))
+    assert defenses.from_dict({**guard.to_dict(), "lazy": True, "max_batch": 128, "jitter": 0.0}) == guard
+    for field, value, says in (("speed", 1, "has no field 'speed'"), ("jitter", 0.5, "has no field 'jitter' any more")):
+        with pytest.raises(rc.ReactClipError, match=f"{name} {says}") as caught:
+            defenses.from_dict({"kind": name, field: value})
+        assert "\n" not in str(caught.value)
 
 
 @every_toy_defense
-def test_bad_pixels_are_refused(name: str) -> None:
-    for wrong in (toy_images(2) * 2.0, toy_images(2)[:, :2], toy_images(2)[..., :8]):
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    guard, clf, images = defenses.from_dict(name), toy_classifier(), toy_images(2)
+    wrong: Any
+    for wrong in (images * 2.0, images[:, :2], images[..., :8], images.byte()):
         with pytest.raises(rc.ReactClipError):
-            defenses.from_dict(name)(toy_classifier(), wrong)
+            guard(clf, wrong)
+    for arguments, seed, says in (
+        ((images, clf), 0, "first argument is of type Tensor; call guard"),
+        ((clf, images), "12345", "seed is of type str; give a whole number"),
+        ((clf, images), 0.5, "seed is of type float"),
+        ((clf, images), b"", "the secret has 0 bytes, which can be guessed"),
+        ((clf, images), b"my-secret", "the secret has 9 bytes"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            guard(*arguments, seed=seed)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "field", "value", "says"),
     [
         *[(name, "eps", 8, "eps is 8; pixels lie in .0, 1., so write 8/255") for name in IN_A_BALL],
-        *[(name, "step_size", 2, "so write 2/255") for name in ("ttc", "doc", "mac", "hd", "anti-adv", "csr")],
-        *[(name, "steps", 0, "whole number >= 1") for name in (*IN_A_BALL, "anti-adv", "clipure")],
-        *[(name, "max_batch", 0, "max_batch is 0") for name in defenses.names() if name not in WHOLE_BATCH],
+        *[(name, "steps", 0, "whole number >= 1") for name in (*IN_A_BALL, "anti-adv", "clipure") if name != "csr"],
         *[(name, "tau", float("nan"), "tau is nan") for name in ("react", "ttc", "doc", "mac")],
         ("react", "sigma_low", 0.05, "need 0 < sigma_low < sigma_high"),
-        ("react", "sigma_low", -0.1, "need 0 < sigma_low"),
+        ("defend-clip", "sigma_low", -0.1, "need 0 < sigma_low"),
         ("react", "alpha", -1.0, "alpha is -1.0; it must be >= 0"),
-        *[("react", "sequential", share, f"sequential is {share}") for share in (0.4, 1.0)],
+        ("react", "sequential", 0.99, "no field 'sequential' any more, and this file sets it to 0.99"),
         ("second_look", "threshold", 2.2, "threshold is 2.2; it must be <= 2"),
-        ("second_look", "threshold", -0.1, "threshold is -0.1; it must be >= 0"),
-        ("second_look", "look", 1.0, "look is 1.0; it must be < 1"),
-        ("clipure", "step_size", -1, "step_size is -1; it must be >= 0"),
+        ("second_look", "copy_size", 1.0, "copy_size is 1.0; it must be < 1"),
         ("csr", "threshold", 1.5, "threshold is 1.5; it must be <= 1"),
-        ("csr", "radius", 0, "radius is 0; it must be > 0"),
         ("et3", "step_size", -1, "step_size is -1; it must be >= 0"),
-        ("agc", "views", 0, "views is 0"),
         ("dbd", "selected", 32, "selected is 32; it must be a whole number <= 31"),
-        ("dbd", "threshold", -2, "threshold is -2; it must be >= -1"),
-        ("agc", "beta_adv", -1, "beta_adv is -1; it must be >= 0"),
-        ("clipure", "batch", 0, "batch is 0; it must be a whole number >= 1"),
+        ("clipure", "batch", 2, "no field 'batch' any more"),
         ("clipure", "graph", True, "graph is True"),
-        ("doc", "momentum", -1, "momentum is -1; it must be >= 0"),
-        ("doc", "diversity", -1, "diversity is -1"),
-        ("doc", "momentum", 1.5, "momentum is 1.5"),
         ("mac", "temperature", 0, "temperature is 0; it must be > 0"),
-        ("mac", "views", 0, "views is 0"),
         ("tte", "crops", -1, "crops is -1; it must be a whole number >= 0"),
-        ("tte", "padding", 0, "padding is 0; it must be a whole number >= 1"),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),
-        ("r-tpt", "temperature", 0, "temperature is 0; it must be > 0"),
-        ("r-tpt", "learning_rate", -1.0, "learning_rate is -1.0; it must be > 0"),
-        ("r-tpt", "steps", -1, "steps is -1"),
         ("r-tpt", "words", " ", "words is ' '; give the words before the name"),
         ("r-tpt", "augmix", {"chains": -1}, "augmix: chains is -1; it must be a whole number >= 0"),
         ("r-tpt", "augmix", {"area": [0.5, 1.5]}, "augmix: area is"),
-        ("r-tpt", "augmix", {"severity": 11.0}, "augmix: severity is 11.0"),
-        ("ss-tpt", "selected", 1, "selected is 1; it must be a whole number >= 2"),
-        ("ss-tpt", "suitability", 1.5, "suitability is 1.5; it must be <= 1"),
-        ("ss-tpt", "weak_views", 1, "weak_views is 1; it must be true or false"),
         ("ss-tpt", "augmentation", {"blur_kernel": 4}, "augmentation: blur_kernel is 4; it must be odd"),
     ],
 )
@@ -230,3 +283,10 @@ def test_results_print_shortly_and_become_dictionaries_and_tables() -> None:
         assert [row["gated"] for row in rows] == out.gated.tolist()
         table = out.to_pandas()
         assert table["probability"].tolist() == pytest.approx(out.probs.max(-1).values.tolist())
+    assert rc.Undefended()(clf, images).drift.isnan().all()
+    features = rc.SecondLook().run(clf.encoder, images, 0)
+    assert features.to_dict()[0].keys() >= {"gated", "passes", "score"}
+    with pytest.raises(rc.ReactClipError, match="without classes"):
+        _ = features.logits
+    with pytest.raises(AttributeError, match="'speed' is no field or diagnostic; there are drift"):
+        _ = features.speed

@@ -15,10 +15,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import Encoder, defenses, noise
 from react_clip.defenses import RTPT, SSTPT, prompt_tuning
-from react_clip.defenses.prompt_tuning import (
-    PromptTuning,
-    SoftPrompts,
-)
+from react_clip.defenses.prompt_tuning import PromptTuning, SoftPrompts
 from react_clip.functional import Similarity
 from toys import toy_classifier, toy_images
 
@@ -64,22 +61,26 @@ def test_embedded_prompts_are_the_prompts_however_long(places: dict[str, str], l
     assert torch.pdist(embedded).min() > 1e-2
 
 
-def test_each_image_may_have_a_context_of_its_own(encoder: Encoder) -> None:
+def test_each_image_may_have_a_context_of_its_own(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = random_contexts(encoder, 3)
     prompts = SoftPrompts(encoder, WORDS, NAMES)
     expected = torch.stack([hooked_features(encoder, context) for context in contexts])
-    for max_batch in (1, 4, 1000):
-        features = prompts(contexts, max_batch)
+    for most in (1, 4, 1000):
+        monkeypatch.setattr(prompt_tuning, "PROMPTS", most)
+        features = prompts(contexts)
         assert features.shape == (3, len(NAMES), encoder.dim)
         assert (features - expected).abs().max() < 1e-9
     assert (expected[0] - expected[1]).norm(dim=1).min() > 1e-3
 
 
-@pytest.mark.parametrize("max_batch", [5, 1000])
-def test_the_gradient_of_the_context_agrees_with_finite_differences(encoder: Encoder, max_batch: int) -> None:
+@pytest.mark.parametrize("most", [5, 1000])
+def test_the_gradient_of_the_context_agrees_with_finite_differences(
+    encoder: Encoder, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_tuning, "PROMPTS", most)
     contexts = random_contexts(encoder, 2).requires_grad_()
     prompts = SoftPrompts(encoder, WORDS, NAMES)
-    assert torch.autograd.gradcheck(lambda c: prompts(c, max_batch), (contexts,), fast_mode=True, eps=1e-6)
+    assert torch.autograd.gradcheck(prompts, (contexts,), fast_mode=True, eps=1e-6)
     assert all(parameter.grad is None for parameter in encoder.parameters())
 
 
@@ -89,7 +90,7 @@ def test_half_precision_towers_keep_a_float32_context(places: dict[str, str], dt
     prompts = SoftPrompts(encoder, WORDS, NAMES)
     assert prompts.start.dtype == torch.float32
     context = prompts.start[None].clone().requires_grad_()
-    features = prompts(context, 64)
+    features = prompts(context)
     assert features.dtype == torch.float32
     assert (features[0] * encoder.encode_text([f"{WORDS} {name}." for name in NAMES])).sum(1).min() > 0.999
     features[..., 0].sum().backward()
@@ -106,11 +107,10 @@ def test_half_precision_towers_keep_a_float32_context(places: dict[str, str], dt
 
 def literal_views(guard: PromptTuning, image: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Each view of the image, cut to 8 bits, and its stream, drawn alone."""
-    key = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning._VIEWS)
+    key = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning.VIEWS)
     image = image.mul(255).byte().to(F64) / 255
-    draw: Any = guard.augmentation if isinstance(guard, SSTPT) and guard.weak_views else guard.augmix
     streams = [noise.fork(key, number) for number in range(guard.views)]
-    return [(image[None] if i == 0 else draw(image[None], stream), stream) for i, stream in enumerate(streams)]
+    return [(image[None] if i == 0 else guard.augmix(image[None], stream), stream) for i, stream in enumerate(streams)]
 
 
 def step_of_adamw(context: Tensor, slope: Tensor, rate: float) -> Tensor:
@@ -146,7 +146,7 @@ def literal_answer(
 
 
 def literal_rtpt(guard: RTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    f = [clf.encoder.encode_views(view)[0] for view, _ in literal_views(guard, image, seed)]
+    f = [clf.encoder.encode(view)[0] for view, _ in literal_views(guard, image, seed)]
     trust = []
     for v in range(guard.views):
         cosines = sorted((float(f[v] @ f[u]) for u in range(guard.views) if u != v), reverse=True)
@@ -171,14 +171,14 @@ def js_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     views = literal_views(guard, image, seed)
-    f = [clf.encoder.encode_views(view)[0] for view, _ in views]
+    f = [clf.encoder.encode(view)[0] for view, _ in views]
     text = hooked_features(clf.encoder, clf.encoder.text.embed([WORDS])[0][0, 1:5])
     suit, stab = [], []
     for v, (view, stream) in enumerate(views):
         suit.append(1 / (mean_of([2 - 2 * float(f[v] @ f[u]) for u in range(guard.views) if u != v]) + 1e-8))
-        own = noise.fork(stream, prompt_tuning._VARIANTS)
-        shared = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning._VARIANTS) if guard.released else None
-        moved = clf.encoder.encode_views(guard.augmentation(view, own, shared))[0]
+        own = noise.fork(stream, prompt_tuning.VARIANTS)
+        shared = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning.VARIANTS) if guard.released else None
+        moved = clf.encoder.encode(guard.augmentation(view, own, shared))[0]
         p, q = (100 * text @ f[v]).softmax(0), (100 * text @ moved).softmax(0)
         stab.append(1 / (float((released_divergence if guard.released else js_divergence)(p, q)) + 1e-8))
 
@@ -205,10 +205,15 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
 
 
 @both
-@pytest.mark.parametrize("max_batch", [4, 64])
-def test_the_batched_algorithm_equals_the_literal_one(encoder: Encoder, guard: Any, max_batch: int) -> None:
+@pytest.mark.parametrize("most", [4, 64])
+def test_the_batched_algorithm_equals_the_literal_one(
+    encoder: Encoder, guard: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_tuning, "PROMPTS", most)
     clf, images = classifier(encoder), photos(3)
-    out = guard.replace(max_batch=max_batch)(clf, images, seed=5)
+    out = guard(clf, images, seed=5)
+    assert (out.passes == guard.views * (1 if isinstance(guard, RTPT) else 2)).all()
+    assert (out.backward_passes == guard.steps).all()
     literal: Callable[..., Any] = literal_rtpt if isinstance(guard, RTPT) else literal_sstpt
     for i, image in enumerate(images):
         logits, feature = literal(guard, clf, image, 5)
@@ -228,39 +233,11 @@ def test_gradients_reach_the_pixels_when_asked_for(clf: rc.ZeroShotClassifier, g
     assert images.grad.flatten(1).abs().sum(1).min() > 0
 
 
-@both
-@pytest.mark.parametrize("max_batch", [4, 64])
-def test_passes_are_those_of_the_encoder(
-    clf: rc.ZeroShotClassifier, guard: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = {"views": 0, "prompts": 0, "reversed": 0, "largest": 0}
-    raw, embedded = clf.encoder.raw_features, clf.encoder.text.encode_embedded
-
-    def watch_views(pixels: Tensor) -> Tensor:
-        done["views"] += len(pixels)
-        done["largest"] = max(done["largest"], len(pixels))
-        return raw(pixels)
-
-    def watch_prompts(embeddings: Tensor, ends: Tensor) -> Tensor:
-        done["prompts"] += len(embeddings)
-        done["largest"] = max(done["largest"], len(embeddings))
-        if embeddings.requires_grad:
-            embeddings.register_hook(lambda slope: done.update(reversed=done["reversed"] + len(slope)))
-        return embedded(embeddings, ends)
-
-    monkeypatch.setattr(clf.encoder, "raw_features", watch_views)
-    monkeypatch.setattr(clf.encoder.text, "encode_embedded", watch_prompts)
-    for steps in (0, 1, 2):
-        done.update(dict.fromkeys(done, 0))
-        chosen = guard.replace(max_batch=max_batch, steps=steps)
-        out = chosen(clf, photos(3))
-        assert done["views"] == int(out.passes.sum())
-        assert done["reversed"] == len(NAMES) * int(out.backward_passes.sum())
-        assert done["largest"] <= max_batch
-        assert (int(out.passes.max()), int(out.backward_passes.max())) == chosen.cost()
-        # The plain prompts once; then each image's for every step and for the answer; steps again where cut in pieces.
-        runs = steps * (1 if len(NAMES) <= max_batch else 2) + 1
-        assert done["prompts"] == len(NAMES) * (1 + 3 * runs)
+def test_every_image_must_have_the_same_classes(clf: rc.ZeroShotClassifier) -> None:
+    other = rc.ZeroShotClassifier.from_features(clf.encoder, ["a"], torch.ones(1, clf.encoder.dim))
+    for classes in (None, [clf, other]):
+        with pytest.raises(rc.ReactClipError, match="needs the classes, the same for all images of a batch"):
+            SMALL_RTPT.run(clf.encoder, photos(2), 0, classes)
 
 
 @pytest.mark.parametrize("name", ["r-tpt", "ss-tpt"])

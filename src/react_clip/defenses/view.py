@@ -216,9 +216,8 @@ class View:
         """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
         self.passes = self.passes + 1.0
         with torch.no_grad():
-            return self._once(
-                lambda: torch.cat([self.encoder.raw(part) for part in torch.split(images.detach(), VIEWS)])
-            )
+            parts = torch.split(images.detach(), VIEWS)
+            return self._once((images,), lambda: torch.cat([self.encoder.raw(part) for part in parts]))
 
     def gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
         """Raw features of images ``[B, D]``, and the gradient ``[B, 3, S, S]`` of an objective in their pixels.
@@ -232,7 +231,7 @@ class View:
                 "it outside (calling the defence inside is fine)"
             )
         self.passes, self.backward_passes = self.passes + 1.0, self.backward_passes + 1.0
-        return self._once(lambda: self._gradient(objective, at.detach()))
+        return self._once((at,), lambda: self._gradient(objective, at.detach()))
 
     def _gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
         parts = []
@@ -351,13 +350,16 @@ class View:
 
     def _features(self, copies: tuple[Copies, ...], rows: Tensor | None = None) -> list[Tensor]:
         """Unit features of views of all images, or of those with these numbers ``[n]``."""
-        return self._once(lambda: self._encode(copies, rows))
+        given = tuple(value for each in copies for value in each.values)
+        return self._once(given, lambda: self._encode(copies, rows))
 
-    def _once(self, compute: Callable[[], Result]) -> Result:
-        """The result of ``compute``, or what the earlier run had at this place."""
-        result = self._replay.pop(0) if self._replay else compute()
+    def _once(self, given: tuple[Tensor, ...], compute: Callable[[], Result]) -> Result:
+        """The result of ``compute``, or that of the earlier run at this place if it was computed from the same."""
+        before, result = self._replay.pop(0) if self._replay else (None, None)
+        if before is None or len(before) != len(given) or not all(map(torch.equal, before, given)):
+            result = compute()
         if self.force is not None:
-            self.recorded.append(result)
+            self.recorded.append((given, result))
         return result
 
     def _encode(self, copies: tuple[Copies, ...], rows: Tensor | None) -> list[Tensor]:
