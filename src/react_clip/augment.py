@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.config import Configuration, Count, Range, Share
+from react_clip.config import Configuration, Count, Fraction, Range
 from react_clip.errors import ReactClipError
 
 _LUMA = (0.299, 0.587, 0.114)
@@ -73,7 +73,7 @@ class WeakAugmentation(Motion):
     (torch.Size([2, 3, 32, 32]), True, True)
     """
 
-    probability: Share = 0.5
+    probability: Fraction = 0.5
     """Chance of each of blur, noise and jitter."""
     blur_kernel: Count = 5
     """Side of the blur's kernel in pixels, odd."""

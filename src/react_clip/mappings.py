@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from react_clip.config import Positive, Registered, Registry, Share
+from react_clip.config import Fraction, Positive, Registered, Registry
 
 LARGEST_DRIFT = 1e6
 """Cap on \\|r\\| inside a mapping, so that no power or product of it overflows fp32."""
@@ -57,7 +57,7 @@ class Constant(Mapping):
 
     kind = "constant"
     colour = "#E69F00"
-    sigma: Share = 0.1
+    sigma: Fraction = 0.1
     """Standard deviation of the anchor's noise, for pixels in [0, 1]."""
 
     def _scale(self, relative: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def words_replaced(tower: Any, context: Tensor) -> Iterator[None]:
 
 
 def hooked_features(encoder: Encoder, context: Tensor) -> Tensor:
-    with words_replaced(encoder.tower, context):
+    with words_replaced(encoder.text, context):
         features = encoder.text._features([f"{WORDS} {name}." for name in NAMES])
     return features / features.norm(dim=1, keepdim=True)
 
@@ -249,7 +249,7 @@ def test_an_encoder_without_a_text_tower_is_refused(name: str) -> None:
 
 def test_unsupported_text_towers_are_refused(places: dict[str, str]) -> None:
     encoder = rc.load(places["open_clip"], device="cpu")
-    encoder.tower.text_pool_type = "last"
+    encoder.text.model.text_pool_type = "last"
     with pytest.raises(rc.ReactClipError, match="takes no token embeddings"):
         RTPT()(classifier(encoder), photos(1, torch.float32))
 

@@ -26,6 +26,7 @@ class AOM(Defense):
     kind = "aom"
     colour = "#E69F00"
     removed: ClassVar[dict[str, Any]] = {
+        **Defense.removed,
         **{"instability": False, "tau": None},
         **dict.fromkeys(("sigma_low", "sigma_high", "probe_samples", "augmentation"), ...),
     }
@@ -55,7 +56,7 @@ class DefendCLIP(AOM):
     kind = "defend-clip"
     label = "Defend-CLIP"
     colour = "#56B4E9"
-    removed: ClassVar[dict[str, Any]] = {"instability": False, "augmentation": ...}
+    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "instability": False, "augmentation": ...}
 
     sigma_low: float = 0.02
     """Scale of the weak noise."""

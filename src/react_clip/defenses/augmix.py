@@ -46,7 +46,7 @@ class AugMix(Configuration):
     """
 
     area: Range = (0.08, 1.0)
-    """Share of the image that a crop covers."""
+    """Fraction of the image that a crop covers."""
     aspect: Range = (3 / 4, 4 / 3)
     """Width over height of a crop, drawn uniformly on the logarithmic scale."""
     chains: Whole = 3

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -118,10 +118,9 @@ class Defense(Registered, ABC):
 
     registry: ClassVar[Registry[Defense]] = Registry("defence", "react_clip.defenses")
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """New names of fields in earlier configuration files."""
-    removed: ClassVar[Mapping[str, Any]] = {}
-    """Fields of earlier files that are gone, with the values that can still be read; ``...`` for any value."""
+    removed: ClassVar[Mapping[str, Any]] = {
+        **{"lazy": True, "max_batch": ..., "sequential": None, "jitter": 0.0, "alpha_closed": 0.0}
+    }
 
     @abstractmethod
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
@@ -189,24 +188,6 @@ class Defense(Registered, ABC):
             measured = {name: value.detach() for name, value in diagnostics.items()}
             names = [clf.names for clf in x.classifiers]
             return Defended(features, logits, gated, passes, backward, measured, names, x.encoder.similarity)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """A defence from its fields; files of the last release can be read if they keep to what is left."""
-        if not isinstance(data, Mapping) or "kind" not in vars(cls):
-            return super().from_dict(data)
-        values = {cls.renamed.get(name, name): value for name, value in data.items()}
-        for name, default in (_REMOVED | dict(cls.removed)).items():
-            if name in values and values.pop(name) != default and default is not ...:
-                raise ReactClipError(
-                    f"{cls.kind} has no field {name!r} any more, and this file sets it to {data[name]!r}; it now works "
-                    f"as with {default!r}: remove the field"
-                )
-        return super().from_dict(values)
-
-
-_REMOVED: dict[str, Any] = {"lazy": True, "max_batch": ..., "sequential": None, "jitter": 0.0, "alpha_closed": 0.0}
-"""Fields of the last release that no defence has any more."""
 
 
 class Undefended(Defense):

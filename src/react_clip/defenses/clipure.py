@@ -42,7 +42,7 @@ class CLIPure(Defense):
     kind = "clipure"
     label = "CLIPure-Cos"
     colour = "#4477AA"
-    removed: ClassVar[dict[str, Any]] = {"batch": 1}
+    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "batch": 1}
     steps: Count = 10
     """Ascent steps."""
     step_size: NonNegative = 30.0

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.config import Count, NonNegative, PixelLength, Share
+from react_clip.config import Count, Fraction, NonNegative, PixelLength
 from react_clip.defenses.base import Defense
 from react_clip.defenses.counterattack import START, distance_from, iterate_weights, relative_distance
 from react_clip.defenses.view import View
@@ -50,7 +50,7 @@ class DOC(Defense):
     """Change of a pixel value per step."""
     diversity: NonNegative = 0.05
     """Lambda, the length of the orthogonal noise beside the unit gradient."""
-    momentum: Share = 0.75
+    momentum: Fraction = 0.75
     """Mu."""
     tau: float = 0.155
     """The counterattack has half its weight here. The port's experiments use 0.155 and a ``gamma`` of 75; its second

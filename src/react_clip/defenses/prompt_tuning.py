@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from react_clip import noise
 from react_clip.augment import JitterFirst
-from react_clip.config import Count, NonNegative, Positive, Share, Whole
+from react_clip.config import Count, Fraction, NonNegative, Positive, Whole
 from react_clip.defenses.augmix import AugMix
 from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View, straight_through
@@ -288,12 +288,12 @@ class SSTPT(PromptTuning):
     kind = "ss-tpt"
     label = "SS-TPT"
     colour = "#C2452D"
-    removed: ClassVar[dict[str, Any]] = {"weak_views": False}
+    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "weak_views": False}
 
     views: Count = 16
     selected: Annotated[int, Field(ge=2)] = 3
     temperature: Positive = 0.25
-    suitability: Share = 0.4
+    suitability: Fraction = 0.4
     """Fraction of suitability in the score; the rest is stability."""
     consistency: NonNegative = 1.0
     """Weight of the divergence in the loss."""

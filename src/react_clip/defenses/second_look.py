@@ -20,8 +20,9 @@ Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), whose gate is th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field
@@ -40,7 +41,7 @@ from react_clip.zeroshot import ZeroShotClassifier
 if TYPE_CHECKING:
     from react_clip.calibration import Calibration
 
-Fraction = Annotated[float, Field(gt=0, lt=1)]
+Size = Annotated[float, Field(gt=0, lt=1)]
 
 COPY, MOVED_COPY = range(2)
 """Branches of an image's random stream: motion of the copy (where it is not smaller), motion of the moved copy."""
@@ -76,12 +77,11 @@ class SecondLook(Defense):
 
     kind = "second_look"
     colour = "#332288"
-    renamed: ClassVar[dict[str, str]] = {"look": "copy_size", "moved_look": "moved_copy_size"}
 
-    copy_size: Fraction | None = 176 / 224
+    copy_size: Size | None = 176 / 224
     """Side of the small copy as a fraction of the image's, rounded to whole patches. ``None`` compares with moved views
     of full size, as do encoders that take one size only in any case."""
-    moved_copy_size: Fraction = 160 / 224
+    moved_copy_size: Size = 160 / 224
     """The same for the moved copy; the size of the small copy where the encoder cannot take it."""
     threshold: Annotated[float, Field(ge=0, le=2)] = 0.4795
     """t, the distance between the features of image and copy from which an image counts as attacked."""
@@ -120,6 +120,12 @@ class SecondLook(Defense):
         if size is None:
             return encoder.image_size, encoder.image_size
         return size, _whole_patches(encoder, self.moved_copy_size) or size
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Also reads files of the last release, where the small copy was called look."""
+        new = {"look": "copy_size", "moved_look": "moved_copy_size"}
+        return super().from_dict({new.get(name, name): value for name, value in data.items()})
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
