@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from react_clip import ReactClipError, noise
 from toys import on_a_gpu, toy_images
+
+SECRET = b"a secret that is long enough"
 
 
 def test_numbers_are_standard_normal_and_streams_are_unrelated() -> None:
@@ -63,32 +66,35 @@ def test_keys_follow_the_pixels_the_seed_and_the_secret() -> None:
     images = toy_images(2)
     moved = images.clone()
     moved[0, 1, 3, 3] += 1e-6
-    for seed in (0, b"secret"):
+    for seed in (0, SECRET):
         keys, other = noise.stream_keys(images, seed), noise.stream_keys(moved, seed)
         assert keys[0] != other[0]
         assert keys[1] == other[1]
     assert not torch.equal(noise.stream_keys(images, 0), noise.stream_keys(images, 1))
-    assert not torch.equal(noise.stream_keys(images, b"a"), noise.stream_keys(images, b"b"))
+    assert not torch.equal(noise.stream_keys(images, b"a" * 16), noise.stream_keys(images, b"b" * 16))
     assert torch.equal(noise.stream_keys(images * 0.0, 0), noise.stream_keys(-images * 0.0, 0)), "-0.0 equals 0.0"
 
 
 def test_a_secret_key_is_the_hmac_of_the_pixels() -> None:
     images = toy_images(1)
-    digest = hmac.digest(b"secret", images.numpy().tobytes(), "sha256")
-    assert noise.stream_keys(images, b"secret").item() == int.from_bytes(digest[:8], "little", signed=True)
+    digest = hmac.digest(SECRET, images.numpy().tobytes(), "sha256")
+    assert noise.stream_keys(images, SECRET).item() == int.from_bytes(digest[:8], "little", signed=True)
     assert noise.stream_keys(images, b"long" * 40).shape == (1,)
-    with pytest.raises(ReactClipError, match="secret key is empty"):
-        noise.stream_keys(images, b"")
+    for seed, says in ((b"", "has 0 bytes"), (b"short", "has 5 bytes"), ("12345", "type str"), (1.5, "type float")):
+        with pytest.raises(ReactClipError, match=says) as caught:
+            noise.stream_keys(images, seed)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    assert torch.equal(noise.stream_keys(images, np.int64(3)), noise.stream_keys(images, 3))  # type: ignore[arg-type]
 
 
 def test_pixels_of_8_bits_are_hashed_as_bytes() -> None:
     levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    digest = hmac.digest(b"secret", b"8 bit" + bytes(range(256)), "sha256")
-    [key] = noise.stream_keys(levels, b"secret")
+    digest = hmac.digest(SECRET, b"8 bit" + bytes(range(256)), "sha256")
+    [key] = noise.stream_keys(levels, SECRET)
     assert key.item() == int.from_bytes(digest[:8], "little", signed=True)
     pixels = levels.float() / 255.0
-    assert noise.stream_keys(pixels, b"secret") == key
-    assert noise.stream_keys(torch.where(pixels == 0, -0.0, pixels), b"secret") == key
+    assert noise.stream_keys(pixels, SECRET) == key
+    assert noise.stream_keys(torch.where(pixels == 0, -0.0, pixels), SECRET) == key
     for index, value in (
         (1, pixels.flatten()[1].nextafter(torch.tensor(1.0))),
         (0, -1 / 255),
@@ -97,15 +103,15 @@ def test_pixels_of_8_bits_are_hashed_as_bytes() -> None:
     ):
         changed = pixels.clone()
         changed.flatten()[index] = value
-        assert noise.stream_keys(changed, b"secret") != key
+        assert noise.stream_keys(changed, SECRET) != key
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_secret_keys_are_those_of_images_alone_on_the_cpu(device: str) -> None:
     exact = torch.arange(3 * 256).reshape(3, 1, 16, 16) % 256 / 255.0
     mixed = torch.cat([exact[:1], toy_images(2)[:, :1], exact[1:] / 2, exact[:1]])
-    alone = [noise.stream_keys(image[None], b"secret").item() for image in mixed]
-    assert noise.stream_keys(mixed.to(device), b"secret").tolist() == alone
+    alone = [noise.stream_keys(image[None], SECRET).item() for image in mixed]
+    assert noise.stream_keys(mixed.to(device), SECRET).tolist() == alone
     assert alone[0] == alone[-1] != alone[1]
 
 

@@ -49,23 +49,6 @@ them. For clean photos of ViT-B/16 it is at 0.5 (Caltech101) to 0.7 (EuroSAT), f
 NEVER = 1e9
 """A threshold that no score reaches."""
 
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``."""
-
-
-class Threshold(Configuration):
-    """A threshold that leaves a fraction of clean photos alone."""
-
-    value: float
-    interval: tuple[float, float]
-    """95 % interval, over resampled photos."""
-    clean_pass: float
-    """Fraction of the photos that should stay below it."""
-    photos: int
-    """Number of photos."""
-    median: float
-    """Median score of the photos."""
-
 
 class CalibrationPoint(Configuration):
     """One budget: its mean drift ratio, the accuracy at every anchor scale, and the best scale."""
@@ -83,8 +66,16 @@ class Calibration(Configuration):
 
     config: Defense
     """The calibrated defence."""
-    threshold: Threshold | None
-    """How its threshold was found; ``None`` if it was given."""
+    threshold: float | None
+    """Its threshold."""
+    photos: int
+    """Number of clean photos."""
+    clean_pass: float | None = None
+    """Fraction of them that should stay below the threshold; ``None`` if it was given, not measured."""
+    interval: tuple[float, float] | None = None
+    """95 % interval of the threshold, over resampled photos."""
+    median: float | None = None
+    """Median score of the photos."""
     points: tuple[CalibrationPoint, ...] = ()
     """What Algorithm 1 measured at each budget."""
     fits: dict[str, Curve] = field(default_factory=dict)
@@ -107,7 +98,7 @@ def score_photos(
     batch: int,
     seed: int,
     skip_unneeded: bool,
-    progress: Progress,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[N]`` and features ``[N, D]`` of photos, on the CPU."""
     if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
@@ -123,39 +114,35 @@ def score_photos(
             out = defense.run(encoder, pixels, seed, classes, skip_unneeded=skip_unneeded)
         scores.append(out.score.float().cpu())
         features.append(out.features.float().cpu())
-        progress("clean photos", min(start + batch, len(photos)), len(photos))
+        progress(min(start + batch, len(photos)), len(photos))
     return torch.cat(scores), torch.cat(features)
 
 
-def clean_threshold(scores: Tensor, clean_pass: float, seed: int = 0) -> Threshold:
-    """The smallest threshold, to four digits, with at least ``clean_pass`` of the scores ``[N]`` below it.
+def clean_threshold(scores: Tensor, clean_pass: float) -> list[float]:
+    """For each row of scores ``[R, N]`` the smallest number, to four digits, above ``clean_pass`` of them.
 
-    >>> clean_threshold(torch.arange(100) / 100, 0.95).value
-    0.9401
+    >>> clean_threshold(torch.arange(100)[None] / 100, 0.95)
+    [0.9401]
     """
+    largest_below = scores.float().kthvalue(math.ceil(clean_pass * scores.shape[1] - 1e-9)).values
+    # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
+    above = torch.nextafter(largest_below, torch.tensor(torch.inf)).tolist()
+    return [math.ceil(each * 1e4) / 1e4 for each in above]
+
+
+def measured_threshold(scores: Tensor, clean_pass: float, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a :class:`Calibration`, and a note if there are few photos; a bootstrap gives the interval."""
     if not 0 < clean_pass < 1:
         raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
-    generator = torch.Generator().manual_seed(seed)
-    resamples = scores[torch.randint(len(scores), (RESAMPLES, len(scores)), generator=generator)]
-    value, *others = (_just_above(each, clean_pass) for each in (scores, *resamples))
+    generator, count = torch.Generator().manual_seed(seed), len(scores)
+    resamples = scores[torch.randint(count, (RESAMPLES, count), generator=generator)]
+    value, *others = clean_threshold(torch.cat([scores[None], resamples]), clean_pass)
     low, high = np.quantile(others, [0.025, 0.975]).round(4).tolist()
-    interval = (min(low, value), max(high, value))
-    return Threshold(value, interval, clean_pass, len(scores), round(float(scores.median()), 4))
-
-
-def _just_above(scores: Tensor, clean_pass: float) -> float:
-    """The smallest number, to four digits, above this fraction of the scores."""
-    largest_below = scores.float().kthvalue(math.ceil(clean_pass * len(scores) - 1e-9)).values
-    # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
-    above = float(torch.nextafter(largest_below, torch.tensor(torch.inf)))
-    return math.ceil(above * 1e4) / 1e4
-
-
-def _notes_on(threshold: Threshold) -> list[str]:
-    """A line if there are too few photos for the wanted fraction."""
-    needed = math.ceil(BEYOND / (1.0 - threshold.clean_pass) - 1e-9)
-    few = f"{threshold.photos} photos are few for clean_pass {threshold.clean_pass:g}: {needed} or more give a steadier"
-    return [] if threshold.photos >= needed else [f"{few} threshold; see its interval"]
+    interval, median = (min(low, value), max(high, value)), round(float(scores.median()), 4)
+    fields = {"threshold": value, "photos": count, "clean_pass": clean_pass, "interval": interval, "median": median}
+    needed = math.ceil(BEYOND / (1.0 - clean_pass) - 1e-9)
+    few = f"{count} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see its "
+    return fields, [] if count >= needed else [f"{few}interval"]
 
 
 def calibrate_threshold(
@@ -167,7 +154,7 @@ def calibrate_threshold(
     batch: int = 32,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
     """Choose the threshold of SecondLook from clean photos.
 
@@ -179,21 +166,21 @@ def calibrate_threshold(
         batch: photos at a time.
         seed: of the bootstrap, and of the motion where the copy is a moved view.
         provenance: what to write down about model and photos.
-        progress: called after every batch.
+        progress: called as ``progress(done_photos, total_photos)`` after every batch.
     """
     base = base or SecondLook()
     # Without classes and with the largest threshold the feature is the plain one.
-    options: Any = {"batch": batch, "seed": seed, "skip_unneeded": True, "progress": progress}
-    scores, features = score_photos(base.replace(threshold=2.0), encoder, photos, None, **options)
-    threshold = clean_threshold(scores, clean_pass, seed)
-    _check_photos(features, threshold.value)
-    notes = _notes_on(threshold)
+    given = base.replace(threshold=2.0), encoder, photos, None
+    scores, features = score_photos(*given, batch=batch, seed=seed, skip_unneeded=True, progress=progress)
+    found, notes = measured_threshold(scores, clean_pass, seed)
+    _check_photos(features, found["threshold"])
     if base.copy_size is not None and base.sizes(encoder)[0] == encoder.image_size:
         notes += [f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes"]
     for note in notes:
         warnings.warn(note, stacklevel=2)
     provenance = {"model": encoder.name, "seed": seed, **(provenance or {})}
-    return Calibration(base.replace(threshold=threshold.value), threshold, provenance=provenance, notes=tuple(notes))
+    config = base.replace(threshold=found["threshold"])
+    return Calibration(config, **found, provenance=provenance, notes=tuple(notes))
 
 
 def _check_photos(features: Tensor, threshold: float) -> None:
@@ -229,7 +216,7 @@ def calibrate(
     batch: int = 64,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Calibration:
     """Fit sigma(r) of ReACT on labelled photos (Algorithm 1), and choose tau on the same photos, unattacked.
 
@@ -246,7 +233,7 @@ def calibrate(
         batch: images at a time.
         seed: of attack and noise.
         provenance: what to write down about model and data.
-        progress: called after every batch.
+        progress: called as ``progress(stage, done_batches, total_batches)``.
     """
     base = base or ReACT()
     if mapping not in _FITS:
@@ -268,18 +255,19 @@ def calibrate(
     if mapping not in fits:
         reason = next(note for note in left_out if note.startswith(mapping))
         raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
-    threshold, tau, notes = None, base.tau, [*_edge_notes(points, sigmas), *left_out]
+    notes = _edge_notes(points, sigmas)
+    found: dict[str, Any] = {"threshold": base.tau, "photos": len(pixels)}
     if clean_pass is not None:
         # All J are wanted and no anchor, of which one view is the least.
-        options: Any = {"batch": batch, "seed": seed, "skip_unneeded": False, "progress": progress}
-        scores, _ = score_photos(base.replace(views=1, tau=NEVER), clf.encoder, pixels, clf, **options)
-        threshold = clean_threshold(scores, clean_pass, seed)
-        tau, notes = threshold.value, [*_notes_on(threshold), *notes]
+        given = base.replace(views=1, tau=NEVER), clf.encoder, pixels, clf
+        scores, _ = score_photos(*given, batch=batch, seed=seed, skip_unneeded=False)
+        found, few = measured_threshold(scores, clean_pass, seed)
+        notes += few
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    about = {"seed": seed, "attack": f"pgd-{steps}", "mapping": mapping}
-    config = base.replace(mapping=fits[mapping], tau=tau)
-    return Calibration(config, threshold, tuple(points), fits, {**(provenance or {}), **about}, tuple(notes))
+    about = {**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping}
+    config = base.replace(mapping=fits[mapping], tau=found["threshold"])
+    return Calibration(config, **found, points=tuple(points), fits=fits, provenance=about, notes=(*notes, *left_out))
 
 
 def _measure(
@@ -289,7 +277,7 @@ def _measure(
     attack: PGD,
     sigmas: Sequence[float],
     seed: int,
-    progress: Progress,
+    progress: Callable[[str, int, int], None],
 ) -> CalibrationPoint:
     """One budget: attack batches of photos, take their drift ratio, sweep the anchor scale."""
     # Only the drift ratio is wanted: a gate that never opens spends no anchor views.
