@@ -163,7 +163,8 @@ def secret_key(image: Tensor, secret: bytes) -> int:
     """Key of one image on the CPU: the HMAC-SHA256 of its pixels, which for uint8 is what :func:`stream_keys` gives.
 
     >>> image = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    >>> secret_key(image, b"secret") == int(stream_keys(image[None], b"secret"))
+    >>> secret = bytes(32)
+    >>> secret_key(image, secret) == int(stream_keys(image[None], secret))
     True
     """
     kind = b"8 bit" if image.dtype == torch.uint8 else b""
