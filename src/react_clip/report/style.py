@@ -128,13 +128,13 @@ def style_axes(axes: Axes, x: str = "", y: str = "", title: str = "") -> Axes:
 
 def legend(figure: Figure) -> None:
     """One legend right of all panels; every label once."""
-    entries = {}
+    entries: Line = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
     if entries:
-        columns = {"ncols": 1 + len(entries) // 26, "frameon": False, "fontsize": SMALL}
-        figure.legend(entries.values(), entries, loc="outside right upper", **columns)
+        look: Line = {"ncols": 1 + len(entries) // 26, "frameon": False, "fontsize": SMALL}
+        figure.legend(list(entries.values()), list(entries), loc="outside right upper", **look)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -78,7 +78,14 @@ class Table:
 
     def latex(self) -> str:
         """A booktabs table."""
-        escaped = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "±": r"$\pm$"}
+        escaped: dict[str, str | int | None] = {
+            "&": r"\&",
+            "%": r"\%",
+            "$": r"\$",
+            "#": r"\#",
+            "_": r"\_",
+            "±": r"$\pm$",
+        }
         caption = self.caption.translate(str.maketrans(escaped))
         frame = pd.DataFrame(self.texts, columns=list(self.header))
         return str(frame.to_latex(index=False, escape=True, caption=caption)).replace("±", r"$\pm$")
