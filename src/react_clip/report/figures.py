@@ -262,13 +262,15 @@ def sigma_over_drift(result: EvaluationResult, calibration: Calibration | None) 
 
 def calibration_figure(calibration: Calibration) -> Figure:
     """Mean drift and best anchor scale of each budget (stars), and the fitted mappings."""
+    if not calibration.points:
+        raise MissingDataError("the calibration measured a threshold alone, no anchor scales")
     figure = new_figure()
     x, y = "mean relative cross-noise drift r", "best anchor scale σ (pixels in [0, 1])"
     axes = style_axes(figure.add_subplot(), x, y)
     points = calibration.points
     grid = torch.linspace(0.0, 1.12 * max(point.mean_drift for point in points), 200)
     for name, fit in calibration.fits.items():
-        used = fit == calibration.config.mapping
+        used = fit == getattr(calibration.config, "mapping", None)
         label = name.replace("_", " ") + (" (used)" if used else "")
         axes.plot(grid, fit(grid), linewidth=2.2 if used else 1.2, label=label)
     for place, point in enumerate(points):

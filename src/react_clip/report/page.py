@@ -136,7 +136,10 @@ def write_report(
         if not 0 <= value <= most:
             raise ReactClipError(f"{name} is {value}; it must lie between 0 and {most}")
     result = join([EvaluationResult.load(Path(folder)) for folder in folders])
-    fitted = Calibration.load(calibration) if calibration is not None else None
+    try:
+        fitted = Calibration.load(calibration) if calibration is not None else None
+    except ReactClipError as error:
+        raise ReactClipError(f"{calibration} is no file of `react-clip calibrate`: {error}") from None
     drawn, not_drawn = draw_all(result, fitted, out / FIGURES, progress)
     figures = []
     for item in drawn:

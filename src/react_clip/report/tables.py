@@ -195,8 +195,8 @@ def calibration_table(calibration: Calibration) -> Table:
     )
     words = (
         f"Calibration of {calibration.provenance.get('model', 'a model')}: the drift r of attacked photos, the anchor "
-        f"scale sigma with the highest defended accuracy, and that accuracy in % of the attacked photos; tau is "
-        f"{calibration.config.tau:g}. Only photos that plain CLIP gets right; the attacker knows no defence."
+        f"scale sigma with the highest defended accuracy, and that accuracy in % of the attacked photos; the threshold "
+        f"is {calibration.threshold:g}. Only photos that plain CLIP gets right; the attacker knows no defence."
     )
     return Table("calibration", words, ("budget", "mean r", "best sigma", "accuracy there", "photos"), lines)
 
