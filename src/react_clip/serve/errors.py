@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 KINDS = {
-    400: ("malformed_body", "The body cannot be parsed."),
+    400: ("malformed_body", "The body cannot be parsed, or the Host header is not allowed."),
     401: ("unauthorized", "The API key is missing or unknown."),
-    403: ("forbidden", "Metrics need an API key or --open-metrics."),
+    403: ("forbidden", "Metrics need an API key or --diagnostics, or the request comes from the page of another site."),
     404: ("not_found", "There is nothing at this path."),
     405: ("method_not_allowed", "The path has another method."),
     408: ("timeout", "The body came too slowly."),
@@ -21,13 +21,8 @@ KINDS = {
 """Type and description of the errors of each status."""
 
 
-def kind_of(status: int) -> str:
-    """Type of the errors of a status."""
-    return KINDS[status][0] if status in KINDS else "error"
-
-
-class RequestError(Exception):
-    """An answer other than 200: its status, one line, the field it is about, and extra headers."""
+class RequestError(HTTPException):
+    """An answer other than 200: its status, one line, its type, the field it is about, and extra headers."""
 
     def __init__(
         self,
@@ -38,15 +33,13 @@ class RequestError(Exception):
         field: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.field, self.headers = status, field, headers or {}
-        self.message = " ".join(message.split())
-        self.kind = kind or kind_of(status)
+        super().__init__(status, " ".join(message.split()), headers)
+        self.kind, self.field = kind or KINDS.get(status, ("error",))[0], field
 
     def response(self) -> JSONResponse:
         """``{"error": {"message", "type", "field"}}`` with this status."""
-        error = {"message": self.message, "type": self.kind, "field": self.field}
-        return JSONResponse({"error": error}, self.status, self.headers)
+        error = {"message": self.detail, "type": self.kind, "field": self.field}
+        return JSONResponse({"error": error}, self.status_code, self.headers)
 
 
 def busy(message: str, *, kind: str = "overloaded") -> RequestError:
@@ -55,26 +48,28 @@ def busy(message: str, *, kind: str = "overloaded") -> RequestError:
 
 
 def late(deadline: float) -> RequestError:
-    """503 for an answer that was not ready within ``deadline`` seconds."""
-    line = f"the answer was not ready within {deadline:g} s; try again, or send fewer images"
-    return busy(line, kind="deadline")
+    """503 for an answer that is not ready in time."""
+    return busy(f"the answer was not ready within {deadline:g} s; try again, or send fewer images", kind="deadline")
 
 
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths (404) and wrong methods (405) in the shape of all errors."""
+    """Any HTTP error in the shape of all errors."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        headers = dict(error.headers or {})
-        line = f"{request.method} is not offered here; use {headers.get('Allow', 'another method')}"
-        return RequestError(405, line, headers=headers).response()
-    return RequestError(error.status_code, "there is nothing at this path; see /docs").response()
+    if isinstance(error, RequestError):
+        return error.response()
+    line = error.detail
+    if error.status_code == 404:
+        line = "there is nothing at this path; see /docs"
+    elif error.status_code == 405:
+        line = f"{request.method} is not offered here; use {(error.headers or {}).get('Allow', 'another method')}"
+    return RequestError(error.status_code, line, headers=dict(error.headers or {})).response()
 
 
 def quote(value: object, limit: int = 60) -> str:
     """A caller's value for an error message: quoted, on one line, at most ``limit`` characters.
 
     >>> quote("x" * 200), quote([1, 2])
-    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'a list')
+    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...', 'a list')
     """
     if not isinstance(value, str | bytes | int | float | None):
         return f"a {type(value).__name__}"

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections import Counter as Counts
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-
-from react_clip.defenses.second_look import BRANCHES
-from react_clip.serve.answers import Answer
+from torch import Tensor
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of the folder in which several processes keep their values; prometheus_client reads it."""
 
 
 class Metrics:
-    """The metrics of one application, in a registry of their own, so that several applications fit in one process.
-
-    With ``shared`` the text has the sums over all processes; call :func:`share_between_processes` before.
-    """
+    """The metrics of one process, in a registry of their own; ``shared`` adds up those of all processes of a service."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool) -> None:
         self._shared = shared
         self._registry = CollectorRegistry()
         options: Any = {"namespace": "react_clip", "registry": self._registry}
@@ -35,23 +32,26 @@ class Metrics:
         )
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
         self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **gauge)
-        self._images = Counter(
-            "images", "Images answered: kept, blended with their looks, or corrected.", ["branch"], **options
-        )
-        for branch in BRANCHES:  # a rate needs the zero before the first image
+        help_text = "Images answered: kept, changed below the gate's threshold (blend), or counted as attacked (correct)."
+        self._images = Counter("images", help_text, ["branch"], **options)
+        for branch in ("keep", "blend", "correct"):  # a rate needs the zero before the first image
             self._images.labels(branch)
-        self._passes = Counter("encoder_passes", "Encoder passes spent on images.", **options)
+        self._passes = Counter("encoder_passes", "Encoder passes for images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)
         self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
-        self.waiting = Gauge("queue_images", "Images that wait.", **gauge)
+        self.waiting = Gauge("queue_images", "Places of the queue that are taken.", **gauge)
 
-    def count_batch(self, answers: list[Answer], label_lists: int, seconds: float) -> None:
-        """Count a finished batch."""
-        for branch, images in Counts(answer.branch for answer in answers).items():
+    def count_batch(
+        self, gated: Tensor, suspicious: Tensor, passes: Tensor, *, label_lists: int, seconds: float
+    ) -> None:
+        """Count a finished batch; tensors have one value per image."""
+        corrected, changed = int(suspicious.sum()), int(gated.sum())
+        counts = {"keep": len(gated) - changed, "blend": changed - corrected, "correct": corrected}
+        for branch, images in counts.items():
             self._images.labels(branch).inc(images)
-        self._passes.inc(sum(answer.passes for answer in answers))
-        self._batch_images.observe(len(answers))
+        self._passes.inc(float(passes.sum()))
+        self._batch_images.observe(len(gated))
         self._batch_lists.observe(label_lists)
         self._batch_seconds.observe(seconds)
 
@@ -59,20 +59,15 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         if not self._shared:
             return generate_latest(self._registry)
+        # The images and requests of a process that has ended are no longer there.
+        for process in {int(path.stem.rpartition("_")[2]) for path in Path(os.environ[_FOLDER]).glob("gauge_*.db")}:
+            if not Path(f"/proc/{process}").exists():
+                mark_process_dead(process)  # type: ignore[no-untyped-call]
         sums = CollectorRegistry()
         MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
         return generate_latest(sums)
 
 
-def share_between_processes(folder: str, place: int) -> None:
-    """Keep the values of later ``Metrics`` in files of ``folder``, where all processes can read them.
-
-    A process that takes the place of another continues its counters.
-    """
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-    values.ValueClass = values.MultiProcessValue(lambda: place)  # type: ignore[no-untyped-call]
-
-
-def forget_process(folder: str, place: int) -> None:
-    """Take the requests and images of a process that has ended out of the gauges."""
-    mark_process_dead(place, folder)  # type: ignore[no-untyped-call]
+def share_between_processes(folder: str) -> None:
+    """Let the processes started from now on keep their values in files of ``folder``."""
+    os.environ[_FOLDER] = folder

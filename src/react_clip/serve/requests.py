@@ -1,4 +1,4 @@
-"""Requests of the HTTP API as pydantic models.
+"""Requests of the HTTP API as pydantic models, and the decoding of their photos.
 
 They are validated with the service's ``Settings`` as context, which holds the limits. JSON and forms use the same
 models; in JSON the types are strict.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -24,8 +26,11 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from torch import Tensor
 
+from react_clip import noise
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import Limits, Preprocessing, to_8bit
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.settings import Settings
 from react_clip.zeroshot import check_names
@@ -33,12 +38,21 @@ from react_clip.zeroshot import check_names
 MAX_EPS = 16
 """Strongest attack of the demo, in 255ths."""
 
-_SENTENCE = "sentence"
+LABEL_LENGTH = 100
+"""Most characters of one label or template."""
+
+_SIGNATURES = (
+    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM"),
+    *(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),  # TIFF and BigTIFF
+)
+"""First bytes of the formats that the library reads; WebP has its own after the length."""
+
+_OURS = "sentence"
 """Type of our own validation errors: their text follows the field's name, or stands alone."""
 
 
 def _wrong(text: str, **context: Any) -> PydanticCustomError:
-    return PydanticCustomError(_SENTENCE, "{text}", {"text": text, **context})
+    return PydanticCustomError(_OURS, "{text}", {"text": text, **context})
 
 
 def _image_bytes(image: Any) -> bytes:
@@ -64,15 +78,9 @@ def _image_bytes(image: Any) -> bytes:
     return data
 
 
-def _check_count(images: list[bytes], info: ValidationInfo[Settings]) -> list[bytes]:
-    if len(images) > (limit := info.context.max_images):
-        raise _wrong(f"has {len(images)} entries; the limit is {limit}; send several requests")
-    return images
-
-
-def _check_length(text: str, info: ValidationInfo[Settings]) -> str:
-    if len(text) > (limit := info.context.max_label_length):
-        raise _wrong(f"has {len(text)} characters; the limit is {limit}; shorten it")
+def _check_label(text: str) -> str:
+    if len(text) > LABEL_LENGTH:
+        raise _wrong(f"has {len(text)} characters; the limit is {LABEL_LENGTH}; shorten it")
     return text
 
 
@@ -80,13 +88,6 @@ def _check_template(text: str) -> str:
     if text.count("{}") != 1:
         raise _wrong(f"is {quote(text)}; it needs exactly one {{}} where the label goes")
     return text
-
-
-def _check_names(labels: list[str]) -> list[str]:
-    try:
-        return list(check_names(labels))
-    except ReactClipError as error:
-        raise _wrong(str(error), field="labels") from None
 
 
 ImageBytes = Annotated[
@@ -100,8 +101,8 @@ ImageBytes = Annotated[
         }
     ),
 ]
-Images = Annotated[list[ImageBytes], Field(min_length=1), FailFast(), AfterValidator(_check_count)]
-Label = Annotated[str, AfterValidator(_check_length)]
+Images = Annotated[list[ImageBytes], Field(min_length=1), FailFast()]
+Label = Annotated[str, AfterValidator(_check_label)]
 Template = Annotated[Label, AfterValidator(_check_template)]
 
 
@@ -118,24 +119,34 @@ class ImageRequest(Schema):
 
     images: Images
     """The photos."""
-    labels: Annotated[list[Label], Field(min_length=1), AfterValidator(_check_names)] | None = None
-    """Names to choose from; by default the server's own. In a form: comma-separated."""
+    labels: Annotated[list[Label], Field(min_length=1)] | None = None
+    """Names to choose from; by default the server's own. In a form: comma-separated, or a JSON list."""
     templates: Annotated[list[Template], Field(min_length=1)] | None = None
     """Prompts with {} for the name; several are averaged. Needs a text tower."""
     model: str | None = None
     """If given, it must be the served model's name."""
     suspicious: bool = False
-    """Tell for each photo whether it counts as attacked; the server must allow it (--suspicious)."""
+    """Tell for each photo whether it counts as attacked; the server must allow it (--diagnostics)."""
 
     @model_validator(mode="after")
-    def _check_prompts(self, info: ValidationInfo[Settings]) -> ImageRequest:
-        if self.labels is None and self.templates is not None:
-            raise _wrong("templates are given without labels; give both or neither", field="templates")
-        prompts = len(self.labels or []) * len(self.templates or [""])
-        if prompts > (limit := info.context.max_labels):
-            raise _wrong(
-                f"labels times templates makes {prompts} prompts; the limit is {limit}; send fewer", field="labels"
-            )
+    def _check(self, info: ValidationInfo[Settings]) -> ImageRequest:
+        """Refuse more than the limits."""
+        limits = info.context
+        if len(self.images) > limits.max_images:
+            line = f"images has {len(self.images)} entries; the limit is {limits.max_images}; send several requests"
+            raise _wrong(line, field="images")
+        if self.labels is None:
+            if self.templates is not None:
+                raise _wrong("templates are given without labels; give both or neither", field="templates")
+            return self
+        prompts = len(self.labels) * len(self.templates or [""])
+        if prompts > limits.max_labels:
+            line = f"labels times templates makes {prompts} prompts; the limit is {limits.max_labels}; send fewer"
+            raise _wrong(line, field="labels")
+        try:
+            check_names(self.labels)
+        except ReactClipError as error:
+            raise _wrong(str(error), field="labels") from None
         return self
 
 
@@ -168,7 +179,73 @@ class AttackRequest(ClassifyRequest):
 Request = TypeVar("Request", bound=ImageRequest)
 
 
-def request_error(model: type[ImageRequest], error: ValidationError) -> RequestError:
+def parse(model: type[Request], content: bytes | dict[str, Any], settings: Settings) -> Request:
+    """The validated request of a JSON document or of the fields of a form (lists of texts and files, by name)."""
+    try:
+        if isinstance(content, dict):
+            return model.model_validate(_of_form(content), context=settings)
+        _check_values(content, settings)
+        return model.model_validate_json(content, strict=True, context=settings)
+    except ValidationError as error:
+        raise _request_error(model, error) from None
+
+
+def decode(images: list[bytes], preprocessing: Preprocessing, settings: Settings, secret: bytes) -> _Decoded:
+    """Pixels ``[N, 3, S, S]`` in 8 bits of image files, and the key of the noise of each."""
+    limits = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels)
+    pixels = []
+    for index, data in enumerate(images):
+        field = f"images[{index}]"
+        # No other decoder than those of the library's formats sees a caller's bytes.
+        if not (data.startswith(_SIGNATURES) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
+            line = f"{field} is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it"
+            raise RequestError(415, line, field=field)
+        try:
+            pixels.append(to_8bit(data, preprocessing, limits))
+        except ReactClipError as error:
+            raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
+    return torch.stack(pixels), [noise.secret_key(image, secret) for image in pixels]
+
+
+_Decoded = tuple[Tensor, list[int]]
+
+
+def _check_values(body: bytes, settings: Settings) -> None:
+    """Counting is a thousand times faster than parsing: millions of small values must not fill the memory."""
+    limit = settings.max_images + settings.max_labels * (LABEL_LENGTH + 1) + 100
+    values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if values > limit:
+        raise RequestError(422, f"the body has about {values:,} values; the limit is {limit:,}; send fewer")
+
+
+def _of_form(fields: dict[str, list[Any]]) -> dict[str, Any]:
+    """Fields as the models take them: lists of images, labels and templates, the last of every other field."""
+    values: dict[str, Any] = {}
+    for name, given in fields.items():
+        if name == "labels":
+            values[name] = [label for text in given for label in _labels(text)]
+        else:
+            values[name] = given if name in ("images", "input", "templates") else given[-1]
+    return values
+
+
+def _labels(text: Any) -> list[Any]:
+    """Labels of a form's field: a JSON list, or separated by commas.
+
+    >>> _labels('["cat", "dog, wet"]'), _labels("cat, dog")
+    (['cat', 'dog, wet'], ['cat', 'dog'])
+    """
+    if not isinstance(text, str):
+        return [text]
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except (ValueError, RecursionError):
+            raise RequestError(422, "labels starts like a JSON list and is none; check it", field="labels") from None
+    return [part.strip() for part in text.split(",")]
+
+
+def _request_error(model: type[ImageRequest], error: ValidationError) -> RequestError:
     """One line about the first wrong field of a request, as status 422; 400 where the body is no JSON at all."""
     problem = error.errors(include_url=False)[0]
     context = problem.get("ctx", {})
@@ -183,7 +260,7 @@ def request_error(model: type[ImageRequest], error: ValidationError) -> RequestE
         line = f"{field} is missing; the fields are {fields}"
     elif problem["type"] == "extra_forbidden":
         line = f"{quote(name)} is no field of this request; the fields are {fields}"
-    elif problem["type"] == _SENTENCE:
+    elif problem["type"] == _OURS:
         line = context["text"] if "field" in context else f"{field} {context['text']}"
     elif not problem["loc"]:
         line = f"the body is a JSON {type(problem['input']).__name__}; send an object such as " + '{"images": [...]}'

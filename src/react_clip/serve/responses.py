@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from pydantic import (
-    ConfigDict,
-    Field,
-)
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from react_clip.defenses.react import ReACT
-from react_clip.defenses.second_look import SecondLook
+from react_clip.bank import LabelBank
+from react_clip.defenses.base import Defense
 from react_clip.encoders.base import Encoder
 from react_clip.environment import __version__
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.answers import Answer
-from react_clip.serve.engine import Engine
-from react_clip.serve.labels import label_source
-from react_clip.serve.requests import MAX_EPS, Schema
-
-_TYPICAL_DRIFTS = (0.0, 2.0)
-"""Nearly all images have a drift r of ReACT in this range; ``/v1/info`` gives sigma for it."""
+from react_clip.serve.requests import LABEL_LENGTH, MAX_EPS, Schema
+from react_clip.serve.settings import Settings
 
 
 class Scored(Schema):
@@ -34,7 +26,7 @@ class Scored(Schema):
     probability: float = Field(ge=0, le=1.0001)
 
 
-def top(names: tuple[str, ...], probs: Tensor, count: int) -> list[Scored]:
+def top(names: list[str], probs: Tensor, count: int) -> list[Scored]:
     """The ``count`` most probable names, best first; ``probs`` is ``[K]``."""
     values, indices = probs.topk(min(count, len(names)))
     return [Scored(label=names[i], probability=p) for p, i in zip(values.tolist(), indices.tolist(), strict=True)]
@@ -53,28 +45,31 @@ def encode_feature(feature: Tensor, encoding: Literal["float", "base64"]) -> lis
 
 
 class Diagnostics(Schema):
-    """Measurements of the defence for one photo; null where a value was not measured."""
+    """Measurements of the defence for one photo; null where a value was not measured. A defence may add its own."""
 
-    r: float | None
-    """SecondLook: distance between the features of photo and look. ReACT: relative drift between two probe noises."""
-    J: float | None
-    """Divergence of the predictions for two views. ReACT: null where r alone decided; SecondLook does not use it."""
-    score: float | None
-    """The value compared with tau. SecondLook: r. ReACT: r + J."""
-    sigma: float | None
+    model_config = ConfigDict(extra="allow")
+
+    r: float | None = None
+    """Drift. SecondLook: distance between the features of photo and smaller copy. ReACT: between two probe noises."""
+    J: float | None = None
+    """Instability: divergence of the predictions for two views. ReACT: null where r alone decided."""
+    score: float | None = None
+    """The value that the gate compares with its threshold."""
+    sigma: float | None = None
     """ReACT: scale of the anchor's noise."""
-    drift_low: float | None
-    drift_high: float | None
+    drift_low: float | None = None
+    drift_high: float | None = None
     gated: bool
-    """True if the photo was corrected; SecondLook also corrects below tau if photo and look have different answers."""
-    passes: int | float
-    """Encoder passes spent; a smaller look of SecondLook counts as its share of a photo's tokens."""
+    """True if the photo was corrected: the feature of the answer is not plain CLIP's."""
+    passes: float
+    """Encoder passes; a view of another size counts as its fraction of a photo's tokens."""
 
     @classmethod
-    def of(cls, answer: Answer) -> Diagnostics:
-        """Diagnostics of one image."""
-        values = answer.diagnostics | {"r": answer.diagnostics["drift"], "J": answer.diagnostics["instability"]}
-        return cls.model_validate(values | {"passes": round(values["passes"], 4)})
+    def of(cls, numbers: Mapping[str, float]) -> Diagnostics:
+        """From the numbers that a defence measured, by name; NaN was not measured."""
+        names = {"drift": "r", "instability": "J"}
+        values = {names.get(name, name): value for name, value in numbers.items() if value == value}
+        return cls(**values | {"gated": bool(numbers["gated"]), "passes": round(numbers["passes"], 4)})  # type: ignore[arg-type]
 
 
 class Result(Schema):
@@ -165,7 +160,7 @@ class Labels(Schema):
     free: bool
     """True if requests may send names."""
     source: Literal["text", "bank", "preset"]
-    """Text tower, label bank (its names only), or neither."""
+    """Text tower, label table (its names only), or neither."""
     templates: bool
     """True if requests may send prompt templates."""
 
@@ -181,69 +176,27 @@ class Limits(Schema):
     """Pixels of one image."""
     labels: int = Field(validation_alias="max_labels")
     """Labels times templates."""
-    label_length: int = Field(validation_alias="max_label_length")
+    label_length: int = LABEL_LENGTH
     deadline_seconds: float = Field(validation_alias="deadline")
 
 
-class SigmaRange(Schema):
-    """Range of the anchor's noise for r in [0, 2], which holds for nearly all images, and the map from r to sigma."""
+class Passes(Schema):
+    """Encoder passes of one image."""
 
-    least: float
     most: float
-    mapping: dict[str, Any]
-
-
-class PassRange(Schema):
-    """Smallest and largest number of encoder passes."""
-
-    least: int | float
-    most: int | float
+    """Passes where none is skipped; a view of another size counts as its fraction of an image's tokens."""
 
 
 class Defence(Schema):
-    """The constants of the defence. They are public; the secret that keys the noise is not."""
+    """The defence. Its constants are public; the secret that keys the noise is not."""
 
     name: str
-    """``second_look``, ``react`` or another kind of ReACT."""
+    """``second_look``, ``react`` or another kind of defence."""
     tau: float | None
-    """The gate opens at score >= tau; null corrects every image."""
-    alpha: float
-    passes: PassRange
-    """Encoder passes of one image; a smaller look of SecondLook counts as its share of an image's tokens."""
-    constant_work: bool
-    views: int | None = None
-    """Views of ReACT's anchor."""
-    probe_sigma: list[float] | None = None
-    """Scales of ReACT's probe noises."""
-    sigma: SigmaRange | None = None
-    """Noise of ReACT's anchor."""
-    look_sizes: list[int] | None = None
-    """Sides of SecondLook's look and moved look, in pixels."""
-
-    @classmethod
-    def of(cls, guard: ReACT | SecondLook, encoder: Encoder) -> Defence:
-        """The constants of a defence of this encoder."""
-        if isinstance(guard, SecondLook):
-            sizes = [guard.look_size(encoder), guard.moved_look_size(encoder)]
-            look, moved_look = map(encoder.token_share, sizes)
-            least, most = round(1 + look, 4), round(1 + look + moved_look, 4)
-            own: dict[str, Any] = {"tau": guard.threshold, "look_sizes": sizes}
-        else:
-            low, high = sorted(guard.mapping(torch.tensor(_TYPICAL_DRIFTS)).tolist())
-            least, most = 1 + 2 * guard.probe_samples, guard.cost()[0]
-            own = {
-                "tau": guard.tau,
-                "views": guard.views,
-                "probe_sigma": [guard.sigma_low, guard.sigma_high],
-                "sigma": SigmaRange(least=low, most=high, mapping=guard.mapping.to_dict()),
-            }
-        return cls(
-            name=guard.name,
-            alpha=guard.alpha,
-            passes=PassRange(least=least if guard.lazy else most, most=most),
-            constant_work=not guard.lazy,
-            **own,
-        )
+    """Threshold of the gate, if the defence has one."""
+    passes: Passes
+    config: dict[str, Any]
+    """All constants, as its configuration file has them."""
 
 
 class DemoRange(Schema):
@@ -272,18 +225,18 @@ class Info(Schema):
     defence: Defence
 
     @classmethod
-    def of(cls, engine: Engine, *, demo: bool) -> Info:
-        """The description of an engine's model and settings."""
-        encoder, settings = engine.encoder, engine.settings
+    def of(cls, encoder: Encoder, defense: Defense, preset: list[str], passes: float, settings: Settings) -> Info:
+        """The description of a model and its defence; ``passes`` are the most that an image takes."""
         source = label_source(encoder)
         free = source != "preset" and not settings.fixed_labels
+        tau = getattr(defense, "tau", getattr(defense, "threshold", None))
         return cls(
             version=__version__,
-            model=settings.name or public_name(encoder.name),
+            model=public_name(encoder.name),
             image_size=encoder.image_size,
             dim=encoder.dim,
             labels=Labels(
-                preset=list(engine.preset.names),
+                preset=preset,
                 free=free,
                 source=source if free else "preset",
                 templates=free and source == "text",
@@ -291,9 +244,16 @@ class Info(Schema):
             formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
             limits=Limits.model_validate(settings),
             diagnostics=settings.sends_diagnostics,
-            demo=DemoRange() if demo else None,
-            defence=Defence.of(engine.guard, encoder),
+            demo=DemoRange() if settings.demo else None,
+            defence=Defence(
+                name=defense.name, tau=tau, passes=Passes(most=round(passes, 4)), config=defense.to_dict()
+            ),
         )
+
+
+def label_source(encoder: Encoder) -> Literal["text", "bank", "preset"]:
+    """Source of class features: text tower, label table, or neither (only the server's own labels)."""
+    return "text" if encoder.has_text else "bank" if LabelBank.load().encoder == encoder.weights else "preset"
 
 
 def public_name(name: str) -> str:
