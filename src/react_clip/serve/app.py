@@ -1,95 +1,64 @@
-"""The FastAPI application around an engine."""
+"""The FastAPI application: routes, API keys, and what they share."""
+
+from __future__ import annotations
 
 import asyncio
+import gc
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
-from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
-from react_clip import noise
 from react_clip.environment import __version__
-from react_clip.preprocess import data_uri, from_8bit, to_image
-from react_clip.serve import pages, requests, responses
-from react_clip.serve.answers import Answer, Photo
-from react_clip.serve.decoding import Decoder
-from react_clip.serve.engine import Engine
+from react_clip.preprocess import data_uri, to_image
+from react_clip.serve import openapi, requests, responses
+from react_clip.serve.client import Answer, ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
-from react_clip.serve.labels import LabelList
-from react_clip.serve.memory import return_freed_memory
+from react_clip.serve.limits import DEMO_PATH, RequestLimits
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.middleware import RequestGuard
-from react_clip.serve.remote import RemoteEngine
-from react_clip.zeroshot import ZeroShotClassifier
+from react_clip.serve.model import Model
+from react_clip.serve.settings import Secrets, Settings, allowed_hosts, digest
 
-DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int, int], None]], Tensor]
-"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1], progress) -> attacked pixels``, where
-``progress(done, steps)`` is called after every step and raises if the caller is gone."""
+GRACE = 45.0
+"""Seconds that accepted requests have to finish after SIGTERM."""
+
+_STATIC = Path(__file__).with_name("static")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of the page: scripts and styles of this server only, and none inside the HTML."""
 
 _DRAWN = 127.0 / 255.0
 """Largest change in the picture of a perturbation, around grey."""
 
 
 class Service:
-    """Shared by the handlers: engine, settings, decoder threads, metrics and, with ``--demo``, an attack."""
+    """Shared by all requests of a process."""
 
-    def __init__(self, engine: Engine | RemoteEngine, attack: DemoAttack | None) -> None:
-        self.engine, self.settings, self.attack = engine, engine.settings, attack
-        self.decoder = Decoder(self.settings, preprocessing=engine.preprocessing, secret=engine.secret)
-        self.metrics = Metrics(shared=self.settings.processes > 1)
+    def __init__(self, settings: Settings, secrets: Secrets, client: ModelClient, metrics: Metrics) -> None:
+        self.settings, self.secrets, self.client, self.metrics = settings, secrets, client, metrics
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
         self.started = int(time.time())
+        self.stopping = False
+        self.handling = 0
+        """Requests being handled."""
         self.attack_progress = responses.AttackProgress()
-        if isinstance(engine, Engine):
-            engine.on_batch, engine.on_queue = self.metrics.count_batch, self.metrics.waiting.set
-            self.info = responses.Info.of(engine, demo=attack is not None)
-        else:
-            self.info = engine.info
-        self.model = self.info.model
-        self._preset = LabelList(tuple(self.info.labels.preset), preset=True)
-
-    async def read(self, request: Request, model: type[requests.Request]) -> requests.Request:
-        """The validated body of a request; FastAPI's own body parameters take JSON or a form, but not both."""
-        with self.engine.expect(1):
-            return await self.decoder.read(request, model)
-
-    async def inputs(self, body: requests.ImageRequest) -> tuple[LabelList, list[Photo]]:
-        """The labels that a request asks for, and its photos."""
-        if body.model not in (None, "", self.model):
-            raise RequestError(422, f"model is {quote(body.model)}; this service has {self.model!r}", field="model")
-        if body.suspicious and not self.settings.tells_suspicious:
-            line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --suspicious)"
-            raise RequestError(422, line, field="suspicious")
-        labels = self._labels(body)
-        with self.engine.expect(len(body.images)):
-            return labels, await self.decoder.photos(body.images)
-
-    def _labels(self, body: requests.ImageRequest) -> LabelList:
-        if body.labels is None:
-            return self._preset
-        if not self.info.labels.free:
-            line = "labels are given, but this service answers for its own only; leave them out"
-            raise RequestError(422, line, field="labels")
-        if body.templates is not None and not self.info.labels.templates:
-            line = "templates are given, but this model has no text tower; leave them out"
-            raise RequestError(422, line, field="templates")
-        return LabelList(tuple(body.labels), tuple(body.templates or ()))
-
-    def findings(self, body: requests.ImageRequest, answer: Answer) -> dict[str, Any]:
-        """Fields of an answer about the defence's decision, null where callers may not see it or did not ask."""
-        return {
-            "diagnostics": responses.Diagnostics.of(answer) if self.settings.sends_diagnostics else None,
-            "suspicious": answer.suspicious if body.suspicious else None,
-        }
 
 
 def service_of(request: Request) -> Service:
@@ -98,211 +67,242 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def direct(route: APIRoute) -> ASGIApp:
-    """An application that gives each request to the route's handler and sends the model that it returns.
+def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, Any, requests.Asked[requests.Request]]]:
+    """The dependency that reads the body of a request, which is JSON or a form, and decodes its photos in a thread."""
 
-    FastAPI would look for the route and its dependencies, and check the answer again: more processor time.
-    """
+    async def read_body(request: Request) -> requests.Asked[requests.Request]:
+        service: Service = request.app.state.service
+        settings, client = service.settings, service.client
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            line = f"content-encoding is {quote(encoding)}; send the body as it is"
+            raise RequestError(415, line, field="content-encoding")
+        content: bytes | dict[str, Any]
+        if kind == "application/json":
+            content = await request.body()
+        elif kind == "multipart/form-data":
+            # Four bytes a character at most, and a comma and a space between two labels.
+            longest = max(2**20, settings.max_labels * (4 * requests.LABEL_LENGTH + 2))
+            form = await request.form(max_files=1000, max_fields=settings.max_labels + 100, max_part_size=longest)
+            content = {}
+            for name, value in form.multi_items():
+                part = await value.read() if isinstance(value, UploadFile) else value
+                content.setdefault(name.removesuffix("[]"), []).append(part)
+        else:
+            line = f"content-type is {quote(request.headers.get('content-type', ''))}; send application/json or "
+            raise RequestError(415, line + "multipart/form-data", field="content-type")
+        return await asyncio.get_running_loop().run_in_executor(
+            service.threads,
+            requests.prepare,
+            *(model, content, client.info, client.preprocessing, settings, service.secrets.noise),
+        )
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = route
-        model: requests.Schema = await route.endpoint(Request(scope, receive))
-        response = Response(model.model_dump_json(), media_type="application/json")
-        await response(scope, receive, send)
-
-    return answer
+    return read_body
 
 
-api = APIRouter(prefix="/v1", responses=pages.error_responses(*pages.BODY_ERRORS))
-demo = APIRouter(prefix="/v1/demo", responses=pages.error_responses(*pages.BODY_ERRORS))
-state = APIRouter(responses=pages.error_responses(401, 503))
+async def require_key(
+    request: Request,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))],
+    header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],
+) -> None:
+    """Refuse callers without a known API key, if the service has keys."""
+    known = request.app.state.service.secrets.keys
+    key = bearer.credentials if bearer else header
+    if known and digest((key or "").encode("utf-8", "surrogatepass")) not in known:
+        raise RequestError(
+            401,
+            f"{'the API key is unknown' if key else 'an API key is missing'}; send Authorization: Bearer KEY",
+            field="authorization",
+            headers={"www-authenticate": 'Bearer realm="react-clip"'},
+        )
+
+
+_KEYED = [Security(require_key)]
+api = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
+demo = APIRouter(dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
+about = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(400, 401, 503))
+state = APIRouter(responses=openapi.errors(400, 503))
 site = APIRouter(include_in_schema=False)
+
+ClassifyBody = Annotated[requests.Asked[requests.ClassifyRequest], Depends(read(requests.ClassifyRequest))]
+EmbedBody = Annotated[requests.Asked[requests.EmbedRequest], Depends(read(requests.EmbedRequest))]
+AttackBody = Annotated[requests.Asked[requests.AttackRequest], Depends(read(requests.AttackRequest))]
 
 
 @api.post(
     "/classify",
-    openapi_extra=pages.request_body(requests.ClassifyRequest, top_k=3),
-    responses=pages.example_answer(pages.CLASSIFIED),
+    openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3),
+    responses=openapi.example(openapi.CLASSIFIED),
 )
-async def classify(request: Request) -> responses.ClassifyResponse:
+async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
     """Classify photos, defended."""
-    service = service_of(request)
-    body = await service.read(request, requests.ClassifyRequest)
-    labels, photos = await service.inputs(body)
+    service: Service = request.app.state.service
+    body, settings = asked.body, service.settings
+    answers, _ = await service.client.submit(asked.pixels, asked.keys, asked.label_list)
     results = []
-    for index, answer in enumerate(await service.engine.ask(photos, labels)):
-        best = responses.top(labels.names, answer.probs, body.top_k)
-        findings = service.findings(body, answer)
+    for index, answer in enumerate(answers):
+        best = responses.top(asked.labels, answer.probs, body.top_k)
+        shown = responses.Diagnostics.of(answer.numbers) if settings.sends_diagnostics else None
+        suspicious = bool(answer.numbers["suspicious"]) if body.suspicious else None
         results.append(
             responses.Result(
-                index=index, label=best[0].label, probability=best[0].probability, answers=best, **findings
+                index=index,
+                label=best[0].label,
+                probability=best[0].probability,
+                answers=best,
+                diagnostics=shown,
+                suspicious=suspicious,
             )
         )
-    return responses.ClassifyResponse(model=service.model, results=results)
+    return responses.ClassifyResponse(model=service.client.info.model, results=results)
 
 
 @api.post(
     "/embed",
-    openapi_extra=pages.request_body(requests.EmbedRequest, encoding_format="float"),
-    responses=pages.example_answer(pages.EMBEDDED),
+    openapi_extra=openapi.request_body(requests.EmbedRequest, encoding_format="float"),
+    responses=openapi.example(openapi.EMBEDDED),
 )
-async def embed(request: Request) -> responses.EmbedResponse:
+async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
     service = service_of(request)
-    body = await service.read(request, requests.EmbedRequest)
-    labels, photos = await service.inputs(body)
+    body, settings = asked.body, service.settings
+    answers, _ = await service.client.submit(asked.pixels, asked.keys, asked.label_list)
     data = [
         responses.Embedding(
             index=index,
             embedding=responses.encode_feature(answer.feature, body.encoding_format),
-            **service.findings(body, answer),
+            diagnostics=responses.Diagnostics.of(answer.numbers) if settings.sends_diagnostics else None,
+            suspicious=bool(answer.numbers["suspicious"]) if body.suspicious else None,
         )
-        for index, answer in enumerate(await service.engine.ask(photos, labels, all_views=True))
+        for index, answer in enumerate(answers)
     ]
-    return responses.EmbedResponse(data=data, model=service.model, usage=responses.Usage(images=len(data)))
+    return responses.EmbedResponse(data=data, model=service.client.info.model, usage=responses.Usage(images=len(data)))
 
 
-@demo.post("/attack", openapi_extra=pages.request_body(requests.AttackRequest, eps=4))
-async def attack(request: Request) -> responses.AttackResponse:
+@demo.post(DEMO_PATH, openapi_extra=openapi.request_body(requests.AttackRequest, eps=4))
+async def attack(request: Request, asked: AttackBody) -> responses.AttackResponse:
     """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
     service = service_of(request)
-    body = await service.read(request, requests.AttackRequest)
-    engine, eps = service.engine, body.eps / 255
-    labels, [photo] = await service.inputs(body)
-    assert isinstance(engine, Engine), "settings allow an attack in one process only"
-    classes, pixels = await engine.classes(labels), from_8bit(photo.pixels)
-    plain = await _plain_probs(engine, classes, pixels)
-    target, attacked, scale = int(plain.argmax()), pixels, 1.0
-    [clean] = await engine.ask([photo], labels)
-    if eps > 0:
-        scale = _DRAWN / eps
-        attacked = await _attacked(service, engine, classes, pixels, target, eps)
-    key = int(noise.stream_keys(attacked[None], engine.secret))
-    [after] = await engine.ask([Photo(attacked, key)], labels)
+    body, labels, pixels, eps = asked.body, asked.labels, asked.pixels, asked.body.eps / 255
 
-    def compare(shown: Tensor, plain: Tensor, answer: Answer) -> responses.Comparison:
+    def advance(done: int, steps: int) -> None:
+        service.attack_progress = responses.AttackProgress(done=done, steps=steps)
+
+    try:
+        (clean, after), [changed] = await service.client.submit(
+            pixels, asked.keys, asked.label_list, eps=eps, progress=advance
+        )
+    finally:
+        service.attack_progress = responses.AttackProgress()
+    attacked = torch.frombuffer(bytearray(changed), dtype=torch.uint8).view(pixels.shape)[0] / 255
+    original, scale = pixels[0] / 255, _DRAWN / eps if eps else 1.0
+
+    def compare(shown: Tensor, answer: Answer) -> responses.Comparison:
+        defended, plain = answer.probs.chunk(2)
         return responses.Comparison(
             image=data_uri(to_image(shown)),
-            plain=responses.top(labels.names, plain, body.top_k),
-            defended=responses.top(labels.names, answer.probs, body.top_k),
-            diagnostics=responses.Diagnostics.of(answer),
+            plain=responses.top(labels, plain, body.top_k),
+            defended=responses.top(labels, defended, body.top_k),
+            diagnostics=responses.Diagnostics.of(answer.numbers),
         )
 
     return responses.AttackResponse(
-        model=service.model,
+        model=service.client.info.model,
         eps=body.eps,
-        attacked_label=labels.names[target],
-        clean=compare(pixels, plain, clean),
-        attacked=compare(attacked, await _plain_probs(engine, classes, attacked), after),
-        perturbation=data_uri(to_image(0.5 + scale * (attacked - pixels))),
+        attacked_label=labels[int(clean.probs.chunk(2)[1].argmax())],
+        clean=compare(original, clean),
+        attacked=compare(attacked, after),
+        perturbation=data_uri(to_image(0.5 + scale * (attacked - original))),
         amplification=scale,
     )
 
 
-async def _plain_probs(engine: Engine, classes: ZeroShotClassifier, pixels: Tensor) -> Tensor:
-    """Probabilities ``[K]`` of plain CLIP for pixels ``[3, S, S]``."""
-
-    @torch.no_grad()
-    def compute() -> Tensor:
-        return engine.encoder.similarity.probabilities(classes(pixels[None].to(classes.device)))[0].cpu()
-
-    return await asyncio.wrap_future(engine.run(compute))
-
-
-async def _attacked(
-    service: Service, engine: Engine, classes: ZeroShotClassifier, pixels: Tensor, target: int, eps: float
-) -> Tensor:
-    """Attacked pixels ``[3, S, S]``. An attack whose caller is gone ends: the page's slider leaves many behind."""
-    run_attack, ended = service.attack, False
-    assert run_attack is not None, "the route exists only with an attack"
-
-    def advance(done: int, steps: int) -> None:
-        if ended:
-            raise asyncio.CancelledError
-        service.attack_progress = responses.AttackProgress(done=done, steps=steps)
-
-    try:
-        job = engine.run(partial(run_attack, classes, pixels[None], target, eps, advance))
-        return (await asyncio.wrap_future(job))[0].cpu()
-    finally:
-        ended = True
-        service.attack_progress = responses.AttackProgress()
-
-
-@demo.get("/progress")
+@demo.get("/v1/demo/progress")
 async def progress(request: Request) -> responses.AttackProgress:
     """Steps of the attack that runs now."""
     return service_of(request).attack_progress
 
 
-@state.get("/v1/info")
+@about.get("/info")
 async def info(request: Request) -> responses.Info:
     """Model, labels, limits and defence of this service."""
-    return service_of(request).info
+    return service_of(request).client.info
 
 
-@state.get("/v1/models")
+@about.get("/models")
 async def models(request: Request) -> responses.ModelList:
     """The served model, in the shape of OpenAI's list."""
     service = service_of(request)
-    return responses.ModelList(data=[responses.ServedModel(id=service.model, created=service.started)])
+    return responses.ModelList(data=[responses.ServedModel(id=service.client.info.model, created=service.started)])
 
 
+@state.head("/healthz", include_in_schema=False)
 @state.get("/healthz")
 async def healthz() -> responses.Status:
     """200 while the process is alive."""
     return responses.Status(status="alive")
 
 
+@state.head("/readyz", include_in_schema=False)
 @state.get("/readyz")
 async def readyz(request: Request) -> responses.Status:
-    """200 while the service takes requests; 503 while stopping or while the queue has no room for a full request."""
-    service = service_of(request)
-    if not service.engine.alive:
-        raise busy("the model is not running", kind="stopping")
-    if service.engine.free_slots < service.settings.max_images:
-        raise busy("the queue has no room for a full request")
+    """200 while the service takes requests; 503 while it stops, its model does not answer, or its queue is full."""
+    if (reason := service_of(request).client.unready) is not None:
+        raise busy(reason)
     return responses.Status(status="ready")
 
 
-@site.get("/metrics")
+@site.get("/metrics", dependencies=_KEYED)
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
-    shown = service_of(request).metrics
-    return Response(shown.text(), media_type=shown.content_type)
+    service = service_of(request)
+    if not service.secrets.keys and not service.settings.sends_diagnostics:
+        line = "metrics tell how often the gate opens; start with API keys or with --diagnostics"
+        raise RequestError(403, line)
+    return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
 @site.get("/docs")
-async def docs(request: Request) -> HTMLResponse:
-    """The manual."""
-    page = pages.manual(request.app.openapi(), str(request.base_url).rstrip("/"))
-    return HTMLResponse(page, headers={"content-security-policy": pages.POLICY})
+async def docs() -> RedirectResponse:
+    """The machine-readable manual."""
+    return RedirectResponse("openapi.json")
 
 
 @site.get("/")
 async def page() -> FileResponse:
     """The page to try the service."""
-    return FileResponse(pages.STATIC / "page.html", headers={"content-security-policy": pages.POLICY})
+    return FileResponse(_STATIC / "page.html", headers={"content-security-policy": _POLICY})
 
 
 def create_app(
-    engine: Engine | RemoteEngine, attack: DemoAttack | None = None, *, keys: frozenset[bytes] = frozenset()
+    settings: Settings, secrets: Secrets, *, model: Model | None = None, address: str = "", drain: bool = False
 ) -> FastAPI:
-    """The application around a started engine.
+    """The application with a model on a thread of its own, or with one behind the ``address`` of another process.
 
-    ``attack`` adds ``/v1/demo/attack``; ``keys`` are the digests of API keys, without which everybody may call.
+    With ``drain`` it takes over uvicorn's signal handlers: after SIGTERM, accepted requests are finished first, while
+    new ones get 503.
     """
-    service, settings = Service(engine, attack), engine.settings
+    address = address or f"inproc://model-{uuid.uuid4()}"
+    client = ModelClient(address, settings)
+    service = Service(settings, secrets, client, model.metrics if model else Metrics(shared=True))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        trimming = asyncio.create_task(return_freed_memory())
-        if isinstance(engine, RemoteEngine):
-            await engine.connect()
+        thread = threading.Thread(target=model.serve, args=(address,), name="react-clip-model") if model else None
+        if thread is not None:
+            thread.start()
+        await client.connect()
+        # Objects that live as long as the process need not be looked at again by the garbage collector.
+        gc.collect()
+        gc.freeze()
+        if drain:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                _drain_on(number, service)
         yield
-        trimming.cancel()
-        service.decoder.close()
-        engine.stop()
+        service.threads.shutdown(wait=False, cancel_futures=True)
+        client.close(stop_model=model is not None)
+        if thread is not None:
+            thread.join(GRACE)
 
     app = FastAPI(
         title="react-clip",
@@ -314,16 +314,26 @@ def create_app(
         lifespan=lifespan,
         generate_unique_id_function=lambda route: route.path_format.strip("/").replace("/", "_"),
     )
-    app.state.service, app.state.stopping = service, lambda: False
-    app.add_middleware(
-        RequestGuard,
-        settings=settings,
-        keys=keys,
-        metrics=service.metrics,
-        posts={route.path: direct(route) for route in api.routes if isinstance(route, APIRoute)},
-    )
+    app.state.service = service
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(settings, secrets), www_redirect=False)
+    app.add_middleware(RequestLimits, service=service)
     app.add_exception_handler(HTTPException, answer_http_error)
-    for router in (api, state, site, *([demo] if attack else [])):
+    for router in (api, about, state, site, *([demo] if settings.demo else [])):
         app.include_router(router)
-    app.mount("/static", StaticFiles(directory=pages.STATIC))
+    app.mount("/static", StaticFiles(directory=_STATIC))
     return app
+
+
+def _drain_on(number: signal.Signals, service: Service) -> None:
+    """Finish accepted requests before uvicorn gets this signal."""
+    loop, stop = asyncio.get_running_loop(), signal.getsignal(number)
+
+    async def drain() -> None:
+        service.stopping = True
+        until = time.monotonic() + GRACE
+        while service.handling and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        if callable(stop):
+            stop(number, None)
+
+    loop.add_signal_handler(number, lambda: setattr(service, "draining", loop.create_task(drain())))

@@ -56,6 +56,7 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     """Any HTTP error in the shape of all errors."""
     assert isinstance(error, HTTPException)
     if isinstance(error, RequestError):
+        request.scope["error_kind"] = error.kind
         return error.response()
     line = error.detail
     if error.status_code == 404:

@@ -32,7 +32,9 @@ class Metrics:
         )
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
         self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **gauge)
-        help_text = "Images answered: kept, changed below the gate's threshold (blend), or counted as attacked (correct)."
+        help_text = (
+            "Images answered: kept, changed below the gate's threshold (blend), or counted as attacked (correct)."
+        )
         self._images = Counter("images", help_text, ["branch"], **options)
         for branch in ("keep", "blend", "correct"):  # a rate needs the zero before the first image
             self._images.labels(branch)

@@ -212,7 +212,10 @@ class Model:
         if key not in self._new:
             # Not str.format, which would give a caller's template access to attributes.
             prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
-            slots, others = prompt_slots(len(prompts)), sum(prompt_slots(len(new.prompts)) for new in self._new.values())
+            slots, others = (
+                prompt_slots(len(prompts)),
+                sum(prompt_slots(len(new.prompts)) for new in self._new.values()),
+            )
             # Images must find room beside any number of label lists.
             if slots + others > self.settings.queue // 2 or slots + len(ask.keys) > self.free_slots:
                 raise busy("too many new labels are waiting; try again soon, or send labels that were used before")

@@ -1,7 +1,6 @@
 """Requests of the HTTP API as pydantic models, and the decoding of their photos.
 
-They are validated with the service's ``Settings`` as context, which holds the limits. JSON and forms use the same
-models; in JSON the types are strict.
+JSON and forms use the same models; in JSON the types are strict.
 """
 
 from __future__ import annotations
@@ -9,21 +8,19 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     ConfigDict,
     FailFast,
     Field,
     PlainValidator,
     ValidationError,
-    ValidationInfo,
     WithJsonSchema,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 from torch import Tensor
@@ -32,14 +29,9 @@ from react_clip import noise
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Limits, Preprocessing, to_8bit
 from react_clip.serve.errors import RequestError, quote
-from react_clip.serve.settings import Settings
+from react_clip.serve.responses import Info, Schema
+from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
 from react_clip.zeroshot import check_names
-
-MAX_EPS = 16
-"""Strongest attack of the demo, in 255ths."""
-
-LABEL_LENGTH = 100
-"""Most characters of one label or template."""
 
 _SIGNATURES = (
     *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM"),
@@ -48,11 +40,11 @@ _SIGNATURES = (
 """First bytes of the formats that the library reads; WebP has its own after the length."""
 
 _OURS = "sentence"
-"""Type of our own validation errors: their text follows the field's name, or stands alone."""
+"""Type of our own validation errors: their text follows the field's name."""
 
 
-def _wrong(text: str, **context: Any) -> PydanticCustomError:
-    return PydanticCustomError(_OURS, "{text}", {"text": text, **context})
+def _wrong(text: str) -> PydanticCustomError:
+    return PydanticCustomError(_OURS, "{text}", {"text": text})
 
 
 def _image_bytes(image: Any) -> bytes:
@@ -106,12 +98,6 @@ Label = Annotated[str, AfterValidator(_check_label)]
 Template = Annotated[Label, AfterValidator(_check_template)]
 
 
-class Schema(BaseModel):
-    """Base of all requests and answers; texts below fields are their descriptions in the OpenAPI document."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
 class ImageRequest(Schema):
     """Fields of all requests."""
 
@@ -127,27 +113,6 @@ class ImageRequest(Schema):
     """If given, it must be the served model's name."""
     suspicious: bool = False
     """Tell for each photo whether it counts as attacked; the server must allow it (--diagnostics)."""
-
-    @model_validator(mode="after")
-    def _check(self, info: ValidationInfo[Settings]) -> ImageRequest:
-        """Refuse more than the limits."""
-        limits = info.context
-        if len(self.images) > limits.max_images:
-            line = f"images has {len(self.images)} entries; the limit is {limits.max_images}; send several requests"
-            raise _wrong(line, field="images")
-        if self.labels is None:
-            if self.templates is not None:
-                raise _wrong("templates are given without labels; give both or neither", field="templates")
-            return self
-        prompts = len(self.labels) * len(self.templates or [""])
-        if prompts > limits.max_labels:
-            line = f"labels times templates makes {prompts} prompts; the limit is {limits.max_labels}; send fewer"
-            raise _wrong(line, field="labels")
-        try:
-            check_names(self.labels)
-        except ReactClipError as error:
-            raise _wrong(str(error), field="labels") from None
-        return self
 
 
 class ClassifyRequest(ImageRequest):
@@ -179,43 +144,87 @@ class AttackRequest(ClassifyRequest):
 Request = TypeVar("Request", bound=ImageRequest)
 
 
-def parse(model: type[Request], content: bytes | dict[str, Any], settings: Settings) -> Request:
-    """The validated request of a JSON document or of the fields of a form (lists of texts and files, by name)."""
+@dataclass(frozen=True, eq=False)
+class Asked(Generic[Request]):
+    """A request whose photos are decoded."""
+
+    body: Request
+    labels: list[str]
+    """Names to choose from."""
+    pixels: Tensor
+    """``[N, 3, S, S]`` in 8 bits."""
+    keys: list[int]
+    """Key of the noise of each photo."""
+    label_list: tuple[list[str], list[str]] | None
+    """Names and templates of the request, None for the service's own."""
+
+
+def prepare(
+    model: type[Request],
+    content: bytes | dict[str, Any],
+    info: Info,
+    how: Preprocessing,
+    settings: Settings,
+    secret: bytes,
+) -> Asked[Request]:
+    """Validate a JSON document, or the fields of a form (lists of texts and files, by name), and decode its photos.
+
+    It runs on a thread. What bounds its time is checked first: the number of JSON values, of photos and of labels, the
+    format of a photo by its first bytes, its pixels by its header.
+    """
+    values = sum(map(content.count, (b",", b":", b"[", b"{"))) if isinstance(content, bytes) else 0
+    if values > (most := settings.max_images + settings.max_labels * (LABEL_LENGTH + 1) + 100):
+        raise RequestError(422, f"the body has about {values:,} values; the limit is {most:,}; send fewer")
     try:
-        if isinstance(content, dict):
-            return model.model_validate(_of_form(content), context=settings)
-        _check_values(content, settings)
-        return model.model_validate_json(content, strict=True, context=settings)
+        form = not isinstance(content, bytes)
+        body = model.model_validate(_of_form(content)) if form else model.model_validate_json(content, strict=True)
     except ValidationError as error:
         raise _request_error(model, error) from None
-
-
-def decode(images: list[bytes], preprocessing: Preprocessing, settings: Settings, secret: bytes) -> _Decoded:
-    """Pixels ``[N, 3, S, S]`` in 8 bits of image files, and the key of the noise of each."""
-    limits = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels)
-    pixels = []
-    for index, data in enumerate(images):
+    if refusal := _refusal(body, info, settings):
+        field, line = refusal
+        raise RequestError(422, line, field=field)
+    limits, pixels = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), []
+    for index, data in enumerate(body.images):
         field = f"images[{index}]"
         # No other decoder than those of the library's formats sees a caller's bytes.
         if not (data.startswith(_SIGNATURES) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
             line = f"{field} is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it"
             raise RequestError(415, line, field=field)
         try:
-            pixels.append(to_8bit(data, preprocessing, limits))
+            pixels.append(to_8bit(data, how, limits))
         except ReactClipError as error:
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
-    return torch.stack(pixels), [noise.secret_key(image, secret) for image in pixels]
+    keys = [noise.secret_key(image, secret) for image in pixels]
+    own = None if body.labels is None else (body.labels, body.templates or [])
+    return Asked(body, body.labels or info.labels.preset, torch.stack(pixels), keys, own)
 
 
-_Decoded = tuple[Tensor, list[int]]
-
-
-def _check_values(body: bytes, settings: Settings) -> None:
-    """Counting is a thousand times faster than parsing: millions of small values must not fill the memory."""
-    limit = settings.max_images + settings.max_labels * (LABEL_LENGTH + 1) + 100
-    values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
-    if values > limit:
-        raise RequestError(422, f"the body has about {values:,} values; the limit is {limit:,}; send fewer")
+def _refusal(body: ImageRequest, info: Info, settings: Settings) -> tuple[str, str] | None:
+    """The field and one line, if a request asks for more than this service allows."""
+    if len(body.images) > settings.max_images:
+        line = f"images has {len(body.images)} entries; the limit is {settings.max_images}; send several requests"
+        return "images", line
+    if body.model not in (None, "", info.model):
+        return "model", f"model is {quote(body.model)}; this service has {info.model!r}"
+    if body.suspicious and not settings.sends_diagnostics:
+        return "suspicious", "suspicious is asked for, but this service does not tell; leave it out (or --diagnostics)"
+    if body.labels is None:
+        return ("templates", "templates are given without labels; give both or neither") if body.templates else None
+    if not info.labels.free:
+        return "labels", "labels are given, but this service answers for its own only; leave them out"
+    if body.templates is not None and not info.labels.templates:
+        return "templates", "templates are given, but this model has no text tower; leave them out"
+    prompts = len(body.labels) * len(body.templates or [""])
+    if prompts > settings.max_labels:
+        return (
+            "labels",
+            f"labels times templates makes {prompts} prompts; the limit is {settings.max_labels}; send fewer",
+        )
+    try:
+        check_names(body.labels)
+    except ReactClipError as error:
+        return "labels", str(error)
+    return None
 
 
 def _of_form(fields: dict[str, list[Any]]) -> dict[str, Any]:
@@ -252,7 +261,7 @@ def _request_error(model: type[ImageRequest], error: ValidationError) -> Request
     if problem["type"] == "json_invalid":
         return RequestError(400, f"the body is no valid JSON ({context['error']}); check how it is written")
     # Behind the field and the index pydantic names branches of unions, which mean nothing to callers.
-    name, *rest = [str(part) for part in problem["loc"]] or [context.get("field", "body")]
+    name, *rest = [str(part) for part in problem["loc"]] or ["body"]
     index = next((part for part in rest if part.isdecimal()), None)
     field = name[:60] + (f"[{index}]" if index else "")
     fields = ", ".join(model.model_fields)
@@ -261,7 +270,7 @@ def _request_error(model: type[ImageRequest], error: ValidationError) -> Request
     elif problem["type"] == "extra_forbidden":
         line = f"{quote(name)} is no field of this request; the fields are {fields}"
     elif problem["type"] == _OURS:
-        line = context["text"] if "field" in context else f"{field} {context['text']}"
+        line = f"{field} {context['text']}"
     elif not problem["loc"]:
         line = f"the body is a JSON {type(problem['input']).__name__}; send an object such as " + '{"images": [...]}'
     elif problem["type"] == "too_short":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from react_clip.bank import LabelBank
@@ -15,8 +15,13 @@ from react_clip.defenses.base import Defense
 from react_clip.encoders.base import Encoder
 from react_clip.environment import __version__
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.requests import LABEL_LENGTH, MAX_EPS, Schema
-from react_clip.serve.settings import Settings
+from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
+
+
+class Schema(BaseModel):
+    """Base of all requests and answers; texts below fields are their descriptions in the OpenAPI document."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Scored(Schema):
@@ -245,9 +250,7 @@ class Info(Schema):
             limits=Limits.model_validate(settings),
             diagnostics=settings.sends_diagnostics,
             demo=DemoRange() if settings.demo else None,
-            defence=Defence(
-                name=defense.name, tau=tau, passes=Passes(most=round(passes, 4)), config=defense.to_dict()
-            ),
+            defence=Defence(name=defense.name, tau=tau, passes=Passes(most=round(passes, 4)), config=defense.to_dict()),
         )
 
 

@@ -1,23 +1,88 @@
-"""Listening socket, uvicorn and signals."""
+"""Listening socket, uvicorn, and the processes of a service."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import multiprocessing
+import os
 import signal
 import socket
+import sys
+import tempfile
+import threading
+import time
+from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
-from react_clip.serve.memory import spare_loaded_objects
-from react_clip.serve.settings import Settings
+from react_clip.serve.app import GRACE, create_app
+from react_clip.serve.errors import RequestError
+from react_clip.serve.metrics import share_between_processes
+from react_clip.serve.model import Model
+from react_clip.serve.settings import Secrets, Settings
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+logger = logging.getLogger("react_clip.serve")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end the service."""
+_HEAD_SECONDS = 10.0
+"""Time for the head of a request to arrive."""
+_HEAD_BYTES = 2**14
+"""Longest head of a request."""
+_HUNG = 3.0
+"""A model whose turn takes this many deadlines is replaced."""
+_PAUSE = 1.0
+"""Seconds before a model that has ended is replaced, so that one that always fails does not keep a core busy."""
+
+Load = Callable[[Settings, Secrets], Model]
+"""Loads the model; a function of a module, so that another process can call it."""
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with a time limit for heads: nobody can hold connections that ask for nothing."""
+
+    _head_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Start the time of the first head."""
+        super().connection_made(transport)
+        self._time_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Start the time of a later head, or end it where the head is complete."""
+        super().data_received(data)
+        self._time_head()
+
+    def _time_head(self) -> None:
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+        elif not waits and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or a head that is too long, in the shape of all errors."""
+        line = f"this is no HTTP/1.1 request, or its head has more than {_HEAD_BYTES:,} bytes; check both"
+        error = RequestError(400, line, kind="malformed_request").response()
+        events = [h11.Response(status_code=400, headers=[*error.raw_headers, (b"connection", b"close")])]
+        for event in (*events, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 def open_socket(settings: Settings) -> socket.socket:
@@ -25,6 +90,7 @@ def open_socket(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections have it too
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -36,74 +102,159 @@ def open_socket(settings: Settings) -> socket.socket:
     return listener
 
 
-def address(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(
-    app: FastAPI,
-    settings: Settings,
-    listener: socket.socket,
-    announce: Callable[[], None],
-    *,
-    counts: memoryview[int] | None = None,
-    place: int = 0,
-) -> None:
-    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones and return.
+def serve(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[str], None]) -> int:
+    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones; returns the exit code.
 
-    Processes that share a listener give the memory in which they count their connections, and their place in it.
+    ``announce`` gets the URL as soon as the model is loaded.
     """
-    import uvicorn
+    with open_socket(settings) as listener:
+        if settings.workers > 1:
+            return _serve_in_processes(settings, secrets, load, listener, announce)
+        app = create_app(settings, secrets, model=load(settings, secrets), drain=True)
+        # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        listener.listen(128)  # from now on connections wait for uvicorn instead of being refused
+        announce(url_of(listener))
+        uvicorn.Server(_config(app, settings)).run(sockets=[listener])
+        return 0
 
-    from react_clip.serve.connections import HttpConnection, SharingServer
 
-    config = uvicorn.Config(
+def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
-        http=HttpConnection,
+        factory=not isinstance(app, FastAPI),
+        workers=settings.workers,
+        http=Connection,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.max_connections,
-        timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=settings.grace,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=int(GRACE),
     )
-    server = uvicorn.Server(config) if counts is None else SharingServer(config, counts, place)
-    app.state.stopping = lambda: server.should_exit
 
-    def stop(*_: object) -> None:
-        server.should_exit = True
 
-    # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0. It also
-    # catches a signal that arrives before uvicorn has installed its own handler.
-    for number in STOP_SIGNALS:
-        signal.signal(number, stop)
-    spare_loaded_objects()
-    listener.listen()  # from now on connections wait for uvicorn instead of being refused
-    announce()
-    server.run(sockets=[listener])
+# ---------------------------------------------------------------------- several processes
+
+
+def _serve_in_processes(
+    settings: Settings, secrets: Secrets, load: Load, listener: socket.socket, announce: Callable[[str], None]
+) -> int:
+    """uvicorn starts and replaces the processes that answer; a thread does so for the one with the model."""
+    # Several processes share the cores: threads of the model that wait must not keep theirs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until uvicorn has its own handlers
+    with tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
+        share_between_processes(folder)
+        address = f"ipc://{folder}/model"
+        with _model_process(settings, secrets, load, address) as exit_code:
+            if exit_code:
+                return exit_code
+            listener.listen(128)
+            announce(url_of(listener))
+            app = partial(_worker, settings, secrets, address)
+            Multiprocess(_config(app, settings), sockets=[listener]).run()
+    return 0
+
+
+def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
+    """The application of one of several processes."""
+    import torch
+
+    torch.set_num_threads(1)
+    log_to_stderr(settings.log_level)
+    _end_with_parent()
+    return create_app(settings, secrets, address=address, drain=True)
 
 
 @contextmanager
-def stopped_by_signal() -> Iterator[None]:
-    """End the block at the first SIGTERM or SIGINT; a second one ends the process."""
+def _model_process(settings: Settings, secrets: Secrets, load: Load, address: str) -> Iterator[int]:
+    """Within this block a process with the model runs; it is replaced when it ends or hangs.
 
-    class StopError(BaseException):
-        pass
+    Gives its exit code if it cannot load the model, else 0.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    beat, ended = spawn.Value("d", 0.0, lock=False), threading.Event()
 
-    def stop(_: int, __: FrameType | None) -> None:
-        for number in earlier:
-            signal.signal(number, signal.SIG_DFL)
-        raise StopError
+    def start() -> Any:
+        beat.value = 0.0
+        process = spawn.Process(target=_run_model, args=(settings, secrets, load, address, beat), daemon=True)
+        process.start()
+        return process
 
-    earlier = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    def replace() -> None:
+        nonlocal process
+        while not ended.wait(_PAUSE):
+            if beat.value and time.monotonic() - beat.value > _HUNG * settings.deadline:
+                logger.error("the model's process %d hangs and is killed", process.pid)
+                process.kill()
+            process.join(0)
+            if process.exitcode is not None:
+                logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
+                process = start()
+
+    process = start()
+    while not beat.value and process.exitcode is None:
+        time.sleep(0.05)
+    watcher = threading.Thread(target=replace, daemon=True)
+    if process.exitcode is None:
+        watcher.start()
     try:
-        with suppress(StopError):
-            yield
+        yield process.exitcode or 0
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        ended.set()
+        with contextlib.suppress(RuntimeError):  # it was not started
+            watcher.join()
+        process.kill()
+        process.join()
+
+
+def _run_model(settings: Settings, secrets: Secrets, load: Load, address: str, beat: Any) -> None:
+    """The model's process. It ends when its parent says so: signals are for those that answer callers."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    log_to_stderr(settings.log_level)
+    _end_with_parent()
+    try:
+        model = load(settings, secrets)
+    except ReactClipError as error:
+        print(f"react-clip: {error}", file=sys.stderr)
+        sys.exit(2)
+
+    def tell() -> None:
+        beat.value = time.monotonic()
+
+    tell()
+    model.serve(address, tell)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def log_to_stderr(level: str) -> None:
+    """Log the service's own lines at this level."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    levels = {"react_clip.serve": level.upper(), "uvicorn": "ERROR", "PIL": "CRITICAL", "python_multipart": "CRITICAL"}
+    for name, chosen in levels.items():
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(chosen)

@@ -22,6 +22,12 @@ PREFIX = "REACT_CLIP_SERVE_"
 PROMPTS_PER_SLOT = 16
 """Prompts that take one place of the queue: together they cost about as much as one defended image."""
 
+LABEL_LENGTH = 100
+"""Most characters of one label or template."""
+
+MAX_EPS = 16
+"""Strongest attack of the demo, in 255ths."""
+
 Count = Annotated[int, Field(ge=1)]
 
 

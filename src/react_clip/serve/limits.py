@@ -1,0 +1,167 @@
+"""The layer around every request: body size and time, deadline, security headers, metrics and one log line.
+
+It is pure ASGI and outermost, because FastAPI has no limit on bodies and no deadline, and because refusals from here
+and errors from handlers must look alike and be counted alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from react_clip.serve.errors import KINDS, RequestError, busy, late
+
+if TYPE_CHECKING:
+    from react_clip.serve.app import Service
+
+logger = logging.getLogger("react_clip.serve")
+
+DEMO_PATH, DEMO_DEADLINES = "/v1/demo/attack", 9
+"""The path of the demo's attack, and its deadline as a multiple of that of other paths."""
+
+_BODY_SECONDS = 30.0
+"""Time for a body to arrive."""
+_BUFFERED_BODIES = 8
+"""All bodies together may be this many times as long as the longest one."""
+_MOST_REQUESTS = 256
+"""Requests handled at once."""
+
+_HEADERS = {
+    b"x-content-type-options": b"nosniff",
+    b"cache-control": b"no-store",
+    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+}
+"""Headers of answers that do not have their own."""
+_METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
+
+
+class RequestLimits:
+    """ASGI middleware that checks a request before and while it is handled, and turns every error into an answer."""
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self._app, self._service = app, service
+        self._buffered = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, settings, began = self._service, self._service.settings, time.perf_counter()
+        deadline = settings.deadline * (DEMO_DEADLINES if scope["path"] == DEMO_PATH else 1)
+        size = status = 0
+        body_ended = disconnected = False
+        watcher: asyncio.Future[Message] | None = None
+        error: RequestError | None = None
+        clock = asyncio.timeout(_BODY_SECONDS)
+
+        async def receive_limited() -> Message:
+            """The next part of the body, within the limits; after the last one the deadline runs."""
+            nonlocal size, body_ended, disconnected, watcher
+            message = await receive()
+            part = len(message.get("body", b""))
+            size, self._buffered = size + part, self._buffered + part
+            if size > settings.max_body:
+                raise _too_long(size, settings.max_body)
+            if self._buffered > (room := _BUFFERED_BODIES * settings.max_body):
+                raise busy(f"all of the {room:,} bytes for bodies are in use; try again soon")
+            if message["type"] == "http.disconnect":
+                disconnected = True
+            elif not message.get("more_body", False):
+                body_ended = True
+                clock.reschedule(asyncio.get_running_loop().time() + deadline)
+                watcher = asyncio.ensure_future(receive())
+                watcher.add_done_callback(end_early)
+            return message
+
+        def end_early(watcher: asyncio.Future[Message]) -> None:
+            """The caller is gone: nothing more is computed for it."""
+            nonlocal disconnected
+            if not watcher.cancelled() and not status:
+                disconnected = True
+                with suppress(RuntimeError):  # the clock has ended already
+                    clock.reschedule(0)
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": list((_HEADERS | dict(message["headers"])).items())}
+                with suppress(RuntimeError):
+                    clock.reschedule(None)
+            await send(message)
+
+        service.handling += 1
+        service.metrics.in_flight.inc()
+        try:
+            self._check(scope)
+            async with clock:
+                await self._app(scope, receive_limited, send_with_headers)
+        except RequestError as refusal:
+            error = refusal
+        except TimeoutError:
+            error = late(deadline) if body_ended else _too_slow(size)
+        except Exception as failure:
+            if not disconnected:
+                logger.error("%s failed: %s", _route(scope), type(failure).__name__, exc_info=True)
+            error = busy("the request could not be finished; try again", kind="unavailable")
+        finally:
+            service.handling -= 1
+            service.metrics.in_flight.dec()
+            self._buffered -= size
+            if watcher is not None:
+                watcher.cancel()
+        if disconnected and not status:
+            service.metrics.rejected.labels("disconnected").inc()
+            return
+        if error is not None and not status:
+            await error.response()(scope, receive, send_with_headers)
+        seconds, route = time.perf_counter() - began, _route(scope)
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        service.metrics.requests.labels(method, route, str(status)).inc()
+        service.metrics.latency.labels(route).observe(seconds)
+        if status >= 400:
+            kind = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]
+            service.metrics.rejected.labels(kind).inc()
+        logger.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)
+
+    def _check(self, scope: Scope) -> None:
+        """Refuse a request by its head."""
+        service, headers = self._service, Headers(scope=scope)
+        if service.stopping and scope["path"] != "/healthz":
+            refusal = busy("the service is stopping; ask another instance", kind="stopping")
+            refusal.headers = {**(refusal.headers or {}), "connection": "close"}
+            raise refusal
+        if scope["method"] != "POST":
+            return
+        if service.handling > _MOST_REQUESTS:
+            raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > service.settings.max_body:
+            raise _too_long(int(declared), service.settings.max_body)
+        # Browsers say so of what a page of another site sends; without keys nothing else would keep it out.
+        if not service.secrets.keys and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            raise RequestError(403, "pages of other sites may not call this service; start it with API keys")
+
+
+def _too_long(length: int, limit: int) -> RequestError:
+    line = f"the body has {length:,} bytes or more; the limit is {limit:,}; send fewer or smaller images"
+    return RequestError(413, line)
+
+
+def _too_slow(size: int) -> RequestError:
+    line = f"{size:,} bytes of the body came within {_BODY_SECONDS:g} s; send it faster or send less"
+    return RequestError(408, line, headers={"connection": "close"})
+
+
+def _route(scope: Scope) -> str:
+    """The route's own spelling: a caller's path could contain anything, and each would be a new counter."""
+    return str(getattr(scope.get("route"), "path", "unmatched"))
