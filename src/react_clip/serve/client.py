@@ -68,9 +68,10 @@ class ModelClient:
         self._socket.immediate = True  # nothing is queued for a model that is not there
         self._socket.sndhwm = _MESSAGES
         self._socket.connect(self._address)
-        self._known = asyncio.Event()
+        self._known = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
-        await self._known.wait()
+        done, _ = await asyncio.wait([self._known, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
 
     def close(self, *, stop_model: bool) -> None:
         """Leave the model, or end it."""
@@ -141,7 +142,8 @@ class ModelClient:
                 self._free, self._process = self.settings.queue, message["process"]
                 self.info = Info.model_validate(message["hello"])
                 self.preprocessing = Preprocessing(**message["preprocessing"])
-                self._known.set()
+                if not self._known.done():
+                    self._known.set_result(None)
             elif (waiting := self._waiting.get(message["id"])) is None or waiting.answer.done():
                 continue
             elif "progress" in message and waiting.progress:

@@ -171,18 +171,16 @@ class Labels(Schema):
 
 
 class Limits(Schema):
-    """Limits of one request, read from ``Settings``."""
+    """Limits of one request."""
 
-    model_config = ConfigDict(from_attributes=True)
-
-    body_bytes: int = Field(validation_alias="max_body")
-    images: int = Field(validation_alias="max_images")
-    pixels: int = Field(validation_alias="max_pixels")
+    body_bytes: int
+    images: int
+    pixels: int
     """Pixels of one image."""
-    labels: int = Field(validation_alias="max_labels")
+    labels: int
     """Labels times templates."""
     label_length: int = LABEL_LENGTH
-    deadline_seconds: float = Field(validation_alias="deadline")
+    deadline_seconds: float
 
 
 class Passes(Schema):
@@ -247,7 +245,13 @@ class Info(Schema):
                 templates=free and source == "text",
             ),
             formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
-            limits=Limits.model_validate(settings),
+            limits=Limits(
+                body_bytes=settings.max_body,
+                images=settings.max_images,
+                pixels=settings.max_pixels,
+                labels=settings.max_labels,
+                deadline_seconds=settings.deadline,
+            ),
             diagnostics=settings.sends_diagnostics,
             demo=DemoRange() if settings.demo else None,
             defence=Defence(name=defense.name, tau=tau, passes=Passes(most=round(passes, 4)), config=defense.to_dict()),
