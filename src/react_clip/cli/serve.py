@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from react_clip.cli.common import build_classifier, build_guard, defense_line, load_encoder, notice
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from torch import Tensor
 
+    from react_clip import Defense, Encoder
     from react_clip.serve.model import Model
     from react_clip.serve.settings import Secrets, Settings
     from react_clip.zeroshot import ZeroShotClassifier
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.engine == "ray":
         from react_clip.scale.serving import serve_on_cluster
 
-        serve_on_cluster(build_app, settings, announce)
+        serve_on_cluster(partial(build_app, settings, secrets), settings, announce)
         return 0
     return serve(settings, secrets, load_model, announce)
 
@@ -70,12 +72,22 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return read_settings({name: value for name, value in vars(args).items() if name in names})
 
 
-def build_app(settings: Settings, secrets: Secrets | None = None) -> FastAPI:
+def application(flags: dict[str, Any]) -> Any:
+    """The service for Ray Serve's own tools: ``import_path: react_clip.cli.serve:application``.
+
+    ``flags`` are settings by name, such as ``{"workers": 2}``; environment variables are read too.
+    """
+    from react_clip.scale.serving import application as deployed
+    from react_clip.serve.settings import read_secrets, read_settings
+
+    settings = read_settings({"engine": "ray", **flags})
+    return deployed(partial(build_app, settings, read_secrets(settings)), settings, has_gpus=True)
+
+
+def build_app(settings: Settings, secrets: Secrets) -> FastAPI:
     """The application with its model, for servers other than ours, such as a replica of Ray Serve."""
     from react_clip.serve.app import create_app
-    from react_clip.serve.settings import read_secrets
 
-    secrets = secrets or read_secrets(settings)
     return create_app(settings, secrets, model=load_model(settings, secrets))
 
 
@@ -87,9 +99,24 @@ def load_model(settings: Settings, secrets: Secrets) -> Model:
     set_threads(settings)
     encoder = load_encoder(args).accelerate()
     preset = build_classifier(args, encoder)
-    defense = build_guard(args, encoder)
-    notice(args, defense_line(defense))
+    defense = build_defense(args, encoder)
     return Model(encoder, defense, preset, settings, secrets.noise, demo_attack if settings.demo else None)
+
+
+def build_defense(args: argparse.Namespace, encoder: Encoder) -> Defense:
+    """The defence of --config or --defense, which may be any, else the default of the encoder."""
+    from react_clip.defenses import Defense
+
+    if args.config not in (None, "paper"):
+        defense = Defense.load(args.config)
+    elif args.defense not in (None, "second_look", "react"):
+        defense = Defense.from_dict({"kind": args.defense})
+    else:
+        guard = build_guard(args, encoder)
+        notice(args, defense_line(guard))
+        return guard
+    defense.check(encoder)
+    return defense
 
 
 def demo_attack(

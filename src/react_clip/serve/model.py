@@ -315,10 +315,8 @@ class Model:
 
     def _rows(self, out: Defended) -> tuple[list[str], Tensor]:
         """One row of numbers per image, ``[B, D + numbers + K]``: feature, numbers with their names, probabilities."""
-        numbers = dict(out.diagnostics)
-        threshold = numbers.pop("threshold", None)
-        attacked = out.gated if threshold is None else out.gated & (numbers["score"] >= threshold)
-        numbers |= {"gated": out.gated, "passes": out.passes, "suspicious": attacked}
+        opened = out.diagnostics.get("gate_open", out.gated)
+        numbers = out.diagnostics | {"gated": out.gated, "passes": out.passes, "suspicious": opened}
         columns = torch.stack([values.float() for values in numbers.values()], 1)
         return list(numbers), torch.cat([out.features.float(), columns, out.probs.float()], 1)
 
