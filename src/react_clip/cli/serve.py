@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, listen and answer; returns 0 after SIGTERM or SIGINT."""
-    from react_clip.serve.responses import public_name
     from react_clip.serve.server import log_to_stderr, serve
-    from react_clip.serve.settings import read_secrets
+    from react_clip.serve.settings import public_name, read_secrets
 
     settings = settings_of(args)
     log_to_stderr("warning" if args.quiet else settings.log_level)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
@@ -31,11 +31,10 @@ from react_clip.serve.client import Answer, ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.limits import DEMO_PATH, RequestLimits
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.model import Model
-from react_clip.serve.settings import Secrets, Settings, allowed_hosts, digest
+from react_clip.serve.settings import GRACE, Secrets, Settings, allowed_hosts, digest
 
-GRACE = 45.0
-"""Seconds that accepted requests have to finish after SIGTERM."""
+if TYPE_CHECKING:
+    from react_clip.serve.model import Model
 
 _STATIC = Path(__file__).with_name("static")
 _POLICY = (
@@ -299,6 +298,7 @@ def create_app(
             for number in (signal.SIGTERM, signal.SIGINT):
                 _drain_on(number, service)
         yield
+        gc.unfreeze()
         service.threads.shutdown(wait=False, cancel_futures=True)
         client.close(stop_model=model is not None)
         if thread is not None:

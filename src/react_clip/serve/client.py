@@ -1,4 +1,4 @@
-"""The application's end of the model's socket: sends photos and labels, returns answers, knows whether the model lives."""
+"""The application's end of the model's socket: sends photos and labels, knows whether the model lives."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
 from react_clip.serve.errors import RequestError, busy
-from react_clip.serve.model import BEAT, return_freed_memory
+from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.responses import Info
-from react_clip.serve.settings import Settings
+from react_clip.serve.settings import BEAT, Settings
 
 _WAIT_FRACTION = 0.5
 """Most of the deadline that an image may wait in the queue."""

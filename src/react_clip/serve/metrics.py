@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -17,7 +19,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metrics:
-    """The metrics of one process, in a registry of their own; ``shared`` adds up those of all processes of a service."""
+    """The metrics of one process, in their own registry; ``shared`` adds up those of all processes."""
 
     content_type = CONTENT_TYPE_LATEST
 

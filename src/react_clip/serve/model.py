@@ -8,11 +8,9 @@ lists, and encodes some prompts of new label lists.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -30,9 +28,10 @@ from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import from_8bit
 from react_clip.serve.errors import RequestError, busy, late
+from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import Settings, prompt_slots
+from react_clip.serve.settings import BEAT, Settings, prompt_slots
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
@@ -40,9 +39,6 @@ logger = logging.getLogger("react_clip.serve")
 DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int, int], None]], Tensor]
 """``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1], progress) -> attacked pixels``, where
 ``progress(done, steps)`` is called after every step and raises if the caller is gone."""
-
-BEAT = 0.5
-"""Seconds after which an idle model tells that it lives."""
 
 _PROMPTS = 32
 """Prompts encoded in one turn."""
@@ -411,9 +407,9 @@ class Model:
     # ------------------------------------------------------------------ demo
 
     def _demonstrate(self, ask: _Ask) -> None:
-        """Attack one photo; send rows of the clean and the attacked one, plain probabilities, and the attacked pixels."""
+        """Attack one photo; send rows of the clean and the attacked one, with plain probabilities, and its pixels."""
         clf, clean = ask.classes, ask.pixels
-        assert self._attack is not None and clf is not None and ask.eps is not None, "the route is there only then"
+        assert self._attack and clf and ask.eps is not None, "the route is there only with an attack"  # noqa: PT018
 
         def progress(done: int, steps: int) -> None:
             """Live on while the attack runs; end it if its caller is gone: the page's slider leaves many behind."""
@@ -446,9 +442,3 @@ class Model:
     def _plain(self, clf: ZeroShotClassifier, pixels: Tensor) -> Tensor:
         """Probabilities ``[1, K]`` of plain CLIP."""
         return self.encoder.similarity.probabilities(clf(from_8bit(pixels.to(self.encoder.device)))).float().cpu()
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the operating system; glibc would keep it for later requests of the same thread."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)

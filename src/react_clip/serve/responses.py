@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from react_clip.bank import LabelBank
-from react_clip.defenses.base import Defense
-from react_clip.encoders.base import Encoder
 from react_clip.environment import __version__
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
+from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings, public_name
+
+if TYPE_CHECKING:
+    from react_clip.defenses.base import Defense
+    from react_clip.encoders.base import Encoder
 
 
 class Schema(BaseModel):
@@ -68,13 +68,16 @@ class Diagnostics(Schema):
     """True if the photo was corrected: the feature of the answer is not plain CLIP's."""
     passes: float
     """Encoder passes; a view of another size counts as its fraction of a photo's tokens."""
+    gate_open: bool | None = None
+    """True if the gate takes the photo for attacked, where the defence has a gate."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Diagnostics:
         """From the numbers that a defence measured, by name; NaN was not measured."""
         names = {"drift": "r", "instability": "J"}
         values = {names.get(name, name): value for name, value in numbers.items() if value == value}
-        return cls(**values | {"gated": bool(numbers["gated"]), "passes": round(numbers["passes"], 4)})  # type: ignore[arg-type]
+        del values["suspicious"]
+        return cls.model_validate(values | {"passes": round(numbers["passes"], 4)})
 
 
 class Result(Schema):
@@ -260,18 +263,9 @@ class Info(Schema):
 
 def label_source(encoder: Encoder) -> Literal["text", "bank", "preset"]:
     """Source of class features: text tower, label table, or neither (only the server's own labels)."""
+    from react_clip.bank import LabelBank
+
     return "text" if encoder.has_text else "bank" if LabelBank.load().encoder == encoder.weights else "preset"
-
-
-def public_name(name: str) -> str:
-    """A model's name without the folders of this machine.
-
-    >>> public_name("openai/clip-vit-base-patch32"), public_name("clip-vit-b-16+/data/runs/tecoa.safetensors")
-    ('openai/clip-vit-base-patch32', 'clip-vit-b-16+tecoa.safetensors')
-    """
-    base, plus, file = name.partition("+")
-    base = Path(base).resolve().name if Path(base).is_dir() else base
-    return base + plus + Path(file).name
 
 
 class ServedModel(Schema):

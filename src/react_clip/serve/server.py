@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -13,10 +12,9 @@ import tempfile
 import threading
 import time
 from asyncio import TimerHandle, Transport
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import h11
 import uvicorn
@@ -25,11 +23,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
-from react_clip.serve.app import GRACE, create_app
 from react_clip.serve.errors import RequestError
 from react_clip.serve.metrics import share_between_processes
-from react_clip.serve.model import Model
-from react_clip.serve.settings import Secrets, Settings
+from react_clip.serve.settings import GRACE, Secrets, Settings
+
+if TYPE_CHECKING:
+    from react_clip.serve.model import Model
 
 logger = logging.getLogger("react_clip.serve")
 
@@ -39,10 +38,12 @@ _HEAD_BYTES = 2**14
 """Longest head of a request."""
 _HUNG = 3.0
 """A model whose turn takes this many deadlines is replaced."""
+_START_SECONDS = 60
+"""A process that says nothing for so long is replaced; one that starts is silent while it imports libraries."""
 _PAUSE = 1.0
 """Seconds before a model that has ended is replaced, so that one that always fails does not keep a core busy."""
 
-Load = Callable[[Settings, Secrets], Model]
+Load: TypeAlias = "Callable[[Settings, Secrets], Model]"
 """Loads the model; a function of a module, so that another process can call it."""
 
 
@@ -116,6 +117,8 @@ def serve(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[
     with open_socket(settings) as listener:
         if settings.workers > 1:
             return _serve_in_processes(settings, secrets, load, listener, announce)
+        from react_clip.serve.app import create_app
+
         app = create_app(settings, secrets, model=load(settings, secrets), drain=True)
         # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -140,6 +143,7 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=int(GRACE),
+        timeout_worker_healthcheck=_START_SECONDS,
     )
 
 
@@ -152,70 +156,57 @@ def _serve_in_processes(
     """uvicorn starts and replaces the processes that answer; a thread does so for the one with the model."""
     # Several processes share the cores: threads of the model that wait must not keep theirs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until uvicorn has its own handlers
+    spawn = multiprocessing.get_context("spawn")
+    beat, code = spawn.Value("d", 0.0, lock=False), 0
+
+    def keep_model() -> None:
+        """Start the model's process, and replace it when it ends or hangs."""
+        nonlocal code
+        while not supervisor.should_exit.is_set():
+            beat.value = 0.0
+            process = spawn.Process(target=_run_model, args=(settings, secrets, load, address, beat))
+            process.start()
+            while process.is_alive() and not ended.wait(0.1):
+                if beat.value and not ready.is_set():
+                    ready.set()
+                    announce(url_of(listener))
+                if beat.value and time.monotonic() - beat.value > _HUNG * settings.deadline:
+                    logger.error("the model's process %d hangs and is killed", process.pid)
+                    process.kill()
+            process.kill()
+            process.join()
+            if ended.is_set():
+                return
+            if not ready.is_set():
+                code = process.exitcode or 1
+                supervisor.should_exit.set()
+            logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
+            time.sleep(_PAUSE)
+
     with tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
         share_between_processes(folder)
         address = f"ipc://{folder}/model"
-        with _model_process(settings, secrets, load, address) as exit_code:
-            if exit_code:
-                return exit_code
-            listener.listen(128)
-            announce(url_of(listener))
-            app = partial(_worker, settings, secrets, address)
-            Multiprocess(_config(app, settings), sockets=[listener]).run()
-    return 0
+        listener.listen(128)
+        supervisor = Multiprocess(_config(partial(_worker, settings, secrets, address), settings), sockets=[listener])
+        ready, ended = threading.Event(), threading.Event()
+        keeper = threading.Thread(target=keep_model)
+        keeper.start()
+        supervisor.run()
+        ended.set()
+        keeper.join()
+    return code
 
 
 def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
     """The application of one of several processes."""
     import torch
 
+    from react_clip.serve.app import create_app
+
     torch.set_num_threads(1)
     log_to_stderr(settings.log_level)
     _end_with_parent()
     return create_app(settings, secrets, address=address, drain=True)
-
-
-@contextmanager
-def _model_process(settings: Settings, secrets: Secrets, load: Load, address: str) -> Iterator[int]:
-    """Within this block a process with the model runs; it is replaced when it ends or hangs.
-
-    Gives its exit code if it cannot load the model, else 0.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    beat, ended = spawn.Value("d", 0.0, lock=False), threading.Event()
-
-    def start() -> Any:
-        beat.value = 0.0
-        process = spawn.Process(target=_run_model, args=(settings, secrets, load, address, beat), daemon=True)
-        process.start()
-        return process
-
-    def replace() -> None:
-        nonlocal process
-        while not ended.wait(_PAUSE):
-            if beat.value and time.monotonic() - beat.value > _HUNG * settings.deadline:
-                logger.error("the model's process %d hangs and is killed", process.pid)
-                process.kill()
-            process.join(0)
-            if process.exitcode is not None:
-                logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
-                process = start()
-
-    process = start()
-    while not beat.value and process.exitcode is None:
-        time.sleep(0.05)
-    watcher = threading.Thread(target=replace, daemon=True)
-    if process.exitcode is None:
-        watcher.start()
-    try:
-        yield process.exitcode or 0
-    finally:
-        ended.set()
-        with contextlib.suppress(RuntimeError):  # it was not started
-            watcher.join()
-        process.kill()
-        process.join()
 
 
 def _run_model(settings: Settings, secrets: Secrets, load: Load, address: str, beat: Any) -> None:
@@ -227,7 +218,7 @@ def _run_model(settings: Settings, secrets: Secrets, load: Load, address: str, b
     try:
         model = load(settings, secrets)
     except ReactClipError as error:
-        print(f"react-clip: {error}", file=sys.stderr)
+        sys.stderr.write(f"react-clip: {error}\n")
         sys.exit(2)
 
     def tell() -> None:

@@ -22,6 +22,12 @@ PREFIX = "REACT_CLIP_SERVE_"
 PROMPTS_PER_SLOT = 16
 """Prompts that take one place of the queue: together they cost about as much as one defended image."""
 
+BEAT = 0.5
+"""Seconds after which an idle model tells that it lives."""
+
+GRACE = 45.0
+"""Seconds that accepted requests have to finish after SIGTERM."""
+
 LABEL_LENGTH = 100
 """Most characters of one label or template."""
 
@@ -69,7 +75,7 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535)
     """port to listen on, 0 for a free one"""
     allowed_hosts: Annotated[list[str] | None, NoDecode, _split(",")] = None
-    """comma-separated names that callers may call this service by, * for any (any with API keys, else this machine's)"""
+    """comma-separated host names that callers may use, * for any (any with API keys, else this machine's)"""
     engine: Literal["local", "ray"] = "local"
     """local: this machine; ray: --workers replicas on the cluster of $RAY_ADDRESS, or on this machine"""
 
@@ -170,6 +176,17 @@ DROPPED = {
 """Settings of earlier versions, and what to do instead."""
 
 
+def public_name(name: str) -> str:
+    """A model's name without the folders of this machine.
+
+    >>> public_name("openai/clip-vit-base-patch32"), public_name("clip-vit-b-16+/data/runs/tecoa.safetensors")
+    ('openai/clip-vit-base-patch32', 'clip-vit-b-16+tecoa.safetensors')
+    """
+    base, plus, file = name.partition("+")
+    base = Path(base).resolve().name if Path(base).is_dir() else base
+    return base + plus + Path(file).name
+
+
 def flag(name: str) -> str:
     """Command-line flag of a setting.
 
@@ -233,7 +250,7 @@ class Secrets:
 
 
 def read_secrets(settings: Settings) -> Secrets:
-    """Secret and API keys (separated by lines or commas, # starts a comment) from ``secrets_dir`` or the environment."""
+    """Secret and API keys (by lines or commas, # starts a comment) from ``secrets_dir`` or the environment."""
     if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
         raise ReactClipError(f"--secrets-dir {settings.secrets_dir} is no folder; check the path")
     found = _SecretFiles(_secrets_dir=settings.secrets_dir)

@@ -84,7 +84,7 @@ async function start() {
   say("");
   [by("key").hidden, by("page").hidden] = [true, false];
   const { name, passes } = info.defence;
-  by("about").append(` Here: ${info.model}, defended by ${name} with ${short(passes.least)} to ${short(passes.most)} passes a photo.`);
+  by("about").append(` Here: ${info.model}, defended by ${name} with at most ${short(passes.most)} passes a photo.`);
   by("comparison").hidden = Boolean(info.demo);
   describeLabels();
 }
@@ -349,7 +349,7 @@ const number = (value) => value === null ? "\u2013" : value.toFixed(3);
 /** What the gate did, in two parts: the first is emphasised. */
 function gateWords({ J, score, gated }) {
   const { tau, name } = info.defence;
-  if (tau === null) return ["Every photo is corrected here", "."];
+  if (tau === null) return [gated ? "The photo was corrected" : "The photo was not corrected", "."];
   const [above, below] = [`\u2265 \u03c4 ${short(tau)}`, `< \u03c4 ${short(tau)}`];
   if (name === "second_look") {
     const distance = `: photo and smaller copy differ by r = ${number(score)}`;
@@ -365,19 +365,19 @@ function gateWords({ J, score, gated }) {
 
 function explain(diagnostics) {
   const { r, J, score, sigma, gated, passes } = diagnostics;
-  const { tau, name, sigma: range, passes: cost, constant_work: constant } = info.defence;
+  const { tau, name, passes: cost } = info.defence;
   const words = gateWords(diagnostics);
-  const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}${constant ? " (always the same, so that time tells nothing)" : ""}.`;
+  const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}.`;
   by("gate").replaceChildren(make("b", { className: gated ? "open" : "", textContent: words[0] }), words[1] + spent);
   const reach = Math.max(2, 1.25 * (tau ?? 0));
   const line = (title, about, value, text, low, high, mark) => make("div", {},
     make("dt", { textContent: title }, make("small", { textContent: about })),
     make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(title, value, text, low, high, mark)));
-  const measured = name === "second_look" ? [line("r", "distance of photo and smaller copy", r, number(r), 0, 2, tau)] : [
-    line("r", "drift between two noises", r, number(r), 0, reach, tau),
-    line("J", "unsteadiness of the answer", J, J === null ? "not needed" : number(J), 0, Math.LN2, null),
-    line("r + J", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
-    line("\u03c3", "noise of the correction", sigma, number(sigma), range.least, range.most, null)];
+  const all = [line("r", "drift of the feature", r, number(r), 0, reach, tau),
+    line("J", "unsteadiness of the answer", J, number(J), 0, Math.LN2, null),
+    line("r + J", "what the gate looks at", J === null ? null : score, number(score), 0, reach + Math.LN2, tau),
+    line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma ?? 0), null)];
+  const measured = all.filter((_, place) => [r, J, J === null ? null : score, sigma][place] !== null);
   by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, cost.most, null));
 }
 
