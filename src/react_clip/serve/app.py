@@ -246,7 +246,8 @@ async def healthz() -> responses.Status:
 @state.get("/readyz")
 async def readyz(request: Request) -> responses.Status:
     """200 while the service takes requests; 503 while it stops, its model does not answer, or its queue is full."""
-    if (reason := service_of(request).client.unready) is not None:
+    service = service_of(request)
+    if (reason := service.client.refusal(service.settings.max_images)) is not None:
         raise busy(reason)
     return responses.Status(status="ready")
 

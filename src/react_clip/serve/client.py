@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 import zmq
 import zmq.asyncio
@@ -31,6 +30,9 @@ _MESSAGES = 64
 """Requests on their way to a model that does not read; later ones are refused."""
 
 
+Progress = Callable[[int, int], None]
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """Defended answer for one image."""
@@ -43,22 +45,17 @@ class Answer:
     """What the defence measured, by name."""
 
 
-@dataclass(eq=False)
-class _Waiting:
-    answer: asyncio.Future[tuple[list[Answer], list[bytes]]]
-    images: int
-    progress: Callable[[int, int], None] | None
-
-
 class ModelClient:
     """Asks the model behind ``address``; :meth:`connect` first, :meth:`close` at the end."""
 
     def __init__(self, address: str, settings: Settings) -> None:
         self.settings = settings
         self._address = address
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[tuple[list[Answer], list[bytes]]], Progress | None]] = {}
         self._numbers = count()
         self._process = self._free = 0
+        self._asked = 0
+        """Images of the requests that wait for an answer."""
         self._heard = 0.0
 
     async def connect(self) -> None:
@@ -78,22 +75,17 @@ class ModelClient:
         for task in self._tasks:
             task.cancel()
         if stop_model:
-            self._send({"stop": True})
+            self._tell({"stop": True})
         self._socket.close(linger=1000)
 
-    @property
-    def unready(self) -> str | None:
-        """Why a request sent now would be refused, or None."""
+    def refusal(self, images: int) -> str | None:
+        """Why a request with so many images would be refused now, or None."""
         if time.monotonic() - self._heard > max(self.settings.deadline, 4 * BEAT):
-            return "the model does not answer"
-        if self._free_slots < self.settings.max_images:
-            return "the queue has no room for a full request"
+            return "the model does not answer; try again soon"
+        # As the model said last, and as counted here, because it may be busy or hang.
+        if images > min(self._free, self.settings.queue - self._asked):
+            return "the queue is full; try again soon"
         return None
-
-    @property
-    def _free_slots(self) -> int:
-        """Images that still fit: as the model said last, and counted here, because it may be busy or hung."""
-        return min(self._free, self.settings.queue - sum(one.images for one in self._waiting.values()))
 
     async def submit(
         self,
@@ -102,34 +94,37 @@ class ModelClient:
         labels: tuple[Sequence[str], Sequence[str]] | None,
         *,
         eps: float | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> tuple[list[Answer], list[bytes]]:
         """Answers for 8-bit pixels ``[N, 3, S, S]``, and the attacked pixels of a demo (``eps``).
 
         ``labels`` are names and templates, None for the server's own. Cancelling this frees the places in the queue.
         """
-        if self.unready == "the model does not answer" or len(keys) > self._free_slots:
-            raise busy("the queue is full; try again soon" if self._heard else "the model is being started; try again")
+        if (reason := self.refusal(len(keys))) is not None:
+            raise busy(reason)
         number = next(self._numbers)
         expires = time.monotonic() + _WAIT_FRACTION * self.settings.deadline
         message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires, "eps": eps}
         answer: asyncio.Future[tuple[list[Answer], list[bytes]]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Waiting(answer, len(keys), progress)
+        self._waiting[number] = answer, progress
+        self._asked += len(keys)
         try:
-            self._send(message, pixels.numpy())
+            # It returns at once; a model that has not read for long is Again.
+            self._socket.send_multipart([json.dumps(message).encode(), pixels.numpy()], zmq.NOBLOCK).result()
             return await answer
         except zmq.Again:
             raise busy("the model does not answer; try again soon", kind="unavailable") from None
         except asyncio.CancelledError:
-            with suppress(zmq.Again):
-                self._send({"cancel": number})
+            self._tell({"cancel": number})
             raise
         finally:
             del self._waiting[number]
+            self._asked -= len(keys)
 
-    def _send(self, message: dict[str, Any], *frames: Any) -> None:
-        """Send at once, or raise ``zmq.Again`` where the model has not read for long."""
-        self._socket.send_multipart([json.dumps(message).encode(), *frames], zmq.NOBLOCK).result()
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send a message that may be lost where the model has not read for long."""
+        with suppress(zmq.Again):
+            self._socket.send(json.dumps(message).encode(), zmq.NOBLOCK).result()
 
     async def _listen(self) -> None:
         while True:
@@ -144,33 +139,35 @@ class ModelClient:
                 self.preprocessing = Preprocessing(**message["preprocessing"])
                 if not self._known.done():
                     self._known.set_result(None)
-            elif (waiting := self._waiting.get(message["id"])) is None or waiting.answer.done():
-                continue
-            elif "progress" in message and waiting.progress:
-                waiting.progress(*message["progress"])
-            elif "error" in message:
-                error = message["error"]
-                waiting.answer.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
             else:
-                waiting.answer.set_result((self._answers(waiting.images, message["columns"], frames[0]), frames[1:]))
-
-    def _answers(self, images: int, columns: list[str], rows: bytes) -> list[Answer]:
-        dim, end = self.info.dim, self.info.dim + len(columns)
-        values = torch.from_numpy(np.frombuffer(rows, np.float32).copy()).view(images, -1)
-        return [Answer(row[:dim], row[end:], dict(zip(columns, row[dim:end].tolist(), strict=True))) for row in values]
+                answer, progress = self._waiting.get(message["id"], (None, None))
+                if answer is None or answer.done():
+                    continue
+                if "progress" in message:
+                    assert progress is not None, "only a demo's attack tells its progress"
+                    progress(*message["progress"])
+                elif "error" in message:
+                    error = message["error"]
+                    answer.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
+                else:
+                    columns, dim = message["columns"], self.info.dim
+                    values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(message["images"], -1)
+                    middle, end = values[:, dim : dim + len(columns)].tolist(), dim + len(columns)
+                    rows = zip(values, middle, strict=True)
+                    answers = [Answer(row[:dim], row[end:], dict(zip(columns, own))) for row, own in rows]  # noqa: B905
+                    answer.set_result((answers, frames[1:]))
 
     async def _watch(self) -> None:
         """Greet a model that is silent, and give up waiting for a process that has ended."""
         for turn in count():
             if time.monotonic() - self._heard > 2 * BEAT:
-                with suppress(zmq.Again):
-                    self._send({"hello": True})
+                self._tell({"hello": True})
                 if self._process and not _lives(self._process):
                     self._heard, self._process = 0.0, 0
-                    for waiting in self._waiting.values():
-                        if not waiting.answer.done():
-                            line = "the model's process has ended and is being replaced; try again soon"
-                            waiting.answer.set_exception(busy(line, kind="unavailable"))
+                    line = "the model's process has ended and is being replaced; try again soon"
+                    for answer, _ in self._waiting.values():
+                        if not answer.done():
+                            answer.set_exception(busy(line, kind="unavailable"))
             if turn % 20 == 0:
                 await asyncio.to_thread(return_freed_memory)
             await asyncio.sleep(BEAT)

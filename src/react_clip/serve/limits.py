@@ -111,20 +111,22 @@ class RequestLimits:
             error = late(deadline) if body_ended else _too_slow(size)
         except Exception as failure:
             if not disconnected:
-                logger.error("%s failed: %s", _route(scope), type(failure).__name__, exc_info=True)
+                logger.error("%s failed: %s", scope["method"], type(failure).__name__, exc_info=True)
             error = busy("the request could not be finished; try again", kind="unavailable")
         finally:
             service.handling -= 1
             service.metrics.in_flight.dec()
             self._buffered -= size
             if watcher is not None:
+                watcher.remove_done_callback(end_early)
                 watcher.cancel()
         if disconnected and not status:
             service.metrics.rejected.labels("disconnected").inc()
             return
         if error is not None and not status:
             await error.response()(scope, receive, send_with_headers)
-        seconds, route = time.perf_counter() - began, _route(scope)
+        # The route's own spelling: a caller's path could contain anything, and each would be a new counter.
+        seconds, route = time.perf_counter() - began, str(getattr(scope.get("route"), "path", "unmatched"))
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         service.metrics.requests.labels(method, route, str(status)).inc()
         service.metrics.latency.labels(route).observe(seconds)
@@ -160,8 +162,3 @@ def _too_long(length: int, limit: int) -> RequestError:
 def _too_slow(size: int) -> RequestError:
     line = f"{size:,} bytes of the body came within {_BODY_SECONDS:g} s; send it faster or send less"
     return RequestError(408, line, headers={"connection": "close"})
-
-
-def _route(scope: Scope) -> str:
-    """The route's own spelling: a caller's path could contain anything, and each would be a new counter."""
-    return str(getattr(scope.get("route"), "path", "unmatched"))

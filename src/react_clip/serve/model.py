@@ -343,7 +343,7 @@ class Model:
             ask.rows[index] = row[: dim + len(names) + len(ask.classes.names)]
             if len(ask.rows) == len(ask.keys):
                 rows = torch.stack([ask.rows[place] for place in range(len(ask.keys))])
-                self._send(ask.caller, {"id": ask.number, "columns": names}, rows.numpy())
+                self._send(ask.caller, {"id": ask.number, "images": len(rows), "columns": names}, rows.numpy())
 
     def _fail(self, images: list[tuple[_Ask, int]], error: Exception) -> None:
         """Refuse the requests of a batch that failed."""
@@ -432,7 +432,9 @@ class Model:
             columns, rows = self._rows(self._run(torch.cat([clean, attacked]), keys, [clf, clf]))
             plains = torch.cat([plain, self._plain(clf, attacked)])
             values = torch.cat([rows.cpu(), plains], 1)
-            self._send(ask.caller, {"id": ask.number, "columns": columns}, values.numpy(), attacked.numpy())
+            self._send(
+                ask.caller, {"id": ask.number, "images": 2, "columns": columns}, values.numpy(), attacked.numpy()
+            )
         except AbandonedError:
             logger.info("a demo attack was abandoned")
         except Exception as error:

@@ -180,9 +180,18 @@ def prepare(
         body = model.model_validate(_of_form(content)) if form else model.model_validate_json(content, strict=True)
     except ValidationError as error:
         raise _request_error(model, error) from None
-    if refusal := _refusal(body, info, settings):
-        field, line = refusal
-        raise RequestError(422, line, field=field)
+    if len(body.images) > settings.max_images:
+        line = f"images has {len(body.images)} entries; the limit is {settings.max_images}; send several requests"
+        raise RequestError(422, line, field="images")
+    if body.model not in (None, "", info.model):
+        raise RequestError(422, f"model is {quote(body.model)}; this service has {info.model!r}", field="model")
+    if body.suspicious and not settings.sends_diagnostics:
+        line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --diagnostics)"
+        raise RequestError(422, line, field="suspicious")
+    if body.labels is None and body.templates is not None:
+        line = "templates are given without labels; give both or neither"
+        raise RequestError(422, line, field="templates")
+    own = None if body.labels is None else _label_list(body, info, settings)
     limits, pixels = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), []
     for index, data in enumerate(body.images):
         field = f"images[{index}]"
@@ -195,36 +204,26 @@ def prepare(
         except ReactClipError as error:
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
     keys = [noise.secret_key(image, secret) for image in pixels]
-    own = None if body.labels is None else (body.labels, body.templates or [])
     return Asked(body, body.labels or info.labels.preset, torch.stack(pixels), keys, own)
 
 
-def _refusal(body: ImageRequest, info: Info, settings: Settings) -> tuple[str, str] | None:
-    """The field and one line, if a request asks for more than this service allows."""
-    if len(body.images) > settings.max_images:
-        line = f"images has {len(body.images)} entries; the limit is {settings.max_images}; send several requests"
-        return "images", line
-    if body.model not in (None, "", info.model):
-        return "model", f"model is {quote(body.model)}; this service has {info.model!r}"
-    if body.suspicious and not settings.sends_diagnostics:
-        return "suspicious", "suspicious is asked for, but this service does not tell; leave it out (or --diagnostics)"
-    if body.labels is None:
-        return ("templates", "templates are given without labels; give both or neither") if body.templates else None
+def _label_list(body: ImageRequest, info: Info, settings: Settings) -> tuple[list[str], list[str]]:
+    """Names and templates of a request, if it may have these."""
+    names, templates = body.labels or [], body.templates or []
     if not info.labels.free:
-        return "labels", "labels are given, but this service answers for its own only; leave them out"
-    if body.templates is not None and not info.labels.templates:
-        return "templates", "templates are given, but this model has no text tower; leave them out"
-    prompts = len(body.labels) * len(body.templates or [""])
-    if prompts > settings.max_labels:
-        return (
-            "labels",
-            f"labels times templates makes {prompts} prompts; the limit is {settings.max_labels}; send fewer",
-        )
+        line = "labels are given, but this service answers for its own only; leave them out"
+        raise RequestError(422, line, field="labels")
+    if templates and not info.labels.templates:
+        line = "templates are given, but this model has no text tower; leave them out"
+        raise RequestError(422, line, field="templates")
+    if (prompts := len(names) * max(1, len(templates))) > (most := settings.max_labels):
+        line = f"labels times templates makes {prompts} prompts; the limit is {most}; send fewer"
+        raise RequestError(422, line, field="labels")
     try:
-        check_names(body.labels)
+        check_names(names)
     except ReactClipError as error:
-        return "labels", str(error)
-    return None
+        raise RequestError(422, str(error), field="labels") from None
+    return names, templates
 
 
 def _of_form(fields: dict[str, list[Any]]) -> dict[str, Any]:
