@@ -1,4 +1,4 @@
-"""Real server processes with a small CLIP, shared by the tests of a session, and photos to send to them."""
+"""Services with a small CLIP: in this process for most tests, and two of real processes for a session."""
 
 from __future__ import annotations
 
@@ -7,72 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from serve_client import GUARD, KEYS, LABELS, SECOND_LOOK, SECRET, Server, png
+from serve_client import KEYS, LABELS, REACT, SECOND_LOOK, SECRET, Server, png
+from starlette.testclient import TestClient
 
 import react_clip as rc
 from programs import start_command
+from react_clip.cli.serve import demo_attack
+from react_clip.serve.app import create_app
+from react_clip.serve.model import Model
+from react_clip.serve.settings import Secrets, Settings, digest
 
-Launch = Callable[..., Server]
-
-
-@pytest.fixture(scope="session")
-def launch(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start a server with some flags and environment variables; all servers end with the session."""
-    started: list[Server] = []
-    folder = tmp_path_factory.mktemp("serve")
-    GUARD.save(folder / "guard.json")
-
-    def start(*flags: object, env: dict[str, str] | None = None) -> Server:
-        base = {
-            "REACT_CLIP_SERVE_SECRET": SECRET,
-            "REACT_CLIP_SERVE_MODEL": str(tiny_folder),
-            "REACT_CLIP_SERVE_LABELS": ", ".join(LABELS),
-            "REACT_CLIP_SERVE_CONFIG": str(folder / "guard.json"),
-            "REACT_CLIP_SERVE_PORT": "0",
-            "REACT_CLIP_SERVE_JSON": "1",
-            "REACT_CLIP_SERVE_THREADS": "1",  # other tests share the cores
-        }
-        command = start_command("serve", *flags, env=base | (env or {}), log=folder / f"{len(started)}.log")
-        started.append(Server(command))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.end()
-
-
-@pytest.fixture(scope="session")
-def server(launch: Launch) -> Server:
-    """A server with default settings and open metrics."""
-    return launch("--open-metrics")
-
-
-@pytest.fixture(scope="session")
-def demo(launch: Launch) -> Server:
-    """A server with the demo's attack and constant work, both switched on by environment variables."""
-    env = {"REACT_CLIP_SERVE_DEMO": "true", "REACT_CLIP_SERVE_CONSTANT_WORK": "1", "REACT_CLIP_SERVE_NAME": "tiny-clip"}
-    return launch("--deadline", 120, env=env)
-
-
-@pytest.fixture(scope="session")
-def second_look(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server with SecondLook, diagnostics and open metrics."""
-    config = tmp_path_factory.mktemp("second_look") / "guard.json"
-    SECOND_LOOK.save(config)
-    return launch("--config", config, "--diagnostics", "--open-metrics")
-
-
-@pytest.fixture(scope="session")
-def guarded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server with API keys, small limits, fixed labels and diagnostics; its client sends a key."""
-    keys = tmp_path_factory.mktemp("guarded") / "keys"
-    keys.write_text("# for the tests\n" + "\n".join(KEYS) + "\n")
-    server = launch(
-        *("--api-key-file", keys, "--fixed-labels", "--diagnostics", "--max-body", 60_000, "--max-buffered", 100_000),
-        *("--max-images", 8, "--max-pixels", 10_000, "--max-connections", 30, "--body-timeout", 1.5, "--keep-alive", 1),
-    )
-    server.client.headers["authorization"] = f"Bearer {KEYS[1]}"
-    return server
+Start = Callable[..., TestClient]
 
 
 @pytest.fixture(scope="session")
@@ -86,12 +31,83 @@ def encoder(tiny_folder: Path) -> rc.Encoder:
 
 
 @pytest.fixture(scope="session")
-def direct(encoder: rc.Encoder) -> Callable[..., rc.Defended]:
-    """The library's answers, computed with the server's secret."""
+def start(encoder: rc.Encoder) -> Iterator[Start]:
+    """Start a service in this process with a defence, API keys and settings; all end with the session."""
+    clients: list[TestClient] = []
 
-    def call(images: list[bytes], labels: tuple[str, ...] = LABELS, guard: rc.Defense = GUARD) -> rc.Defended:
+    def call(defense: rc.Defense = REACT, keys: tuple[str, ...] = (), **fields: object) -> TestClient:
+        settings = Settings.model_validate({"deadline": 60.0, **fields})
+        secrets = Secrets(SECRET.encode(), frozenset(digest(key.encode()) for key in keys))
+        preset = rc.ZeroShotClassifier(encoder, LABELS)
+        model = Model(encoder, defense, preset, settings, secrets.noise, demo_attack if settings.demo else None)
+        clients.append(TestClient(create_app(settings, secrets, model=model), base_url="http://localhost"))
+        clients[-1].__enter__()
+        return clients[-1]
+
+    yield call
+    for client in clients:
+        client.__exit__()
+
+
+@pytest.fixture(scope="session")
+def client(start: Start) -> TestClient:
+    """A service with default settings."""
+    return start()
+
+
+@pytest.fixture(scope="session")
+def open_client(start: Start) -> TestClient:
+    """A service with SecondLook, diagnostics and a demo."""
+    return start(SECOND_LOOK, demo=True)
+
+
+@pytest.fixture(scope="session")
+def guarded(start: Start) -> TestClient:
+    """A service with API keys, small limits and fixed labels; its client sends a key."""
+    client = start(keys=KEYS, fixed_labels=True, max_body=60_000, max_images=8, max_pixels=10_000)
+    client.headers["authorization"] = f"Bearer {KEYS[1]}"
+    return client
+
+
+@pytest.fixture(scope="session")
+def direct(encoder: rc.Encoder) -> Callable[..., rc.Defended]:
+    """The library's answers, computed with the service's secret."""
+
+    def call(images: list[bytes], labels: tuple[str, ...] = LABELS, guard: rc.Defense = REACT) -> rc.Defended:
         with torch.no_grad():
-            clf = rc.ZeroShotClassifier(encoder, labels)
-            return guard(clf, images, seed=SECRET.encode())
+            return guard(rc.ZeroShotClassifier(encoder, labels), images, seed=SECRET.encode())
 
     return call
+
+
+def _launch(tiny_folder: Path, folder: Path, defense: rc.Defense, *flags: object, **variables: str) -> Server:
+    defense.save(folder / "guard.json")
+    env = {
+        "REACT_CLIP_SERVE_MODEL": str(tiny_folder),
+        "REACT_CLIP_SERVE_LABELS": ", ".join(LABELS),
+        "REACT_CLIP_SERVE_CONFIG": str(folder / "guard.json"),
+        "REACT_CLIP_SERVE_PORT": "0",
+        "REACT_CLIP_SERVE_THREADS": "1",  # other tests share the cores
+    }
+    return Server(start_command("serve", "--json", *flags, env=env | variables, log=folder / "log"))
+
+
+@pytest.fixture(scope="session")
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A process with a demo of ReACT."""
+    folder = tmp_path_factory.mktemp("serve")
+    server = _launch(tiny_folder, folder, REACT, "--demo", REACT_CLIP_SERVE_SECRET=SECRET)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two processes that share a model, with API keys and a short deadline; without a secret of its own."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "react_clip_serve_api_keys").write_text("# for the tests\n" + "\n".join(KEYS) + "\n")
+    flags = ("--workers", 2, "--secrets-dir", folder, "--deadline", 8)
+    server = _launch(tiny_folder, folder, SECOND_LOOK, *flags, "--diagnostics")
+    server.client.headers["authorization"] = f"Bearer {KEYS[0]}"
+    yield server
+    server.end()
