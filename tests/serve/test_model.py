@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -71,8 +71,8 @@ class Held:
 
 
 @pytest.fixture
-def hold(encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Held]]:
-    yield lambda **fields: Held(encoder, monkeypatch, **fields)
+def hold(encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
+    return lambda **fields: Held(encoder, monkeypatch, **fields)
 
 
 def ask(client: ModelClient, images: int = 1, labels: list[str] | None = None) -> asyncio.Task[Any]:

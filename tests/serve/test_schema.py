@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from react_clip.serve.pages import example_image
+from react_clip.serve.openapi import example_image
+
+pytestmark = pytest.mark.process
 
 CHECKS = [
     checks.status_code_conformance,
@@ -22,7 +24,7 @@ CHECKS = [
 
 
 SEARCH = settings(
-    max_examples=25,
+    max_examples=12,
     database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -55,32 +57,20 @@ def test_generated_requests_get_documented_answers(server: Any, mode: Generation
             case.validate_response(response, checks=CHECKS)
 
         check()
-    assert sum(statuses.values()) >= 40
-    assert mode is GenerationMode.NEGATIVE or statuses[200] >= 10, statuses
+    assert sum(statuses.values()) >= 20
+    assert mode is GenerationMode.NEGATIVE or statuses[200] >= 5, statuses
     assert set(statuses) - {200}, "something must have been refused"
-
-
-def test_the_document_describes_every_route_and_its_examples_work(server: Any) -> None:
-    document = server.client.get("/openapi.json").json()
-    paths = document["paths"]
-    assert set(paths) == {"/v1/classify", "/v1/embed", "/v1/info", "/v1/models", "/healthz", "/readyz"}
-    for path in ("/v1/classify", "/v1/embed"):
-        content = paths[path]["post"]["requestBody"]["content"]
-        assert set(content) == {"application/json", "multipart/form-data"}
-        example = content["application/json"]["example"]
-        assert server.client.post(path, json=example).status_code == 200, path
-        assert set(paths[path]["post"]["responses"]) >= {"200", "400", "401", "408", "413", "415", "422", "503"}
 
 
 def test_malformed_requests_are_refused_and_the_server_goes_on(server: Any) -> None:
     statuses: Counter[int] = Counter()
     wrong = []
-    for case in serve_fuzz.cases(360, seed=1):
+    for case in serve_fuzz.cases(240, seed=1):
         status, body = serve_fuzz.send(server.url, case)
         statuses[status] += 1
         if (line := serve_fuzz.check(case, status, body)) is not None:
             wrong.append(line)
     assert not wrong
     assert {200, 400, 404, 405, 415, 422} <= set(statuses)
-    assert statuses[0] < 36, "nearly every request is answered"
+    assert statuses[0] < 24, "nearly every request is answered"
     assert server.client.get("/readyz").status_code == 200

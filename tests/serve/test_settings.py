@@ -8,34 +8,45 @@ import pytest
 
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
-from react_clip.cli.serve import set_threads, settings_of
-from react_clip.serve.settings import Settings, digest, read_keys, read_secret
+from react_clip.cli.serve import settings_of
+from react_clip.serve.settings import (
+    DROPPED,
+    Secrets,
+    Settings,
+    allowed_hosts,
+    digest,
+    read_secrets,
+    read_settings,
+    variable,
+)
 
 
 def parsed(*flags: str) -> Settings:
     return settings_of(parse_args(["serve", *flags]))
 
 
-def test_variables_equal_flags_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_few_settings_and_each_is_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(Settings.model_fields) <= 27
     flags = parsed(
-        *("--port", "9", "--max-wait", "1.5", "--demo", "--labels", "a, b", "--template", "x {}", "--template", "y {}"),
-        *("--json", "--labels-file", "names.txt"),
+        *("--port", "9", "--deadline", "1.5", "--demo", "--labels", "a, b", "--template", "x {}, or", "--template"),
+        *("y {}", "--allowed-hosts", "a.example, *.b.example"),
     )
-    assert (flags.port, flags.max_wait, flags.demo, flags.template) == (9, 1.5, True, ["x {}", "y {}"])
-    given = {"PORT": "9", "MAX_WAIT": "1.5", "DEMO": "yes", "LABELS": "a, b", "TEMPLATE": "x {}\ny {}", "QUIET": "0"}
-    given |= {"JSON": "1", "LABELS_FILE": "names.txt", "DEADLINE": ""}
+    assert (flags.port, flags.deadline, flags.demo, flags.template) == (9, 1.5, True, ["x {}, or", "y {}"])
+    given = {"PORT": "9", "DEADLINE": "1.5", "DEMO": "yes", "LABELS": "a, b", "TEMPLATE": "x {}, or\ny {}"}
+    given |= {"ALLOWED_HOSTS": "a.example,*.b.example", "BATCH": ""}
     for name, value in given.items():
         monkeypatch.setenv(f"REACT_CLIP_SERVE_{name}", value)
     assert parsed() == flags
     assert parsed("--port", "10").port == 10
 
 
-def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("REACT_CLIP_SERVE_DEMO", "perhaps")
-    assert main(["serve"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "react-clip: $REACT_CLIP_SERVE_DEMO is 'perhaps'; it should be a valid boo"
-    )
+@pytest.mark.parametrize("name", DROPPED)
+def test_settings_of_earlier_versions_say_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ReactClipError, match="is no setting any more; "):
+        read_settings({name: "1"})
+    monkeypatch.setenv(variable(name), "1")
+    with pytest.raises(ReactClipError, match=rf"^\${variable(name)} is no setting any more; "):
+        parsed()
 
 
 @pytest.mark.parametrize(
@@ -44,19 +55,16 @@ def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--port", "70000"], "--port is '70000'; it should be less than or equal to 65535"),
         (["--batch", "0"], "--batch is '0'; it should be greater than or equal to 1"),
         (["--deadline", "nan"], "--deadline is 'nan'; it should be a finite number"),
-        (["--queue", "4"], "--queue is 4 but --max-images 16"),
+        (["--queue", "4"], "--queue is 4, which could never take a request of --max-images 16"),
         (["--defense", "react", "--config", "paper"], "--config paper and --defense react are both given; choose one"),
+        (["--labels", "a", "--photos", "b"], "--labels and --photos are both given; choose one"),
+        (["--labels", " , "], "--labels is empty"),
         (["--defense", "aom"], "--defense is 'aom'; it should be 'second_look' or 'react'"),
         (["--log-level", "loud"], "--log-level is 'loud'; it should be 'debug', 'info'"),
-        (["--secret-file", "nowhere"], "nowhere cannot be read"),
-        (["--api-key-file", "nowhere"], "nowhere cannot be read"),
+        (["--secrets-dir", "nowhere"], "--secrets-dir nowhere is no folder"),
+        (["--processes", "2"], "--processes is no setting any more; it is --workers now"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
-        (["--replicas", "2"], "--replicas is 2, but the engine is local; add --engine ray"),
-        (["--engine", "far"], "--engine is 'far'; it should be 'local' or 'ray'"),
-        (["--engine", "ray", "--address", "127.0.0.1"], "--address is '127.0.0.1'; write host:port"),
-        (["--engine", "ray", "--replicas", "4", "--max-replicas", "2"], "--max-replicas is 2 but --replicas 4"),
-        (["--engine", "ray", "--processes", "2"], "--processes is 2, but --engine ray has replicas; use --replicas"),
-        (["--demo", "--processes", "2"], "--processes is 2, but only the process that runs a demo attack knows"),
+        (["--demo", "--workers", "2"], "--workers is 2, but only the process that runs a demo attack knows"),
         (["--port", "0", "--model", "no-such-model"], "no model is called 'no-such-model'"),
     ],
 )
@@ -67,47 +75,46 @@ def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: lis
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "threads"),
-    [
-        ("--device cpu", 6),
-        ("--device cpu --processes 2", 6),
-        ("--device cpu --processes 4 --threads 8", 8),
-        ("", 1),
-        ("--threads 4", 4),
-    ],
-)
-def test_threads_of_the_model(monkeypatch: pytest.MonkeyPatch, flags: str, threads: int) -> None:
-    """On a machine with a GPU where torch would take six threads."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
-    chosen: list[int] = []
-    monkeypatch.setattr("torch.set_num_threads", chosen.append)
-    set_threads(parsed(*flags.split()))
-    assert chosen == [threads]
+def test_wrong_variables_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("REACT_CLIP_SERVE_DEMO", "perhaps")
+    assert main(["serve"]) == 2
+    start = "react-clip: $REACT_CLIP_SERVE_DEMO is 'perhaps'; it should be a valid boo"
+    assert capsys.readouterr().err.startswith(start)
 
 
-def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_secret(Settings()) is None
-    file = tmp_path / "secret"
-    file.write_bytes(b"0123456789abcdef\n")
+def test_secrets_come_from_files_or_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = read_secrets(Settings())
+    assert drawn.drawn
+    assert drawn.noise != read_secrets(Settings()).noise
     monkeypatch.setenv("REACT_CLIP_SERVE_SECRET", "fedcba9876543210")
-    assert read_secret(Settings()) == b"fedcba9876543210"
-    assert "fedcba" not in repr(Settings())
-    assert read_secret(Settings(secret_file=file)) == b"0123456789abcdef"
-    file.write_bytes(b"short")
-    with pytest.raises(ReactClipError, match="5 bytes; it needs at least 16"):
-        read_secret(Settings(secret_file=file))
-
-
-def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read_keys(Settings())
     monkeypatch.setenv("REACT_CLIP_SERVE_API_KEYS", "a-key-of-some-length, another-key-of-length")
-    assert read_keys(Settings()) == {digest(b"a-key-of-some-length"), digest(b"another-key-of-length")}
-    file = tmp_path / "keys"
-    file.write_text("# nothing\n\n")
-    with pytest.raises(ReactClipError, match="holds no API key"):
-        read_keys(Settings(api_key_file=file))
-    file.write_text("# the next is too short\na-key-of-some-length\nshort\n")
-    with pytest.raises(ReactClipError, match=r"an API key of .* has 5 bytes; it needs at least 16"):
-        read_keys(Settings(api_key_file=file))
+    given = read_secrets(Settings())
+    assert given == Secrets(
+        b"fedcba9876543210", frozenset({digest(b"a-key-of-some-length"), digest(b"another-key-of-length")})
+    )
+    assert "fedcba" not in repr(given)
+    for name in ("SECRET", "API_KEYS"):
+        monkeypatch.delenv(f"REACT_CLIP_SERVE_{name}")
+    secret, keys = (tmp_path / f"react_clip_serve_{name}" for name in ("secret", "api_keys"))
+    secret.write_text("0123456789abcdef\n")
+    keys.write_text("# comment\na-key-of-some-length\n\nanother-key-of-length\n")
+    files = read_secrets(Settings(secrets_dir=tmp_path))
+    assert (files.noise, files.keys) == (b"0123456789abcdef", given.keys)
+    secret.write_text("short")
+    with pytest.raises(ReactClipError, match="5 bytes; it needs at least 16"):
+        read_secrets(Settings(secrets_dir=tmp_path))
+    secret.unlink()
+    keys.write_text("# the next is too short\na-key-of-some-length\nshort\n")
+    with pytest.raises(ReactClipError, match="an API key has 5 bytes"):
+        read_secrets(Settings(secrets_dir=tmp_path))
+    keys.write_text("# nothing\n")
+    with pytest.raises(ReactClipError, match="the API keys are empty"):
+        read_secrets(Settings(secrets_dir=tmp_path))
+
+
+def test_hosts_are_this_machines_unless_callers_have_keys() -> None:
+    none, some = Secrets(b"", frozenset()), Secrets(b"", frozenset({b"x"}))
+    assert {"localhost", "127.0.0.1", "10.0.0.1"} <= set(allowed_hosts(Settings(host="10.0.0.1"), none))
+    assert "*" not in allowed_hosts(Settings(host="0.0.0.0"), none)
+    assert allowed_hosts(Settings(), some) == ["*"]
+    assert allowed_hosts(Settings.model_validate({"allowed_hosts": "a.example"}), some) == ["a.example"]

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from torch import Tensor
 
-    from react_clip import Defense, Encoder
     from react_clip.serve.model import Model
     from react_clip.serve.settings import Secrets, Settings
     from react_clip.zeroshot import ZeroShotClassifier
@@ -46,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.serve.settings import public_name, read_secrets
 
     settings = settings_of(args)
-    log_to_stderr("warning" if args.quiet else settings.log_level)
+    if args.quiet and settings.log_level == "info":
+        settings = settings.model_copy(update={"log_level": "warning"})
+    log_to_stderr(settings.log_level)
     secrets = read_secrets(settings)
     if secrets.drawn:
         notice(args, "the noise is keyed by a new random secret: answers may differ after a restart (--secrets-dir)")
@@ -98,24 +99,9 @@ def load_model(settings: Settings, secrets: Secrets) -> Model:
     set_threads(settings)
     encoder = load_encoder(args).accelerate()
     preset = build_classifier(args, encoder)
-    defense = build_defense(args, encoder)
+    defense = build_guard(args, encoder)
+    notice(args, defense_line(defense))
     return Model(encoder, defense, preset, settings, secrets.noise, demo_attack if settings.demo else None)
-
-
-def build_defense(args: argparse.Namespace, encoder: Encoder) -> Defense:
-    """The defence of --config or --defense, which may be any, else the default of the encoder."""
-    from react_clip.defenses import Defense
-
-    if args.config not in (None, "paper"):
-        defense = Defense.load(args.config)
-    elif args.defense not in (None, "second_look", "react"):
-        defense = Defense.from_dict({"kind": args.defense})
-    else:
-        guard = build_guard(args, encoder)
-        notice(args, defense_line(guard))
-        return guard
-    defense.check(encoder)
-    return defense
 
 
 def demo_attack(

@@ -99,24 +99,24 @@ def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, An
     return read_body
 
 
-async def require_key(
+async def check_caller(
     request: Request,
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))],
     header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],
 ) -> None:
-    """Refuse callers without a known API key, if the service has keys."""
+    """Refuse callers without a known API key if the service has keys, else pages of other sites."""
     known = request.app.state.service.secrets.keys
-    key = bearer.credentials if bearer else header
-    if known and digest((key or "").encode("utf-8", "surrogatepass")) not in known:
-        raise RequestError(
-            401,
-            f"{'the API key is unknown' if key else 'an API key is missing'}; send Authorization: Bearer KEY",
-            field="authorization",
-            headers={"www-authenticate": 'Bearer realm="react-clip"'},
-        )
+    key = (bearer.credentials if bearer else header) or ""
+    if known and digest(key.encode("utf-8", "surrogatepass")) not in known:
+        line = f"{'the API key is unknown' if key else 'an API key is missing'}; send Authorization: Bearer KEY"
+        headers = {"www-authenticate": 'Bearer realm="react-clip"'}
+        raise RequestError(401, line, field="authorization", headers=headers)
+    # Browsers say this of what a page makes them send.
+    if not known and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise RequestError(403, "pages of other sites may not call this service; start it with API keys")
 
 
-_KEYED = [Security(require_key)]
+_KEYED = [Security(check_caller)]
 api = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
 demo = APIRouter(dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
 about = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(400, 401, 503))
@@ -135,25 +135,22 @@ AttackBody = Annotated[requests.Asked[requests.AttackRequest], Depends(read(requ
 )
 async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
     """Classify photos, defended."""
-    service: Service = request.app.state.service
-    body, settings = asked.body, service.settings
-    answers, _ = await service.client.submit(asked.pixels, asked.keys, asked.label_list)
+    client, body = request.app.state.service.client, asked.body
+    answers, _ = await client.submit(asked.pixels, asked.keys, asked.label_list)
     results = []
     for index, answer in enumerate(answers):
         best = responses.top(asked.labels, answer.probs, body.top_k)
-        shown = responses.Diagnostics.of(answer.numbers) if settings.sends_diagnostics else None
-        suspicious = bool(answer.numbers["suspicious"]) if body.suspicious else None
         results.append(
             responses.Result(
                 index=index,
                 label=best[0].label,
                 probability=best[0].probability,
                 answers=best,
-                diagnostics=shown,
-                suspicious=suspicious,
+                diagnostics=responses.Diagnostics.of(answer.numbers) if client.info.diagnostics else None,
+                suspicious=bool(answer.numbers["suspicious"]) if body.suspicious else None,
             )
         )
-    return responses.ClassifyResponse(model=service.client.info.model, results=results)
+    return responses.ClassifyResponse(model=client.info.model, results=results)
 
 
 @api.post(
@@ -163,19 +160,18 @@ async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyR
 )
 async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
-    service = service_of(request)
-    body, settings = asked.body, service.settings
-    answers, _ = await service.client.submit(asked.pixels, asked.keys, asked.label_list)
+    client, body = service_of(request).client, asked.body
+    answers, _ = await client.submit(asked.pixels, asked.keys, asked.label_list)
     data = [
         responses.Embedding(
             index=index,
             embedding=responses.encode_feature(answer.feature, body.encoding_format),
-            diagnostics=responses.Diagnostics.of(answer.numbers) if settings.sends_diagnostics else None,
+            diagnostics=responses.Diagnostics.of(answer.numbers) if client.info.diagnostics else None,
             suspicious=bool(answer.numbers["suspicious"]) if body.suspicious else None,
         )
         for index, answer in enumerate(answers)
     ]
-    return responses.EmbedResponse(data=data, model=service.client.info.model, usage=responses.Usage(images=len(data)))
+    return responses.EmbedResponse(data=data, model=client.info.model, usage=responses.Usage(images=len(data)))
 
 
 @demo.post(DEMO_PATH, openapi_extra=openapi.request_body(requests.AttackRequest, eps=4))

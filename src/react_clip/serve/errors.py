@@ -69,8 +69,8 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
 def quote(value: object, limit: int = 60) -> str:
     """A caller's value for an error message: quoted, on one line, at most ``limit`` characters.
 
-    >>> quote("x" * 200), quote([1, 2])
-    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...', 'a list')
+    >>> quote("cat" * 50, limit=10), quote([1, 2])
+    ("'catcat...", 'a list')
     """
     if not isinstance(value, str | bytes | int | float | None):
         return f"a {type(value).__name__}"

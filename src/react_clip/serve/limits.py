@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from react_clip.serve.errors import KINDS, RequestError, busy, late
@@ -70,7 +69,8 @@ class RequestLimits:
             part = len(message.get("body", b""))
             size, self._buffered = size + part, self._buffered + part
             if size > settings.max_body:
-                raise _too_long(size, settings.max_body)
+                limit = f"the limit is {settings.max_body:,}; send fewer or smaller images"
+                raise RequestError(413, f"the body has {size:,} bytes or more; {limit}")
             if self._buffered > (room := _BUFFERED_BODIES * settings.max_body):
                 raise busy(f"all of the {room:,} bytes for bodies are in use; try again soon")
             if message["type"] == "http.disconnect":
@@ -102,7 +102,13 @@ class RequestLimits:
         service.handling += 1
         service.metrics.in_flight.inc()
         try:
-            self._check(scope)
+            if service.stopping and scope["path"] != "/healthz":
+                headers = {"retry-after": "1", "connection": "close"}
+                raise RequestError(
+                    503, "the service is stopping; ask another instance", kind="stopping", headers=headers
+                )
+            if service.handling > _MOST_REQUESTS and scope["method"] == "POST":
+                raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
             async with clock:
                 await self._app(scope, receive_limited, send_with_headers)
         except RequestError as refusal:
@@ -134,29 +140,6 @@ class RequestLimits:
             kind = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]
             service.metrics.rejected.labels(kind).inc()
         logger.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)
-
-    def _check(self, scope: Scope) -> None:
-        """Refuse a request by its head."""
-        service, headers = self._service, Headers(scope=scope)
-        if service.stopping and scope["path"] != "/healthz":
-            refusal = busy("the service is stopping; ask another instance", kind="stopping")
-            refusal.headers = {**(refusal.headers or {}), "connection": "close"}
-            raise refusal
-        if scope["method"] != "POST":
-            return
-        if service.handling > _MOST_REQUESTS:
-            raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > service.settings.max_body:
-            raise _too_long(int(declared), service.settings.max_body)
-        # Browsers say so of what a page of another site sends; without keys nothing else would keep it out.
-        if not service.secrets.keys and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            raise RequestError(403, "pages of other sites may not call this service; start it with API keys")
-
-
-def _too_long(length: int, limit: int) -> RequestError:
-    line = f"the body has {length:,} bytes or more; the limit is {limit:,}; send fewer or smaller images"
-    return RequestError(413, line)
 
 
 def _too_slow(size: int) -> RequestError:

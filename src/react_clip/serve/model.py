@@ -22,11 +22,11 @@ import zmq
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.bank import LabelBank
 from react_clip.defenses.base import Defended, Defense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import from_8bit
+from react_clip.label_table import LabelTable
+from react_clip.preprocess import to_float
 from react_clip.serve.errors import RequestError, busy, late
 from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
@@ -306,7 +306,7 @@ class Model:
         streams = torch.tensor(keys).to(device)
         one = len(set(map(id, classes))) == 1
         return self.defense.run(
-            self.encoder, from_8bit(on_device), streams, classes[0] if one else classes, skip_unneeded=skip_unneeded
+            self.encoder, to_float(on_device), streams, classes[0] if one else classes, skip_unneeded=skip_unneeded
         )
 
     def _rows(self, out: Defended) -> tuple[list[str], Tensor]:
@@ -374,7 +374,7 @@ class Model:
     def _table_classes(self, names: tuple[str, ...]) -> ZeroShotClassifier:
         """Classes of a model without a text tower."""
         try:
-            return ZeroShotClassifier.from_features(self.encoder, names, LabelBank.load().features(names))
+            return ZeroShotClassifier.from_features(self.encoder, names, LabelTable.load().features(names))
         except ReactClipError as error:
             # The rest of the library's message is for programmers; a caller can only choose other names.
             line = str(error).partition("; use one of its names")[0] + "; choose other labels"
@@ -425,7 +425,7 @@ class Model:
             plain = self._plain(clf, clean)
             attacked = clean
             if ask.eps > 0:
-                pixels = from_8bit(clean.to(self.encoder.device))
+                pixels = to_float(clean.to(self.encoder.device))
                 found = self._attack(clf, pixels, int(plain.argmax()), ask.eps, progress)
                 attacked = found.mul(255).round().to(torch.uint8).cpu()
             keys = [ask.keys[0], noise.secret_key(attacked[0], self._secret)]
@@ -443,4 +443,4 @@ class Model:
     @torch.no_grad()
     def _plain(self, clf: ZeroShotClassifier, pixels: Tensor) -> Tensor:
         """Probabilities ``[1, K]`` of plain CLIP."""
-        return self.encoder.similarity.probabilities(clf(from_8bit(pixels.to(self.encoder.device)))).float().cpu()
+        return self.encoder.similarity.probabilities(clf(to_float(pixels.to(self.encoder.device)))).float().cpu()

@@ -263,9 +263,9 @@ class Info(Schema):
 
 def label_source(encoder: Encoder) -> Literal["text", "bank", "preset"]:
     """Source of class features: text tower, label table, or neither (only the server's own labels)."""
-    from react_clip.bank import LabelBank
+    from react_clip.label_table import LabelTable
 
-    return "text" if encoder.has_text else "bank" if LabelBank.load().encoder == encoder.weights else "preset"
+    return "text" if encoder.has_text else "bank" if LabelTable.load().encoder == encoder.feature_space else "preset"
 
 
 class ServedModel(Schema):

@@ -65,10 +65,10 @@ class Settings(BaseSettings):
     """a folder with one sub-folder of photos per class, instead of names"""
     template: Annotated[list[str] | None, NoDecode, _split("\n")] = None
     """prompt with {} for the name; repeat for an ensemble (in the variable: one a line)"""
-    defense: str | None = None
-    """second_look, react, or another defence by its name (second_look where the model has a threshold, else react)"""
+    defense: Literal["second_look", "react"] | None = None
+    """second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"""
     config: str | None = None
-    """JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"""
+    """JSON of any defence, as `react-clip calibrate` writes it, or `paper`: the paper's constants (by default the model's)"""
 
     host: str = "127.0.0.1"
     """address to listen on"""

@@ -1,0 +1,62 @@
+"""Files beside the service: the container's settings, and Prometheus' rules and Grafana's dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from serve_client import as_json
+
+from programs import find_tool
+from react_clip.serve.settings import GRACE, PREFIX, Settings
+
+pytestmark = pytest.mark.docs
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+
+
+def test_the_container_sets_only_settings_that_exist_and_gives_time_to_stop() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["serve"]
+    names = {name.removeprefix(PREFIX).lower() for name in service["environment"]}
+    names |= {name.lower() for name in re.findall(rf"{PREFIX}(\w+)=", dockerfile)}
+    assert names <= set(Settings.model_fields)
+    assert service["secrets"] == [f"{PREFIX.lower()}{name}" for name in ("secret", "api_keys")]
+    stated = [int(value) for value in re.findall(r"--stop-timeout (\d+)", dockerfile)]
+    assert min(*stated, int(service["stop_grace_period"].removesuffix("s"))) > GRACE + 5
+
+
+def test_the_rules_fire_when_they_should(tmp_path: Path) -> None:
+    promtool = find_tool("promtool")
+    for file in (ROOT / "deploy" / "prometheus").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "api-key").write_text("a key")
+    for words in (("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")):
+        subprocess.run([promtool, *words], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_rules_and_dashboard_use_metrics_of_the_service(open_client: Any, photos: list[bytes]) -> None:
+    open_client.post("/v1/classify", **as_json(photos))
+    open_client.get("/nothing")
+    served = set(re.findall(r"^(\w+?)(?:\{.*\})? ", open_client.get("/metrics").text, re.MULTILINE))
+    text = (ROOT / "deploy" / "grafana" / "dashboard.json").read_text()
+    board = json.loads(text)
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    rules = RULES["groups"][0]["rules"]
+    used = {
+        name
+        for expression in queries + [rule["expr"] for rule in rules]
+        for name in re.findall(r"\breact_clip_\w+", expression)
+    }
+    assert len(used) >= 5
+    assert used <= served
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    assert set(re.findall(r"job:react_clip\w+:\w+", text)) == recorded
+    alerts = {rule["alert"] for rule in rules if "alert" in rule}
+    assert set(re.findall(r"ReactClip\w+", text)) == alerts

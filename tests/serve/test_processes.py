@@ -1,0 +1,254 @@
+"""Real server processes: one, and two that share a model. Connections, signals, and parts that hang or are killed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serve_client import KEYS, as_form, as_json, check_error, metric
+
+from programs import wait_for
+from react_clip.serve import limits
+
+pytestmark = pytest.mark.process
+
+
+def dial(server: Any) -> socket.socket:
+    parts = urlsplit(server.url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=60)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes below one, and their command lines."""
+    found: dict[int, str] = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        found |= descendants(int(child))
+    return found
+
+
+def listens(pid: int, server: Any) -> bool:
+    """True if a process holds the socket of the server's port."""
+    port = f":{urlsplit(server.url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    files = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            files.add(str(path.readlink()))
+    return bool(inodes & files)
+
+
+def roles(server: Any) -> tuple[set[int], int]:
+    """Processes that answer callers, and the one with the model: it alone does not listen."""
+    spawned = {pid for pid, line in descendants(server.command.process.pid).items() if "spawn_main" in line}
+    workers = {pid for pid in spawned if listens(pid, server)}
+    [model] = spawned - workers
+    return workers, model
+
+
+def is_ready(server: Any) -> bool:
+    with suppress(httpx.TransportError):
+        return bool(server.client.get("/readyz").status_code == 200)
+    return False
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@pytest.mark.smoke
+def test_a_server_answers(server: Any, photos: list[bytes]) -> None:
+    answer = server.client.post("/v1/classify", **as_form(photos[:2]))
+    assert [result["index"] for result in answer.json()["results"]] == [0, 1]
+    assert "server" not in answer.headers
+
+
+def test_heads_are_limited_in_length_and_time(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dial(server) as crowded, dial(server) as long:
+        began = time.monotonic()
+        crowded.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
+        long.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"a" * 17_000)
+        answer = read_all(long)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "malformed_request"
+        crowd = [dial(server) for _ in range(300)]
+        assert server.client.get("/healthz").status_code == 200, "half-open connections keep nobody out"
+        assert read_all(crowded) == b""
+        assert 8 < time.monotonic() - began < 30
+        for connection in crowd:
+            assert read_all(connection) == b""
+            connection.close()
+
+
+def test_small_packets_are_sent_at_once(server: Any) -> None:
+    """Answers have two parts; without TCP_NODELAY the second would wait for the caller's acknowledgement."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    seconds = []
+    for _ in range(20):
+        began = time.monotonic()
+        connection.request("GET", "/v1/info")
+        connection.getresponse().read()
+        seconds.append(time.monotonic() - began)
+    assert sorted(seconds)[10] < 0.03
+
+
+def test_a_caller_that_is_gone_costs_nothing(server: Any, photos: list[bytes]) -> None:
+    before = metric(server.client, "react_clip_rejected_total")
+    body = json.dumps(as_json(photos)["json"]).encode()
+    head = f"POST /v1/demo/attack HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with dial(server) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + body[:100])
+        wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") == 2)
+    wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") == 1)
+    assert metric(server.client, "react_clip_rejected_total") == before + 1
+
+
+def test_the_log_contains_no_queries_and_no_keys(server: Any) -> None:
+    server.client.get("/healthz?name=a-private-word")
+    server.client.get("/a-private-path", headers={"authorization": f"Bearer {KEYS[0]}"})
+    text = server.command.log.read_text()
+    assert "GET /healthz 200" in text
+    for word in ("private", *KEYS):
+        assert word not in text
+
+
+def test_a_slow_body_ends(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where the time for a body can be shortened."""
+    monkeypatch.setattr(limits, "_BODY_SECONDS", 0.5)
+
+    def slow() -> Iterator[bytes]:
+        yield b'{"images"'
+        time.sleep(2)
+        yield b": []}"
+
+    answer = client.post("/v1/classify", content=slow(), headers={"content-type": "application/json"})
+    check_error(answer, 408, "came within 0.5 s")
+
+
+# ---------------------------------------------------------------------- two processes and a model
+
+
+def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list[bytes]) -> None:
+    assert len(roles(pair)[0]) == 2
+    before = metric(pair.client, "react_clip_images_total")
+    body = as_json(photos)
+
+    def ask(_: int) -> Any:
+        with httpx.Client(base_url=pair.url, timeout=60, headers=pair.client.headers) as own:
+            return own.post("/v1/embed", **body).json()["data"]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert any(answer["diagnostics"]["gated"] for answer in answers[0])
+    for answer in answers:
+        for first, other in zip(answers[0], answer, strict=True):
+            assert other["embedding"] == pytest.approx(first["embedding"], abs=1e-5)
+    for _ in range(4):
+        assert metric(pair.client, "react_clip_images_total") == before + 8 * len(photos)
+
+
+def test_a_hung_model_is_not_ready_until_it_is_replaced(pair: Any, photos: list[bytes]) -> None:
+    _, model = roles(pair)
+    assert is_ready(pair)
+    with stopped(model), ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:1])) for _ in range(2)]
+        wait_for(lambda: not is_ready(pair), 20)  # the deadline is 8 seconds
+        assert pair.client.get("/healthz").status_code == 200
+        check_error(pair.client.post("/v1/classify", **as_form(photos[:1])), 503)
+        assert [answer.result().status_code for answer in waiting] == [503, 503]
+        wait_for(lambda: is_ready(pair), 120)
+    assert roles(pair)[1] != model
+    assert f"the model's process {model} hangs and is killed" in pair.command.log.read_text()
+    assert pair.client.post("/v1/classify", **as_form(photos[:1])).status_code == 200
+
+
+def test_a_killed_model_costs_its_requests_and_is_replaced(pair: Any, photos: list[bytes]) -> None:
+    _, model = roles(pair)
+    with stopped(model), ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:1])) for _ in range(2)]
+        wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") == 3)
+        os.kill(model, signal.SIGKILL)
+        for answer in waiting:
+            check_error(answer.result(), 503)
+            assert answer.result().headers["retry-after"] == "1"
+    wait_for(lambda: is_ready(pair), 120)
+    assert pair.client.post("/v1/classify", **as_form(photos[:1])).status_code == 200
+
+
+def test_a_killed_process_is_replaced_while_the_other_answers(pair: Any, photos: list[bytes]) -> None:
+    workers, _ = roles(pair)
+    victim = workers.pop()
+    images = metric(pair.client, "react_clip_images_total")
+    os.kill(victim, signal.SIGKILL)
+
+    def answered() -> bool:
+        with suppress(httpx.TransportError):
+            return bool(pair.client.post("/v1/classify", **as_form(photos[:1])).status_code == 200)
+        return False
+
+    wait_for(answered)
+    wait_for(lambda: len({pid for pid in roles(pair)[0]} - {victim}) == 2, 120)
+    assert metric(pair.client, "react_clip_images_total") >= images + 1
+    assert metric(pair.client, "react_clip_requests_in_flight") == 1, "without those of the process that ended"
+
+
+def test_on_sigterm_accepted_requests_are_finished_and_new_ones_refused(pair: Any, photos: list[bytes]) -> None:
+    """It ends this server, so it is the last test."""
+    _, model = roles(pair)
+    late: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        with stopped(model):
+            accepted = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:4])) for _ in range(2)]
+            wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") == 3)
+            pair.command.signal(signal.SIGTERM)
+
+            def ask() -> bool:
+                late.append(httpx.post(f"{pair.url}/v1/classify", **as_form(photos[:1]), timeout=10).status_code)
+                return 503 in late
+
+            wait_for(ask, 5)
+        assert [answer.result().status_code for answer in accepted] == [200, 200]
+    pair.command.process.join(60)
+    assert pair.command.process.exitcode == 0
+    assert set(late) <= {401, 503}
+
+
+def test_one_process_ends_cleanly_too(server: Any, photos: list[bytes]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(server.client.post, "/v1/classify", **as_form(photos)) for _ in range(4)]
+        wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") > 2)
+        server.command.signal(signal.SIGTERM)
+        assert {answer.result().status_code for answer in accepted} <= {200, 503}
+    server.command.process.join(60)
+    assert server.command.process.exitcode == 0
+    assert threading.active_count() >= 1
