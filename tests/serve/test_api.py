@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
+import json
 import re
 import struct
 import sys
@@ -20,12 +22,13 @@ import pytest
 import torch
 from PIL import Image
 from serve_client import KEYS, LABELS, SECOND_LOOK, as_form, as_json, check_error, metric, png, saved
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 import react_clip as rc
 from react_clip import serve
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve import openapi, responses
+from react_clip.serve import limits, openapi, responses
 
 Direct = Callable[..., rc.Defended]
 
@@ -243,6 +246,38 @@ def test_sizes(guarded: Any, photos: list[bytes]) -> None:
     check_error(guarded.post("/v1/classify", **as_form(photos[:1], labels="cat, dog")), 422, "its own only")
     assert guarded.post("/v1/classify", **as_form(photos[:1])).status_code == 200, "bodies are forgotten"
     assert guarded.app.state.service.handling == 0
+
+
+def test_slow_bodies_and_slow_answers_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, because the test client sends whole bodies."""
+    monkeypatch.setattr(limits, "_BODY_SECONDS", 0.2)
+    service = client.app.state.service
+    monkeypatch.setattr(service, "settings", service.settings.model_copy(update={"deadline": 0.2}))
+
+    async def status(*, ends: bool) -> tuple[int, str]:
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            await Request(scope, receive).body()
+            await asyncio.sleep(60)
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                await asyncio.sleep(60)
+            sent.append({})
+            return {"type": "http.request", "body": b"nine byte", "more_body": not ends}
+
+        async def send(message: Any) -> None:
+            answer.append(message)
+
+        sent, answer = list[Any](), list[Any]()
+        scope = {"type": "http", "method": "POST", "path": "/v1/classify", "headers": [], "query_string": b""}
+        await limits.RequestLimits(application, service=service)(scope, receive, send)
+        return answer[0]["status"], json.loads(answer[1]["body"])["error"]["message"]
+
+    with ThreadPoolExecutor() as thread:
+        slow, late = (thread.submit(asyncio.run, status(ends=ends)).result() for ends in (False, True))
+    assert slow == (408, "9 bytes of the body came within 0.2 s; send it faster or send less")
+    assert late == (503, "the answer was not ready within 0.2 s; try again, or send fewer images")
+    assert service.handling == 0
 
 
 # ---------------------------------------------------------------------- pages, headers, wrong requests

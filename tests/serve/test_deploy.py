@@ -49,11 +49,8 @@ def test_rules_and_dashboard_use_metrics_of_the_service(open_client: Any, photos
     board = json.loads(text)
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     rules = RULES["groups"][0]["rules"]
-    used = {
-        name
-        for expression in queries + [rule["expr"] for rule in rules]
-        for name in re.findall(r"\breact_clip_\w+", expression)
-    }
+    expressions = "\n".join([*queries, *(rule["expr"] for rule in rules)])
+    used = set(re.findall(r"(?<![:\w])react_clip_\w+", expressions))
     assert len(used) >= 5
     assert used <= served
     recorded = {rule["record"] for rule in rules if "record" in rule}

@@ -89,25 +89,24 @@ def test_secrets_come_from_files_or_variables(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("REACT_CLIP_SERVE_SECRET", "fedcba9876543210")
     monkeypatch.setenv("REACT_CLIP_SERVE_API_KEYS", "a-key-of-some-length, another-key-of-length")
     given = read_secrets(Settings())
-    assert given == Secrets(
-        b"fedcba9876543210", frozenset({digest(b"a-key-of-some-length"), digest(b"another-key-of-length")})
-    )
+    keys = frozenset(map(digest, (b"a-key-of-some-length", b"another-key-of-length")))
+    assert given == Secrets(b"fedcba9876543210", keys)
     assert "fedcba" not in repr(given)
     for name in ("SECRET", "API_KEYS"):
         monkeypatch.delenv(f"REACT_CLIP_SERVE_{name}")
-    secret, keys = (tmp_path / f"react_clip_serve_{name}" for name in ("secret", "api_keys"))
+    secret, file = (tmp_path / f"react_clip_serve_{name}" for name in ("secret", "api_keys"))
     secret.write_text("0123456789abcdef\n")
-    keys.write_text("# comment\na-key-of-some-length\n\nanother-key-of-length\n")
+    file.write_text("# comment\na-key-of-some-length\n\nanother-key-of-length\n")
     files = read_secrets(Settings(secrets_dir=tmp_path))
     assert (files.noise, files.keys) == (b"0123456789abcdef", given.keys)
     secret.write_text("short")
     with pytest.raises(ReactClipError, match="5 bytes; it needs at least 16"):
         read_secrets(Settings(secrets_dir=tmp_path))
     secret.unlink()
-    keys.write_text("# the next is too short\na-key-of-some-length\nshort\n")
+    file.write_text("# the next is too short\na-key-of-some-length\nshort\n")
     with pytest.raises(ReactClipError, match="an API key has 5 bytes"):
         read_secrets(Settings(secrets_dir=tmp_path))
-    keys.write_text("# nothing\n")
+    file.write_text("# nothing\n")
     with pytest.raises(ReactClipError, match="the API keys are empty"):
         read_secrets(Settings(secrets_dir=tmp_path))
 

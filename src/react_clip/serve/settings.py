@@ -68,7 +68,7 @@ class Settings(BaseSettings):
     defense: Literal["second_look", "react"] | None = None
     """second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"""
     config: str | None = None
-    """JSON of any defence, as `react-clip calibrate` writes it, or `paper`: the paper's constants (by default the model's)"""
+    """JSON of any defence, as `react-clip calibrate` writes it, or `paper`: its constants (by default the model's)"""
 
     host: str = "127.0.0.1"
     """address to listen on"""
