@@ -39,9 +39,10 @@ def read_all(connection: socket.socket) -> bytes:
 def descendants(pid: int) -> dict[int, str]:
     """Processes below one, and their command lines."""
     found: dict[int, str] = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-        found |= descendants(int(child))
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+            found |= descendants(int(child))
     return found
 
 
