@@ -20,38 +20,6 @@ def test_no_magnitude_is_the_identity() -> None:
     assert torch.allclose(STILL(images, torch.arange(3)), images, atol=1e-6)
 
 
-def test_views_stay_in_range_and_do_not_depend_on_the_batch() -> None:
-    images, keys = toy_images(16), torch.arange(16) * 7919
-    augment = WeakAugmentation()
-    views = augment(images, keys)
-    assert views.min() >= 0
-    assert views.max() <= 1
-    assert ((views - images).abs().amax((1, 2, 3)) > 0).all()
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(augment(images[order], keys[order]), views[order], atol=1e-6)
-    alone = torch.cat([augment(images[i : i + 1], keys[i : i + 1]) for i in range(16)])
-    assert torch.allclose(alone, views, atol=1e-6)
-
-
-def test_the_affine_moves_scales_and_fills_with_zero() -> None:
-    white = torch.ones(64, 3, 32, 32)
-    keys = torch.arange(64)
-    shrunk = WeakAugmentation(rotation=0, translation=0, scale=(0.5, 0.5), probability=0)(white, keys)
-    assert shrunk.mean((1, 2, 3)).sub(0.25).abs().max() < 0.02
-    shifted = WeakAugmentation(rotation=0, translation=0.25, scale=(1, 1), probability=0)(white, keys)
-    lost = 1 - shifted.mean((1, 2, 3))
-    assert lost.max() <= 1 - 0.75**2 + 1e-5
-    assert lost.max() > 0.3
-    dot = torch.zeros(1, 3, 33, 33)
-    dot[:, :, 16, 28] = 1.0
-    turned = WeakAugmentation(rotation=90, translation=0, scale=(1, 1), probability=0)
-    distances = []
-    for key in range(8):
-        y, x = divmod(int(turned(dot, torch.tensor([key]))[0, 0].argmax()), 33)
-        distances.append(((y - 16) ** 2 + (x - 16) ** 2) ** 0.5)
-    assert max(abs(d - 12) for d in distances) < 1.5, "a rotation keeps the distance to the centre"
-
-
 def test_blur_noise_and_jitter_each_come_with_their_probability() -> None:
     images = toy_images(1).expand(2000, -1, -1, -1)
     keys = torch.arange(2000)
@@ -65,11 +33,7 @@ def test_blur_noise_and_jitter_each_come_with_their_probability() -> None:
         assert abs(changed - 0.5) < 0.06
 
 
-def test_blur_keeps_the_mean_and_hue_keeps_the_brightness() -> None:
-    blurred = WeakAugmentation(0, 0, (1, 1), probability=1, noise_sigma=0, jitter=0, hue=0)(
-        torch.full((2, 3, 16, 16), 0.3), torch.arange(2)
-    )
-    assert torch.allclose(blurred, torch.full_like(blurred, 0.3), atol=1e-5)
+def test_hue_keeps_the_brightness() -> None:
     pixels = 0.4 + 0.2 * toy_images(2)
     turned = torch.einsum("bij,bjhw->bihw", _hue_matrices(torch.tensor([0.1, -0.1])), pixels)
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)

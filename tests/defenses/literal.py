@@ -146,20 +146,19 @@ def hd(tower: Tower, c: Any, image: Array, draw: Array) -> dict[str, Any]:
     return {"features": tower.unit_feature(moved)}
 
 
-def tte(tower: Tower, c: Any, image: Array, origins: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The released code with its list of transforms; ``image`` is ``[3, S, S]``, ``origins`` are those of the crops."""
+def tte(tower: Tower, c: Any, image: Array, origin: tuple[int, int]) -> dict[str, Any]:
+    """The released code with its list of transforms, which all find the last crop; ``image`` is ``[3, S, S]``."""
     size = image.shape[-1]
 
-    def crop(x: Array, origin: tuple[int, int]) -> Array:
+    def crop(x: Array) -> Array:
         x = np.pad(x, ((0, 0), (c.padding, c.padding), (c.padding, c.padding)))
         return x[:, origin[0] : origin[0] + size, origin[1] : origin[1] + size]
 
-    # The released functions look their crop up when they are called, and all find the last one.
-    origins = origins if c.different else [*origins[-1:]] * c.crops
     mirrored = image[:, :, ::-1]
-    views = [image, mirrored, *(crop(image, at) for at in origins), *(crop(mirrored, at) for at in origins)]
-    logits = np.mean([100 * tower.classes @ tower.unit_feature(view.ravel()) for view in views], 0)
-    return {"features": unit(np.mean([tower.unit_feature(view.ravel()) for view in views], 0)), "logits": logits}
+    views = [image, mirrored, *[crop(image)] * c.crops, *[crop(mirrored)] * c.crops]
+    features = [tower.unit_feature(view.ravel()) for view in views]
+    logits = np.mean([100 * tower.classes @ feature for feature in features], 0)
+    return {"features": unit(np.mean(features, 0)), "logits": logits, "passes": 4}
 
 
 def low_pass(image: Array, radius: float) -> Array:

@@ -27,6 +27,7 @@ GATES = {
     **{"second_look": "threshold", "csr": "threshold", "dbd": "threshold"},
 }
 """Defences with a gate, and the field of its threshold."""
+GATES_OPEN = {"ttc": {"tau": 1e9}, "csr": {"threshold": 1.0}}
 IN_A_BALL = ("ttc", "doc", "mac", "hd", "csr", "et3")
 every_defense = pytest.mark.parametrize("name", defenses.names())
 every_toy_defense = pytest.mark.parametrize("name", [name for name in defenses.names() if name not in TEXT])
@@ -156,20 +157,18 @@ def test_every_gate_can_be_forced_by_an_attacker(name: str) -> None:
 
 
 @every_toy_defense
-def test_forcing_a_gate_encodes_no_view_twice(name: str) -> None:
+def test_an_attacker_gets_both_answers_for_the_passes_of_one(name: str) -> None:
     trial = Trial(name)
-    with trial.clf.encoder.counting() as count:
-        once = trial.guard.run(trial.clf.encoder, trial.images, 0, trial.clf, skip_unneeded=False)
-    # Without a gate the plain answer is extra, where the defence does not have it; moved images are encoded twice.
-    most = float(once.passes.sum()) + 7
-    assert count.forward == pytest.approx(most - 7)
+    once = trial.guard.replace(**GATES_OPEN.get(name, {})).run(
+        trial.clf.encoder, trial.images, 0, trial.clf, skip_unneeded=False
+    )
     with trial.clf.encoder.counting() as count:
         forced = forced_answers(trial.guard, trial.clf, trial.images, 0)
-    assert count.forward <= most + 1e-3
+    # Beside these, the plain answer of a defence that does not need it, or the answer before the pixels are moved.
+    assert count.forward <= float(once.passes.sum()) + 7 + 1e-3
     if name not in GATES:
-        plain = trial.clf.encoder(trial.images)
-        assert torch.allclose(forced.closed.features, plain, atol=1e-6)
-        assert torch.allclose(forced.opened.features, once.features, atol=1e-4)
+        assert torch.allclose(forced.closed.features, trial.clf.encoder(trial.images), atol=1e-6)
+        assert torch.allclose(forced.opened.features, trial.run(trial.images).features, atol=1e-4)
         assert forced.gated.all()
         assert (forced.threshold == -torch.inf).all()
 
@@ -190,16 +189,17 @@ def test_images_may_have_classes_of_their_own_and_no_view_need_be_skipped(name: 
         assert [out.names[row] for row in rows] == alone.names
     every_view = trial.guard.run(trial.clf.encoder, trial.images, 0, trial.clf, skip_unneeded=False)
     assert torch.allclose(every_view.features, trial.run(trial.images).features, atol=1e-9)
-    assert len(set(every_view.passes.tolist())) == 1, "every image takes the same time"
+    # TTC and CSR take gradients for the images that they move alone.
+    assert name in ("ttc", "csr") or len(set(every_view.passes.tolist())) == 1, "every image takes the same time"
 
 
 @every_toy_defense
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_gradients_reach_the_pixels(name: str, checkpoint: bool) -> None:
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_gradients_reach_the_pixels(name: str, differentiable: bool) -> None:
+    """With recomputed and with kept activations."""
     trial = Trial(name, dtype=F64)
     pixels = trial.images.clone().requires_grad_()
-    how = view.Gradients(checkpoint=checkpoint)
-    logits = rc.as_module(trial.clf, trial.guard, differentiable=True, how=how)(pixels)
+    logits = rc.as_module(trial.clf, trial.guard, differentiable=differentiable)(pixels)
     assert torch.allclose(logits.detach(), trial.run(trial.images).logits, atol=1e-5)
     slope = torch.autograd.grad(logits[:, 0].sum(), pixels)[0]
     assert torch.isfinite(slope).all()

@@ -37,10 +37,8 @@ def written_out(guard: Any, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
             views.append((view.flatten().numpy(), probe.flatten().numpy(), draws))
         return literal.mac(tower, guard, views)
     if isinstance(guard, TTE):
-        drawn = guard.crops if guard.different else min(guard.crops, 1)
-        draws = noise.uniform(branch(key, tte.CROPS), 2 * drawn)[0].tolist()
-        corners = [int(draw * 2 * guard.padding) for draw in draws]
-        return literal.tte(tower, guard, image[0].numpy(), list(zip(corners[::2], corners[1::2], strict=True)))
+        corner = [int(draw * 2 * guard.padding) for draw in noise.uniform(branch(key, tte.CROPS), 2)[0].tolist()]
+        return literal.tte(tower, guard, image[0].numpy(), (corner[0], corner[1]))
     if isinstance(guard, HD):
         return literal.hd(tower, guard, flat, start)
     loop: Any = {"csr": literal.csr, "et3": literal.et3, "anti-adv": literal.anti_adv}[guard.kind]
@@ -61,8 +59,8 @@ def written_out(guard: Any, clf: rc.ZeroShotClassifier, image: Tensor, key: Tens
         CSR(radius=3.0, eps=0.1, step_size=0.15, steps=5),
         ET3(),
         ET3(steps=5, eps=0.2, step_size=1.0),
-        *[TTE(crops=crops, padding=padding) for crops, padding in ((4, 4), (2, 1), (0, 4))],
-        TTE(different=True),
+        TTE(),
+        TTE(crops=2, padding=1),
     ],
     ids=str,
 )
@@ -173,8 +171,4 @@ def test_encoders_without_gradients_are_refused(guard: Any) -> None:
     opaque.tower.register_forward_hook(lambda _tower, _inputs, features: features.detach())
     clf = rc.ZeroShotClassifier.from_features(opaque, ["a", "b"], torch.eye(2, 12))
     with pytest.raises(rc.ReactClipError, match="'toy' carry no gradient to the pixels"):
-        guard(clf, toy_images(1))
-    with torch.inference_mode():
-        clf = rc.ZeroShotClassifier.from_features(ToyEncoder(), ["a", "b"], torch.eye(2, 12))
-    with pytest.raises(rc.ReactClipError, match=r"was loaded inside torch\.inference_mode"):
         guard(clf, toy_images(1))

@@ -164,11 +164,6 @@ def released_divergence(p: Tensor, q: Tensor) -> Tensor:
     return 0.5 * (each[0] + each[1])
 
 
-def js_divergence(p: Tensor, q: Tensor) -> Tensor:
-    m = (p + q) / 2
-    return (p * (p / m).log() + q * (q / m).log()).sum() / 2
-
-
 def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     views = literal_views(guard, image, seed)
     f = [clf.encoder.encode(view)[0] for view, _ in views]
@@ -177,10 +172,10 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
     for v, (view, stream) in enumerate(views):
         suit.append(1 / (mean_of([2 - 2 * float(f[v] @ f[u]) for u in range(guard.views) if u != v]) + 1e-8))
         own = noise.fork(stream, prompt_tuning.VARIANTS)
-        shared = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning.VARIANTS) if guard.released else None
+        shared = noise.fork(noise.stream_keys(image[None], seed), prompt_tuning.VARIANTS)
         moved = clf.encoder.encode(guard.augmentation(view, own, shared))[0]
         p, q = (100 * text @ f[v]).softmax(0), (100 * text @ moved).softmax(0)
-        stab.append(1 / (float((released_divergence if guard.released else js_divergence)(p, q)) + 1e-8))
+        stab.append(1 / (float(released_divergence(p, q)) + 1e-8))
 
     def weigh(numbers: list[int]) -> dict[int, float]:
         def scaled(values: list[float], v: int) -> float:
@@ -195,7 +190,7 @@ def literal_sstpt(guard: SSTPT, clf: rc.ZeroShotClassifier, image: Tensor, seed:
         weights, terms = weigh(surest), []
         for v in surest:
             rest = [u for u in surest if u != v]
-            p = {u: logits[u].softmax(0).clamp_min(1e-8 if guard.released else 0.0) for u in surest}
+            p = {u: logits[u].softmax(0).clamp_min(1e-8) for u in surest}
             target = sum((weights[u] * p[u] for u in rest), torch.zeros(len(NAMES)))
             target = (target / sum(weights[u] for u in rest)).detach()
             terms.append(literal_entropy(logits[v]) + F.kl_div(p[v].log(), target, reduction="sum"))

@@ -6,53 +6,30 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from react_clip.defenses.agc import AGC
-from react_clip.defenses.anti_adv import AntiAdv
-from react_clip.defenses.aom import AOM, DefendCLIP
-from react_clip.defenses.base import Defended, Defense, Undefended, as_module
-from react_clip.defenses.clipure import CLIPure
-from react_clip.defenses.csr import CSR
-from react_clip.defenses.dbd import DBD
-from react_clip.defenses.doc import DOC
-from react_clip.defenses.et3 import ET3
-from react_clip.defenses.hd import HD
-from react_clip.defenses.mac import MAC
-from react_clip.defenses.prompt_tuning import RTPT, SSTPT
-from react_clip.defenses.react import ReACT
-from react_clip.defenses.second_look import SecondLook
-from react_clip.defenses.ttc import TTC
-from react_clip.defenses.tte import TTE
+from react_clip.defenses.agc import AGC as AGC
+from react_clip.defenses.anti_adv import AntiAdv as AntiAdv
+from react_clip.defenses.aom import AOM as AOM
+from react_clip.defenses.aom import DefendCLIP as DefendCLIP
+from react_clip.defenses.base import Defended as Defended
+from react_clip.defenses.base import Defense as Defense
+from react_clip.defenses.base import Undefended as Undefended
+from react_clip.defenses.base import as_module as as_module
+from react_clip.defenses.clipure import CLIPure as CLIPure
+from react_clip.defenses.csr import CSR as CSR
+from react_clip.defenses.dbd import DBD as DBD
+from react_clip.defenses.doc import DOC as DOC
+from react_clip.defenses.et3 import ET3 as ET3
+from react_clip.defenses.hd import HD as HD
+from react_clip.defenses.mac import MAC as MAC
+from react_clip.defenses.prompt_tuning import RTPT as RTPT
+from react_clip.defenses.prompt_tuning import SSTPT as SSTPT
+from react_clip.defenses.react import ReACT as ReACT
+from react_clip.defenses.second_look import SecondLook as SecondLook
+from react_clip.defenses.ttc import TTC as TTC
+from react_clip.defenses.tte import TTE as TTE
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Images
-
-__all__ = [
-    "AGC",
-    "AOM",
-    "CSR",
-    "DBD",
-    "DOC",
-    "ET3",
-    "HD",
-    "MAC",
-    "RTPT",
-    "SSTPT",
-    "TTC",
-    "TTE",
-    "AntiAdv",
-    "CLIPure",
-    "DefendCLIP",
-    "Defended",
-    "Defense",
-    "ReACT",
-    "SecondLook",
-    "Undefended",
-    "as_module",
-    "default_for",
-    "from_dict",
-    "names",
-    "resolve_guard",
-]
 
 
 def names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -169,10 +169,7 @@ class Defense(Registered, ABC):
     def _answer(self, x: View) -> Defended:
         self.check(x.encoder)
         differentiable = torch.is_grad_enabled() and x.pixels.requires_grad
-        # Some defences take gradients of their own, which inference mode would forbid.
         with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
-            if x.pixels.is_inference():
-                x.pixels = x.pixels.clone()
             features, diagnostics = self.defend(x)
             logits = diagnostics.pop("logits", None)
             if logits is None and x.classes is not None:
@@ -182,12 +179,9 @@ class Defense(Registered, ABC):
             gated = torch.ones_like(features[:, 0], dtype=torch.bool)
             if x.known_plain is not None:
                 gated = (features != x.known_plain).any(1)
-            passes, backward = (
-                torch.zeros(len(x), device=features.device) + count for count in (x.passes, x.backward_passes)
-            )
             measured = {name: value.detach() for name, value in diagnostics.items()}
             names = [clf.names for clf in x.classifiers]
-            return Defended(features, logits, gated, passes, backward, measured, names, x.encoder.similarity)
+            return Defended(features, logits, gated, x.passes, x.backward_passes, measured, names, x.encoder.similarity)
 
 
 class Undefended(Defense):
@@ -210,20 +204,12 @@ class Undefended(Defense):
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
-    """Features ``[B, D]`` and logits ``[B, K]``, with gradients where the pixels require them."""
-
-    features: Tensor
-    logits: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Forced:
-    """Both answers of a defence, whatever its gate decides; one row per image."""
+    """Both answers of a defence, whatever its gate decides, with gradients; one row per image."""
 
-    closed: Answers
+    closed: Defended
     """With the gate closed. For a defence without a gate: the plain answer."""
-    opened: Answers
+    opened: Defended
     """With the gate open. For a defence without a gate: its answer."""
     gated: Tensor
     """Mask ``[B]``: whose gate is open."""
@@ -241,21 +227,17 @@ def forced_answers(
     The defence runs twice, and the second run takes over the features of the first. Answers without a gradient get that
     of undefended CLIP (BPDA with the identity).
     """
-    pixels = clf.encoder.prepare(pixels)
-    x = View(clf.encoder, pixels, seed, clf, skip_unneeded=False, how=how, force=False)
+    given = clf.encoder, clf.encoder.prepare(pixels), seed, clf
+    x = View(*given, skip_unneeded=False, how=how, force=False)
     first = defense._answer(x)
-    if x.decision is None:
-        nan = torch.full_like(first.passes, torch.nan)
-        closed, opened = Answers(x.plain, clf.logits(x.plain)), Answers(first.features, first.logits)
-        if closed.features.requires_grad and not opened.logits.requires_grad:
-            opened = Answers(
-                straight_through(opened.features, closed.features), straight_through(opened.logits, closed.logits)
-            )
-        return Forced(closed, opened, torch.ones_like(first.gated), nan, torch.full_like(nan, -torch.inf))
-    again = View(clf.encoder, pixels, seed, clf, skip_unneeded=False, how=how, force=True, replay=x.recorded)
-    second = defense._answer(again)
-    closed, opened = Answers(first.features, first.logits), Answers(second.features, second.logits)
-    return Forced(closed, opened, x.decision.open, x.decision.score, x.decision.threshold)
+    if x.decision is not None:
+        opened = defense._answer(View(*given, skip_unneeded=False, how=how, force=True, replay=x.recorded))
+        return Forced(first, opened, x.decision.open, x.decision.score, x.decision.threshold)
+    closed, nan = replace(first, features=x.plain, scores=clf.logits(x.plain)), torch.full_like(first.passes, torch.nan)
+    if closed.features.requires_grad and not first.logits.requires_grad:
+        features = straight_through(first.features, closed.features)
+        first = replace(first, features=features, scores=straight_through(first.logits, closed.logits))
+    return Forced(closed, first, torch.ones_like(first.gated), nan, torch.full_like(nan, -torch.inf))
 
 
 class DefendedModule(nn.Module):
@@ -271,7 +253,6 @@ class DefendedModule(nn.Module):
             gradients gets those of undefended CLIP (BPDA with the identity).
         fresh: every call draws other noise, also for the same pixels, as averaging over draws (EOT) needs; a new
             module with the same seed repeats the same sequence.
-        how: details of the gradients; by default activations are computed again where ``differentiable`` is on.
     """
 
     def __init__(
@@ -282,7 +263,6 @@ class DefendedModule(nn.Module):
         seed: Seed = 0,
         differentiable: bool = False,
         fresh: bool = False,
-        how: Gradients | None = None,
     ) -> None:
         super().__init__()
         self.clf = clf
@@ -290,7 +270,6 @@ class DefendedModule(nn.Module):
         self.seed = seed
         self.differentiable = differentiable
         self.fresh = fresh
-        self.how = how or Gradients(checkpoint=differentiable)
         self.calls = 0
 
     def next_seed(self) -> Seed:
@@ -302,7 +281,8 @@ class DefendedModule(nn.Module):
         """Defended logits ``[B, K]``; gradients flow through the correction if the pixels require them."""
         encoder = self.clf.encoder
         checked = encoder.prepare(pixels)
-        logits = self.defense.run(encoder, checked, self.next_seed(), self.clf, how=self.how).logits
+        how = Gradients(checkpoint=self.differentiable)
+        logits = self.defense.run(encoder, checked, self.next_seed(), self.clf, how=how).logits
         wanted = self.differentiable and torch.is_grad_enabled() and pixels.requires_grad
         return straight_through(logits, self.clf(pixels)) if wanted and not logits.requires_grad else logits
 

@@ -34,7 +34,7 @@ from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.functional import Similarity, js_divergence, normalize
+from react_clip.functional import Similarity, normalize
 
 VIEWS, VARIANTS = range(2)
 """Branches: of an image's random stream, its views and what their augmentations share; of each view's stream, its
@@ -67,17 +67,12 @@ class SoftPrompts:
     def __call__(self, context: Tensor) -> Tensor:
         """Unit class features ``[B, K, dim]`` of contexts ``[B, n, width]``; differentiable in the context.
 
-        Where that takes several calls, the backward pass runs each again instead of keeping what they computed, so that
-        memory does not grow with the number of classes.
+        The backward pass runs each call again instead of keeping what it computed, so that memory does not grow with
+        the number of classes.
         """
         rows = torch.arange(len(context) * len(self), device=context.device)
-        parts = torch.split(rows, PROMPTS)
-        if len(parts) > 1 and torch.is_grad_enabled():
-            features = [
-                checkpoint(self._encode, context, part, use_reentrant=False, preserve_rng_state=False) for part in parts
-            ]
-        else:
-            features = [self._encode(context, part) for part in parts]
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        features = [checkpoint(self._encode, context, part, **options) for part in torch.split(rows, PROMPTS)]
         return torch.cat(features).reshape(len(context), len(self), -1)
 
     def _encode(self, context: Tensor, rows: Tensor) -> Tensor:
@@ -157,7 +152,7 @@ class PromptTuning(Defense):
             context = self._tune(prompts, sure_features[rows], sure_quality[rows], similarity)
             with torch.no_grad():
                 tuned.append(prompts(context))
-        x.backward_passes = float(self.steps)
+        x.backward_passes += self.steps
         return normalize(mean), {"logits": similarity.logits(mean[:, None], torch.cat(tuned))[:, 0]}
 
     def _encode_views(self, x: View) -> Tensor:
@@ -265,7 +260,7 @@ class SSTPT(PromptTuning):
     r"""Weight views by suitability (close to other views) and stability; tune the prompt so that sure views agree.
 
     The score of view v mixes suitability and stability, each stretched to [0, 1] over the views at hand, where T is the
-    weak augmentation, and J a divergence that ``released`` chooses:
+    weak augmentation, and J(p, q) half of KL(m || p) + KL(m || q) for their mean m:
 
     .. math:: s(v) = \beta\,\overline{\Big[\tfrac1{V-1} \sum_{u \ne v} (2 - 2 \cos(f(v), f(u)))\Big]^{-1}}
               + (1 - \beta)\,\overline{J\big(p(v), p(Tv)\big)^{-1}}, \qquad w = \mathrm{softmax}_v(s(v) / T_w)
@@ -288,7 +283,7 @@ class SSTPT(PromptTuning):
     kind = "ss-tpt"
     label = "SS-TPT"
     colour = "#C2452D"
-    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "weak_views": False}
+    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "weak_views": False, "released": True}
 
     views: Count = 16
     selected: Annotated[int, Field(ge=2)] = 3
@@ -299,14 +294,10 @@ class SSTPT(PromptTuning):
     """Weight of the divergence in the loss."""
     augmentation: JitterFirst = field(default_factory=JitterFirst)
     """The weak augmentation T behind the stability."""
-    released: bool = True
-    """As the released code: one draw of T for all views of an image (each has noise of its own), J the mean of
-    KL(m || p) and KL(m || q) with m = (p + q) / 2 and 1e-8 added to all three, and no p below 1e-8 in the loss.
-    Otherwise as the text: a draw of T for each view, and J the Jensen-Shannon divergence."""
 
     def _views(self, images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
         """Each view, followed by its weak augmentation."""
-        moved = self.augmentation(images, noise.fork(keys, VARIANTS), shared=shared if self.released else None)
+        moved = self.augmentation(images, noise.fork(keys, VARIANTS), shared=shared)
         return torch.stack([images, moved], 1).flatten(0, 1)
 
     def _quality(self, features: Tensor, class_features: Tensor, similarity: Similarity) -> Tensor:
@@ -314,8 +305,7 @@ class SSTPT(PromptTuning):
         spread = (2.0 - 2.0 * cosines_to_others(features[:, :, 0])).mean(-1)
         # In double precision: confident predictions differ by so little that the reciprocal would amplify rounding.
         plain, moved = similarity.logits(features.double(), class_features.double()).unbind(2)
-        divergence = reversed_divergence if self.released else js_divergence
-        instability = divergence(plain, moved).to(features.dtype)
+        instability = reversed_divergence(plain, moved).to(features.dtype)
         return torch.stack([1.0 / (spread + FLOOR), 1.0 / (instability + FLOOR)], -1)
 
     def _weights(self, quality: Tensor) -> Tensor:
@@ -324,7 +314,7 @@ class SSTPT(PromptTuning):
         return (score / self.temperature).softmax(1)
 
     def _loss(self, logits: Tensor, quality: Tensor) -> Tensor:
-        log_p = logits.softmax(-1).clamp_min(FLOOR).log() if self.released else logits.log_softmax(-1)
+        log_p = logits.softmax(-1).clamp_min(FLOOR).log()
         others = leave_one_out(log_p.exp(), self._weights(quality)).detach()
         divergence = (torch.xlogy(others, others) - others * log_p).sum(-1)
         return (entropy(logits) + self.consistency * divergence).mean(1)

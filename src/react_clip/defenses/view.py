@@ -52,21 +52,27 @@ PLAIN_GRADIENTS = Gradients()
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Views of each image that can be encoded: ``make(images, [keys], *values)`` makes one per row."""
+    """Views of each image that can be encoded: ``make(images, *values)`` makes one per row.
+
+    With ``stream`` or ``numbers`` they are drawn at random: ``make(images, keys, *values)``.
+    """
 
     make: Callable[..., Tensor]
     values: tuple[Tensor, ...] = ()
     """What else they depend on, one value per image ``[B, ...]``."""
-    drawn: bool = False
-    """True if ``make`` needs random streams."""
     stream: int | None = None
     """Branch of an image's random stream; ``None`` for the stream itself."""
     numbers: range | None = None
     """Numbers of the views, each with a branch of that stream; ``None`` for a single view on the stream itself."""
 
+    @property
+    def drawn(self) -> bool:
+        """True if ``make`` needs random streams."""
+        return self.stream is not None or self.numbers is not None
+
     def views(self, images: Tensor, keys: Tensor | None, values: Sequence[Tensor]) -> Tensor:
         """Views ``[n * count, 3, s, s]`` of images ``[n, 3, S, S]``: those of the first image, then of the second."""
-        if not self.drawn or keys is None:
+        if keys is None or not self.drawn:
             return self.make(images, *values)
         keys = keys if self.stream is None else noise.fork(keys, self.stream)
         if self.numbers is not None:
@@ -112,12 +118,13 @@ class View:
     ) -> None:
         if isinstance(classes, Sequence) and len(set(classes)) == 1:
             classes = classes[0]
-        self.encoder, self.pixels, self.classes = encoder, pixels, classes
+        self.encoder, self.classes = encoder, classes
         self.skip_unneeded, self.how, self.force = skip_unneeded, how, force
         self.image = Copies(lambda images: images)
         self.decision: Gate | None = None
-        self.passes: Tensor | float = 0.0
-        self.backward_passes: Tensor | float = 0.0
+        with torch.inference_mode(False):  # defences take gradients and count in place, which inference mode forbids
+            self.pixels = pixels.clone() if pixels.is_inference() else pixels
+            self.passes, self.backward_passes = torch.zeros(2, len(pixels), device=pixels.device)
         self.known_plain: Tensor | None = None
         self.recorded: list[Any] = []
         """Features and gradients of this run, kept if its gate is forced."""
@@ -149,7 +156,7 @@ class View:
 
         With ``numbers`` there is a view on each of these branches of that branch. ``values`` are ``[B, ...]``.
         """
-        return Copies(draw, values, True, stream, numbers)
+        return Copies(draw, values, stream, numbers)
 
     def noisy(self, sigma: Tensor | float, stream: int, count: int) -> Copies:
         """``count`` views x + sigma * noise; ``sigma`` is one scale for all images, or one per image ``[B]``."""
@@ -214,7 +221,7 @@ class View:
 
     def raw(self, images: Tensor) -> Tensor:
         """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
-        self.passes = self.passes + 1.0
+        self.passes += 1
         with torch.no_grad():
             parts = torch.split(images.detach(), VIEWS)
             return self._once((images,), lambda: torch.cat([self.encoder.raw(part) for part in parts]))
@@ -225,12 +232,8 @@ class View:
         ``objective`` maps raw features ``[B, D]`` to values ``[B]``; a value may depend on its own row alone. One
         forward and one backward pass.
         """
-        if any(parameter.is_inference() for parameter in self.encoder.parameters()):
-            raise ReactClipError(
-                f"{self.encoder.name!r} was loaded inside torch.inference_mode, where no gradients can be taken; load "
-                "it outside (calling the defence inside is fine)"
-            )
-        self.passes, self.backward_passes = self.passes + 1.0, self.backward_passes + 1.0
+        self.passes += 1
+        self.backward_passes += 1
         return self._once((at,), lambda: self._gradient(objective, at.detach()))
 
     def _gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,10 +269,6 @@ class View:
         ``change(part, rows)`` gets these images as a view of their own and their numbers ``[n]``, and returns the new
         rows ``[n, ...]`` of each tensor.
         """
-        if not self.skip_unneeded:
-            new = change(self, torch.arange(len(self), device=self.pixels.device))
-            pairs = zip(new, tensors, strict=True)
-            return tuple(torch.where(where.reshape(-1, *[1] * (old.ndim - 1)), each, old) for each, old in pairs)
         rows = where.nonzero().flatten()
         if not len(rows):
             return tensors
@@ -278,8 +277,8 @@ class View:
             classes = [classes[row] for row in rows.tolist()]
         part = View(self.encoder, self.pixels[rows], self._streams(rows), classes, how=self.how)
         new = change(part, rows)
-        self.passes = self.passes + self._spread(part.passes, rows)
-        self.backward_passes = self.backward_passes + self._spread(part.backward_passes, rows)
+        self.passes[rows] += part.passes
+        self.backward_passes[rows] += part.backward_passes
         return tuple(old.index_copy(0, rows, each) for old, each in zip(tensors, new, strict=True))
 
     def gate(self, score: Tensor, threshold: float | None, *, below: bool = False) -> Tensor:
@@ -377,7 +376,7 @@ class View:
             else:
                 parts.append(self._make_and_encode(*arguments))
         features, passes = zip(*parts, strict=True)
-        self.passes = self.passes + self._spread(passes[0], rows)
+        self.passes[slice(None) if rows is None else rows] += passes[0]
         return [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*features, strict=True)]
 
     def _make_and_encode(
@@ -391,13 +390,6 @@ class View:
         numbered = [each.reshape(len(images), -1, each.shape[-1]) for each in features]
         single = [copy.numbers is None for copy in copies]
         return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)], passes
-
-    def _spread(self, passes: Tensor | float, rows: Tensor | None) -> Tensor | float:
-        """Passes of each of some images, as passes of all images ``[B]``."""
-        if rows is None:
-            return passes
-        none = torch.zeros(len(self), device=self.pixels.device)
-        return none.index_fill(0, rows, passes) if isinstance(passes, float) else none.index_copy(0, rows, passes)
 
 
 def straight_through(values: Tensor, source: Tensor) -> Tensor:
@@ -415,10 +407,10 @@ def straight_through(values: Tensor, source: Tensor) -> Tensor:
 
 def _encode(encoder: Encoder, views: Sequence[Tensor]) -> list[Tensor]:
     """Unit features of views; those of one size are joined."""
-    sizes = list(dict.fromkeys(each.shape[-1] for each in views))
-    joined = [[each for each in views if each.shape[-1] == size] for size in sizes]
-    features = encoder.encode([each[0] if len(each) == 1 else torch.cat(each) for each in joined])
-    split = [
-        iter(torch.split(each, [len(view) for view in group])) for each, group in zip(features, joined, strict=True)
-    ]
-    return [next(split[sizes.index(each.shape[-1])]) for each in views]
+    sizes: dict[int, list[Tensor]] = {}
+    for each in views:
+        sizes.setdefault(each.shape[-1], []).append(each)
+    joined = encoder.encode([torch.cat(group) for group in sizes.values()])
+    pairs = zip(sizes, joined, strict=True)
+    features = {size: list(torch.split(each, [len(view) for view in sizes[size]])) for size, each in pairs}
+    return [features[each.shape[-1]].pop(0) for each in views]
