@@ -1,4 +1,4 @@
-"""Small collections of photos and their output: helpers of the tests in tests/scale."""
+"""Small collections of photos and their output: helpers of the tests in tests/scale and tests/data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ def picture(seed: int) -> bytes:
     return stream.getvalue()
 
 
+def save_photo(path: Path, number: int) -> Path:
+    """Write a random photo and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture(number))
+    return path
+
+
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     """Write a tar file with these members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)

@@ -1,43 +1,16 @@
-"""Photos small enough to make on the spot; no test of this room reaches the network."""
+"""A few photos of pets; no test of this room reaches the network or the user's cache."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-SavePhoto = Callable[[Path, int], Path]
-
-
-def encoded(number: int, kind: str = "PNG", size: int = 8) -> bytes:
-    """The bytes of a photo of its own: no two numbers give the same."""
-    pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, kind)
-    return stream.getvalue()
-
-
-@pytest.fixture(scope="session")
-def photo_bytes() -> Callable[..., bytes]:
-    return encoded
-
-
-@pytest.fixture(scope="session")
-def save_photo() -> SavePhoto:
-    def save(path: Path, number: int) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(number, "PNG" if path.suffix == ".png" else "JPEG"))
-        return path
-
-    return save
+from scale_toys import save_photo
 
 
 @pytest.fixture
-def pets(tmp_path: Path, save_photo: SavePhoto) -> Path:
+def pets(tmp_path: Path) -> Path:
     """A root with a few photos of three OxfordPets classes in the folder layout, and a class of unequal size."""
     for number, (folder, count) in enumerate({"pug": 6, "Abyssinian": 4, "american_bulldog": 2}.items()):
         for photo in range(count):

@@ -82,10 +82,7 @@ def test_align_takes_the_order_of_the_features_and_drops_other_photos(pets: Path
 
 def test_align_falls_back_to_names_that_are_unique(pets: Path) -> None:
     dataset = data.load("oxford_pets", root=pets)
-    aligned = dataset.align(features_of("Pug", "American Bulldog", "Abyssinian", folders=("c0", "c1", "c2")))
-    assert aligned.labels == [2] * 4 + [1] * 2 + [0] * 6
-    assert aligned.notes == dataset.notes
-    twice = features_of("pug", "pug", "Abyssinian", "american bulldog", folders=("c0", "c1", "c2", "c3"))
+    twice = features_of("Pug", "pug", "Abyssinian", "American Bulldog", folders=("c0", "c1", "c2", "c3"))
     assert set(dataset.align(twice).labels) == {2, 3}
     with pytest.raises(ReactClipError, match=r"know 1 of the 3 classes of oxford_pets \(not .*\), fewer than half"):
         dataset.align(features_of("pug", "goldfish"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +9,52 @@ import pytest
 
 from react_clip import data
 from react_clip.errors import ReactClipError
+from scale_toys import picture, save_photo, write_tar
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: react-clip[data]")
 
 
-def table(photo_bytes: Any, labels: list[Any], names: tuple[str, ...] | None = None, column: str = "label") -> Any:
-    photos = [{"bytes": photo_bytes(number), "path": None} for number in range(len(labels))]
+def table(labels: list[Any], names: tuple[str, ...] | None = None, column: str = "label") -> Any:
+    photos = [{"bytes": picture(number), "path": None} for number in range(len(labels))]
     kind = datasets.ClassLabel(names=list(names)) if names else datasets.Value("int64")
     return datasets.Dataset.from_dict(
         {"image": photos, column: labels}, features=datasets.Features({"image": datasets.Image(), column: kind})
     )
 
 
-def tar(path: Path, members: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-
-
 # ---------------------------------------------------------------------- Parquet
 
 
-def test_imagenets_validation_parquet(tmp_path: Path, photo_bytes: Any) -> None:
+def test_imagenets_validation_parquet(tmp_path: Path) -> None:
     folder = tmp_path / "imagenet" / "data"
     folder.mkdir(parents=True)
     words = tuple(f"{name}, and other words {number}" for number, name in enumerate(data.get("imagenet").class_names))
-    table(photo_bytes, [5, 999], words).to_parquet(folder / "validation-00000-of-00014.parquet")
-    table(photo_bytes, [0], words).to_parquet(folder / "validation-00001-of-00014.parquet")
-    table(photo_bytes, [-1]).to_parquet(folder / "test-00000-of-00028.parquet")  # the unlabelled one
+    table([5, 999], words).to_parquet(folder / "validation-00000-of-00014.parquet")
+    table([0], words).to_parquet(folder / "validation-00001-of-00014.parquet")
+    table([-1]).to_parquet(folder / "test-00000-of-00028.parquet")  # the unlabelled one
     dataset = data.load("imagenet", root=tmp_path)
     assert dataset.labels == [5, 999, 0]
     assert dataset.class_names[5] == "electric ray"
-    assert dataset.photos[1].content() == photo_bytes(1)
-    assert dataset[1][0].size == (8, 8)
+    assert dataset.photos[1].content() == picture(1)
+    assert dataset[1][0].size == (44, 36)
     assert len(dataset.fingerprint()) == 64
 
 
 @pytest.mark.parametrize("column", ["labels", "fine_label", "cls"])
-def test_save_to_disk_and_other_column_names(column: str, tmp_path: Path, photo_bytes: Any) -> None:
-    table(photo_bytes, [1, 0], ("cat", "dog"), column).save_to_disk(tmp_path / "mine" / "train")
+def test_save_to_disk_and_other_column_names(column: str, tmp_path: Path) -> None:
+    table([1, 0], ("cat", "dog"), column).save_to_disk(tmp_path / "mine" / "train")
     dataset = data.load("mine", root=tmp_path, split="train")
     assert (dataset.class_names, dataset.labels) == (("cat", "dog"), [1, 0])
-    assert [photo.content() for photo in dataset.photos] == [photo_bytes(0), photo_bytes(1)]
+    assert [photo.content() for photo in dataset.photos] == [picture(0), picture(1)]
 
 
-def test_tables_that_cannot_be_used(tmp_path: Path, photo_bytes: Any) -> None:
+def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "stl10" / "test.parquet"
     path.parent.mkdir()
-    table(photo_bytes, [0], None, "answer").to_parquet(path)
+    table([0], None, "answer").to_parquet(path)
     with pytest.raises(ReactClipError, match="has the columns image, answer; a set needs one of images"):
         data.load("stl10", root=tmp_path)
-    table(photo_bytes, [0, -1]).to_parquet(path)
+    table([0, -1]).to_parquet(path)
     with pytest.raises(ReactClipError, match="test/000001 of stl10 has the label -1"):
         data.load("stl10", root=tmp_path)
     path.write_bytes(b"PAR1 but not really")
@@ -72,7 +62,7 @@ def test_tables_that_cannot_be_used(tmp_path: Path, photo_bytes: Any) -> None:
         data.load("stl10", root=tmp_path)
 
 
-def test_a_row_that_only_points_elsewhere_is_refused(tmp_path: Path, save_photo: Any) -> None:
+def test_a_row_that_only_points_elsewhere_is_refused(tmp_path: Path) -> None:
     features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
     reference = {"image": [{"bytes": None, "path": str(save_photo(tmp_path / "secret.png", 1))}]}
     table_of_references = datasets.Dataset.from_dict(reference, features=features).add_column("label", [0])
@@ -88,7 +78,7 @@ def test_a_row_that_only_points_elsewhere_is_refused(tmp_path: Path, save_photo:
 # ---------------------------------------------------------------------- shards
 
 
-def test_shards_of_the_webdataset_package(tmp_path: Path, photo_bytes: Any) -> None:
+def test_shards_of_the_webdataset_package(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="needs webdataset: react-clip[data]")
     folder = tmp_path / "imagenet_r" / "test"
     folder.mkdir(parents=True)
@@ -96,29 +86,29 @@ def test_shards_of_the_webdataset_package(tmp_path: Path, photo_bytes: Any) -> N
     for shard in (0, 1):
         with webdataset.TarWriter(str(folder / f"{shard}.tar")) as writer:
             for number in (2 * shard, 2 * shard + 1):
-                writer.write({"__key__": f"s{number}", "jpg": photo_bytes(number, "JPEG"), "cls": labels[number]})
+                writer.write({"__key__": f"s{number}", "jpg": picture(number), "cls": labels[number]})
     dataset = data.load("imagenet_r", root=tmp_path)
     assert dataset.labels == labels
     assert dataset.class_names[199] == data.get("imagenet_r").class_names[-1]
-    assert [photo.content() for photo in dataset.photos] == [photo_bytes(number, "JPEG") for number in range(4)]
+    assert [photo.content() for photo in dataset.photos] == [picture(number) for number in range(4)]
     assert [photo.id for photo in dataset.photos] == ["0/s0", "0/s1", "1/s2", "1/s3"]
     with webdataset.TarWriter(str(folder / "1.tar")) as writer:
         for number in (2, 3):
-            writer.write({"__key__": f"s{number}", "jpg": photo_bytes(number + 50, "JPEG"), "cls": labels[number]})
+            writer.write({"__key__": f"s{number}", "jpg": picture(number + 50), "cls": labels[number]})
     changed = data.load("imagenet_r", root=tmp_path)
     assert changed.fingerprint() != dataset.fingerprint(), "not the copy of the first load"
 
 
-def test_labels_of_shards_are_numbers_names_or_json(tmp_path: Path, photo_bytes: Any) -> None:
-    photo = {"x.png": photo_bytes(1)}
-    tar(tmp_path / "dtd" / "test" / "0.tar", {**photo, "x.json": b'{"label": "zigzagged"}'})
+def test_labels_of_shards_are_numbers_names_or_json(tmp_path: Path) -> None:
+    photo = {"x.png": picture(1)}
+    write_tar(tmp_path / "dtd" / "test" / "0.tar", {**photo, "x.json": b'{"label": "zigzagged"}'})
     assert data.load("dtd", root=tmp_path).labels == [46]
-    tar(tmp_path / "mine" / "test" / "0.tar", {**photo, "x.cls": b"1"})
+    write_tar(tmp_path / "mine" / "test" / "0.tar", {**photo, "x.cls": b"1"})
     assert data.load("mine", root=tmp_path).class_names == ("0", "1")
     (tmp_path / "mine" / "classnames.txt").write_text("cat\ndog\n")
     dataset = data.load("mine", root=tmp_path)
     assert (dataset.class_names, dataset.labels) == (("cat", "dog"), [1])
-    tar(tmp_path / "stl10" / "test" / "0.tar", {**photo, "x.cls": b"0"})
+    write_tar(tmp_path / "stl10" / "test" / "0.tar", {**photo, "x.cls": b"0"})
     (tmp_path / "stl10" / "classnames.txt").write_text("\n".join(reversed(data.get("stl10").folders)))
     assert data.load("stl10", root=tmp_path).labels == [9], "a class list in another order is read by name"
     (tmp_path / "stl10" / "classnames.txt").write_text("red\ngreen\n")
@@ -126,14 +116,14 @@ def test_labels_of_shards_are_numbers_names_or_json(tmp_path: Path, photo_bytes:
         data.load("stl10", root=tmp_path)
 
 
-def test_shards_that_cannot_be_used(tmp_path: Path, photo_bytes: Any) -> None:
+def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
     shard = tmp_path / "stl10" / "test" / "0.tar"
     for members, line in (
-        ({"x.png": photo_bytes(1)}, r"a set needs one of images and .*\(in shards a \.cls or \.json member for each"),
-        ({"x.png": photo_bytes(1), "x.cls": b"10"}, "0/x of stl10 has the label 10, which is none of its 10 classes"),
+        ({"x.png": picture(1)}, r"a set needs one of images and .*\(in shards a \.cls or \.json member for each"),
+        ({"x.png": picture(1), "x.cls": b"10"}, "0/x of stl10 has the label 10, which is none of its 10 classes"),
         ({"x.txt": b"hello"}, r"has the columns .*txt; a set needs one of images"),
     ):
-        tar(shard, members)
+        write_tar(shard, members)
         with pytest.raises(ReactClipError, match=line):
             data.load("stl10", root=tmp_path)
     shard.write_bytes(b"not a tar file at all" * 100)
@@ -144,12 +134,12 @@ def test_shards_that_cannot_be_used(tmp_path: Path, photo_bytes: Any) -> None:
 # ---------------------------------------------------------------------- downloads
 
 
-def test_a_download_fetches_the_split_alone(tmp_path: Path, photo_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_fetches_the_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, object] = {}
 
     def snapshot_download(repository: str, **options: object) -> None:
         asked.update(options, repository=repository)
-        tar(Path(str(options["local_dir"])) / "test" / "0.tar", {"x.png": photo_bytes(1), "x.cls": b"4"})
+        write_tar(Path(str(options["local_dir"])) / "test" / "0.tar", {"x.png": picture(1), "x.cls": b"4"})
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     for name in ("imagenet_a", "stanford_cars"):

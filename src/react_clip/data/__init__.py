@@ -5,8 +5,7 @@
 (17, ('A surface with a {} texture.',))
 """
 
-from react_clip.data.class_features import ClassFeatures, load_class_features
-from react_clip.data.dataset import ImageDataset, Photo
+from react_clip.data.dataset import ClassFeatures, ImageDataset, Photo, load_class_features
 from react_clip.data.loading import load
 from react_clip.data.registry import DatasetSpec, default_root, get, names
 

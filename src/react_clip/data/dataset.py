@@ -1,11 +1,12 @@
-"""Labelled photos from any source, opened on demand; subsets are deterministic."""
+"""Labelled photos from any source, opened on demand, with deterministic subsets; ready-made class features."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections import Counter, defaultdict
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,12 +19,44 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from react_clip.data.class_features import ClassFeatures
-from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex
-from react_clip.errors import ReactClipError
+from react_clip.data.registry import ClassIndex
+from react_clip.errors import ReactClipError, first_line
 from react_clip.preprocess import Preprocessing, read_image, to_8bit
+from react_clip.zeroshot import DEFAULT_TEMPLATES
 
 PhotoSource = Path | NDArray[np.uint8] | Callable[[], bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassFeatures:
+    """``features[k]``, of ``[classes, dim]``, is the class called ``names[k]``, whose photos lie in ``folders[k]``."""
+
+    names: tuple[str, ...]
+    folders: tuple[str, ...]
+    features: Tensor
+
+    def __post_init__(self) -> None:
+        if self.features.ndim != 2 or not 0 < len(self.names) == len(self.folders) == len(self.features):
+            raise ReactClipError(
+                f"features have shape {tuple(self.features.shape)} for {len(self.names)} names and "
+                f"{len(self.folders)} folders; they must be [classes, dimension], one row per name"
+            )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def load_class_features(path: str | Path) -> ClassFeatures:
+    """Read an ``.npz`` with the arrays ``names``, ``features`` and, unless they equal the names, ``folders``."""
+    if not Path(path).is_file():
+        raise ReactClipError(f"no class features at {path}; give a .npz file with names and features")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            names = tuple(map(str, arrays["names"].tolist()))
+            folders = tuple(map(str, arrays["folders"].tolist())) if "folders" in arrays.files else names
+            return ClassFeatures(names, folders, torch.as_tensor(arrays["features"], dtype=torch.float32))
+    except (OSError, ValueError, TypeError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise ReactClipError(f"{path} holds no class features ({first_line(error)}); write it again") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +105,7 @@ class ImageDataset:
     class_names: tuple[str, ...]
     photos: tuple[Photo, ...]
     folders: tuple[str, ...] = ()
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    templates: tuple[str, ...] = DEFAULT_TEMPLATES
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -174,11 +207,8 @@ def _draw(seed: int, text: str) -> bytes:
 
 def _ranks(photos: Sequence[Photo], seed: int) -> list[int]:
     """Each photo's position in a random order of its class."""
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for index, photo in enumerate(photos):
-        members[photo.label].append(index)
-    ranks = [0] * len(photos)
-    for indices in members.values():
-        for rank, index in enumerate(sorted(indices, key=lambda i: _draw(seed, photos[i].id))):
-            ranks[index] = rank
+    ranks, met = [0] * len(photos), Counter[int]()
+    for index in sorted(range(len(photos)), key=lambda i: _draw(seed, photos[i].id)):
+        ranks[index] = met[photos[index].label]
+        met[photos[index].label] += 1
     return ranks

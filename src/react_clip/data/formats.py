@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.data.dataset import ImageDataset, Photo, PhotoSource
-from react_clip.data.registry import DEFAULT_TEMPLATE, ClassIndex, DatasetSpec, readable_names
+from react_clip.data.registry import ClassIndex, DatasetSpec, readable_names
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.storage import cache_dir, class_folders
+from react_clip.zeroshot import DEFAULT_TEMPLATES
 
 TABLES = (
     *("{split}/*.tar", "{split}/state.json"),
@@ -41,15 +42,12 @@ def build_dataset(
 
     ``own_names`` is the source's class list, empty where it has none.
     """
-    if not rows:
-        raise ReactClipError(f"{name} has no {split} photo in its files; get it again")
     if spec is None:
         folders = tuple(own_names) or _labels_in_use(rows)
-        names, numbered = readable_names(folders), False
-        templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+        names, templates = readable_names(folders), DEFAULT_TEMPLATES
     else:
-        names, folders, templates, numbered = spec.class_names, spec.folders, spec.templates, spec.numbered
-    index = ClassIndex(folders, names, numbered=numbered)
+        folders, names, templates = spec.folders, spec.class_names, spec.templates
+    index = ClassIndex(folders, names)
     numbers = _own_numbers(own_names, names, index, name)
     photos = []
     for row in rows:
@@ -91,20 +89,14 @@ def _own_numbers(
 def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
     """Read ``<folder>/<class>/``."""
     present = class_folders(folder)
-    ignored = [entry for entry in present if spec is not None and entry in spec.ignored]
-    rows = [
-        Labelled(path.relative_to(folder).as_posix(), entry, path)
-        for entry, paths in present.items()
-        for path in paths
-        if entry not in ignored
-    ]
+    names = [entry for entry in present if spec is None or entry not in spec.ignored]
+    rows = [Labelled(f"{entry}/{path.name}", entry, path) for entry in names for path in present[entry]]
     if not rows:
         raise ReactClipError(
             f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/, as "
             f"{', '.join(PHOTO_SUFFIXES)}"
         )
-    dataset = build_dataset(rows, list(present) if spec is None else (), name, split, spec)
-    return dataset.with_note(f"left out {', '.join(ignored)}, which is no class") if ignored else dataset
+    return build_dataset(rows, names if spec is None else (), name, split, spec)
 
 
 # ---------------------------------------------------------------------- tables
@@ -122,7 +114,7 @@ def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | No
     table = _open_tables(datasets, files)
     photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
     labels, own_names = _labels(table)
-    if photo_column is None or labels is None:
+    if photo_column is None or not labels:
         raise ReactClipError(
             f"{files[0]} has the columns {', '.join(table.column_names)}; a set needs one of images and one called "
             f"{' or '.join(_LABEL_COLUMNS)} (in shards a .cls or .json member for each photo)"
@@ -153,18 +145,17 @@ def _open_tables(datasets: Any, files: list[Path]) -> Any:
         raise ReactClipError(f"{files[0]} cannot be read ({reason}); get it again") from error
 
 
-def _labels(table: Any) -> tuple[list[object] | None, list[str]]:
-    """The label of each row, ``None`` without any, and the names of the labels where the table lists them."""
+def _labels(table: Any) -> tuple[list[object], list[str]]:
+    """The label of each row, if there are any, and the names of the labels where the table lists them."""
     for column in _LABEL_COLUMNS:
         if column in table.features:
             return list(table[column]), list(getattr(table.features[column], "names", None) or [])
-    if "json" in table.features:
-        return [next((row[field] for field in _LABEL_COLUMNS if field in row), None) for row in table["json"]], []
-    return None, []
+    documents = table["json"] if "json" in table.features else []
+    return [next((row[field] for field in _LABEL_COLUMNS if field in row), None) for row in documents], []
 
 
 def _read_row(table: Any, column: str, row: int) -> bytes:
-    content = table[row][column]["bytes"]
+    content: bytes | None = table[row][column]["bytes"]
     if content is None:  # a reference to a file or an address elsewhere, which we do not follow
         raise ReactClipError(f"row {row} of the table holds no photo; write the table again with the images embedded")
-    return bytes(content)
+    return content

@@ -1,17 +1,24 @@
-"""Load a set by name: from a package outside, a folder of the user, tables, or the official release."""
+"""Load a set by name: from a package outside, a folder of the user, tables, or the official release.
+
+Official releases are read by torchvision, or downloaded by it or from the Hugging Face hub. CIFAR's files are pickles,
+torchvision's own format: it checks their MD5 before it opens them.
+"""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from react_clip.data.dataset import ImageDataset
-from react_clip.data.formats import find_tables, load_folder, load_tables
-from react_clip.data.official import READ_BY_TORCHVISION, construct, download_from_hub, load_torchvision
+from react_clip.data.formats import Labelled, build_dataset, find_tables, load_folder, load_tables
 from react_clip.data.registry import DatasetSpec, default_root, registry
 from react_clip.errors import ReactClipError, first_line
+from react_clip.optional import require
 from react_clip.storage import class_folders
 
 GROUP = "react_clip.datasets"
@@ -46,89 +53,72 @@ def load(
     root = default_root() if root is None else Path(root).expanduser()
     spec = registry().get(name)
     if spec is not None:
-        dataset = _on_disk(name, root, split, spec) or _load_official(spec, root, split, download)
+        dataset = _on_disk(root / name, name, root, split, spec) or _official(spec, root, split, download)
         if split == "test":
             dataset = _as_in_the_paper(dataset, spec, seed)
-    elif name.startswith(_FOLDER):
-        dataset = _load_own_folder(Path(name.removeprefix(_FOLDER)).expanduser(), name, split)
     elif function := _function_outside(name):
         dataset = function(root, split)
         if not isinstance(dataset, ImageDataset):
             raise ReactClipError(f"data set {name!r} returned a {type(dataset).__name__}; it must be an ImageDataset")
     else:
-        dataset = _load_unknown(name, root, split)
+        dataset = _own(name, root, split)
     return dataset if limit is None else dataset.take(limit, seed)
 
 
 def _function_outside(name: str) -> Callable[[Path, str], ImageDataset] | None:
     """The function of an entry point, or of ``module:function``."""
     reference = next((point.value for point in entry_points(group=GROUP, name=name)), name)
-    module, colon, function = reference.partition(":")
-    if not colon or not module.replace(".", "").isidentifier():
+    module, _, function = reference.partition(":")
+    if name.startswith(_FOLDER) or not function or not module.replace(".", "").isidentifier():
         return None
     try:
-        loaded: Callable[[Path, str], ImageDataset] = pkgutil.resolve_name(f"{module}:{function}")
+        loaded: Callable[[Path, str], ImageDataset] = pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         raise ReactClipError(f"data set {name!r} cannot be imported: {first_line(error)}") from error
     return loaded
 
 
-def _load_own_folder(folder: Path, name: str, split: str) -> ImageDataset:
-    if not folder.is_dir():
-        raise ReactClipError(f"{folder} is not a folder; give folder:PATH with photos in PATH/<class>/")
-    inner = folder / split
-    return load_folder(inner if class_folders(inner) else folder, name, split, None)
-
-
-def _load_unknown(name: str, root: Path, split: str) -> ImageDataset:
-    """A set that is not in the registry, in a directory below the root."""
-    if not name or Path(name).name != name:
-        raise ReactClipError(f"data set {name!r} is not a plain name; for a path write folder:{name}")
-    if (dataset := _on_disk(name, root, split, None)) is not None:
+def _own(name: str, root: Path, split: str) -> ImageDataset:
+    """A set of the user: a directory below the root, or ``folder:PATH``, which may hold class folders itself."""
+    folder = Path(name.removeprefix(_FOLDER)).expanduser() if name.startswith(_FOLDER) else root / name
+    if (dataset := _on_disk(folder, name, root, split, None)) is not None:
         return dataset
-    if (root / name).is_dir():
-        raise ReactClipError(f"{root / name} has no {split} photos; put them in {root / name / split}/<class>/")
+    if name.startswith(_FOLDER) and class_folders(folder):
+        return load_folder(folder, name, split, None)
     raise ReactClipError(
-        f"data set {name!r} is not known, and {root} has no folder of that name; known are "
-        f"{', '.join(registry())}; for your own photos use folder:PATH"
+        f"data set {name!r} is not known, and {folder} has no {split} photos; put them in {folder / split}/<class>/, "
+        f"or choose folder:PATH or one of {', '.join(registry())}"
     )
 
 
-def _on_disk(name: str, root: Path, split: str, spec: DatasetSpec | None) -> ImageDataset | None:
-    """A set in class folders or tables below the root; ``None`` where there is neither."""
-    folders = [root / name / split]
-    splits = [split]
+def _on_disk(folder: Path, name: str, root: Path, split: str, spec: DatasetSpec | None) -> ImageDataset | None:
+    """A set in class folders or tables; ``None`` where there is neither."""
+    folders, splits = [folder / split], [split]
     if spec is not None and split == "test":
         folders += [root / directory for directory in spec.directories]
         splits = [spec.hub_split, split]  # the hub keeps labels of ImageNet for "validation" only
-    for folder in folders:
-        if class_folders(folder):
-            return load_folder(folder, name, split, spec)
-    files = find_tables(root / name, splits)
+    for each in folders:
+        if class_folders(each):
+            return load_folder(each, name, split, spec)
+    files = find_tables(folder, splits)
     return load_tables(files, name, split, spec) if files else None
 
 
-def _load_official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
+def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
     """The published release: read by torchvision, or downloaded as class folders or tables."""
     if split not in spec.official_splits:
         raise ReactClipError(
             f"{spec.name} has no official split {split!r} (it has {', '.join(spec.official_splits)}); put your own in "
             f"{root / spec.name / split}/<class>/"
         )
-    if spec.name in READ_BY_TORCHVISION:
-        try:
-            # A set that is also on the hub is there because torchvision's links are dead: it may only read.
-            return load_torchvision(spec, root, split, download=download and not spec.hub)
-        except ReactClipError:
-            if not (download and spec.hub):
-                raise
-    if download:
-        if spec.hub:
-            download_from_hub(spec, root, split)
-        else:
-            construct(spec, root, download=True)
-        if (dataset := _on_disk(spec.name, root, split, spec)) is not None:
-            return dataset
+    if download and spec.hub:
+        download_from_hub(spec, root, split)
+    elif spec.name in READ_BY_TORCHVISION:
+        return load_torchvision(spec, root, split, download=download)
+    elif download:
+        construct(spec, root, download=True)
+    if (dataset := _on_disk(root / spec.name, spec.name, root, split, spec)) is not None:
+        return dataset
     raise ReactClipError(f"{spec.name} has no {split} photos under {root}; {spec.how_to_get(root)}")
 
 
@@ -139,3 +129,66 @@ def _as_in_the_paper(dataset: ImageDataset, spec: DatasetSpec, seed: int) -> Ima
     if len(dataset) == spec.test_images:
         return dataset
     return dataset.with_note(f"{len(dataset):,} photos here, {spec.test_images:,} in the paper")
+
+
+# ---------------------------------------------------------------------- official releases
+
+READ_BY_TORCHVISION = (
+    *("cifar10", "cifar100", "stl10", "dtd", "oxford_pets", "flowers102"),
+    *("fgvc_aircraft", "stanford_cars", "food101"),
+)
+"""The other sets that torchvision downloads are class folders once unpacked, which are read as such."""
+
+
+def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: bool) -> ImageDataset:
+    """Read a set through its torchvision class; no photo is decoded."""
+    options: dict[str, Any] = {"split": split}
+    if spec.name.startswith("cifar"):
+        options = {"train": split == "train"}
+    elif spec.name == "oxford_pets":
+        options = {"split": "trainval" if split == "train" else split}
+    elif spec.name != "stl10":
+        options["loader"] = Path  # the path stands for the decoded image
+    source = construct(spec, root, download=download, **options)
+    rows = []
+    for number, (photo, label) in enumerate(_photos(spec.name, source, root, options)):
+        name = f"{split}/{number:05d}" if isinstance(photo, np.ndarray) else photo.relative_to(root).as_posix()
+        rows.append(Labelled(name, int(label), photo))
+    return build_dataset(rows, [str(name) for name in getattr(source, "classes", ())], spec.name, split, spec)
+
+
+def _photos(name: str, source: Any, root: Path, options: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+    """Pixels or file of each photo, and its label."""
+    if name.startswith("cifar"):
+        return zip(source.data, source.targets, strict=True)
+    if name == "stl10":
+        return zip(source.data.transpose(0, 2, 3, 1), source.labels, strict=True)  # it keeps colour first
+    if name == "oxford_pets":  # its torchvision class has no ``loader``
+        folder = root / "oxford-iiit-pet"
+        lines = (folder / "annotations" / f"{options['split']}.txt").read_text().split("\n")
+        parts = [line.split() for line in lines if line.strip()]
+        return [(folder / "images" / f"{stem}.jpg", int(number) - 1) for stem, number, *_ in parts]
+    return (source[index] for index in range(len(source)))
+
+
+def construct(spec: DatasetSpec, root: Path, **options: Any) -> Any:
+    """An object of the set's torchvision class; with ``download=True`` its files are fetched and unpacked first."""
+    datasets = require("torchvision.datasets", f"reading {spec.name}", extra="data")
+    try:
+        if options.get("download"):
+            root.mkdir(parents=True, exist_ok=True)
+        return getattr(datasets, spec.torchvision)(root, **options)
+    except Exception as error:  # torchvision raises almost anything
+        reason = first_line(error).partition(". ")[0].rstrip(".")
+        raise ReactClipError(f"{spec.name} cannot be read from {root} ({reason}); {spec.how_to_get(root)}") from error
+
+
+def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
+    """Download the split's shards or Parquet files from the hub into ``<root>/<name>``."""
+    hub = require("huggingface_hub", f"downloading {spec.hub}", extra="data")
+    hub_split = spec.hub_split if split == "test" else split
+    patterns = [f"{hub_split}/*.tar", f"data/{hub_split}*.parquet", "classnames.txt"]
+    try:
+        hub.snapshot_download(spec.hub, repo_type="dataset", local_dir=root / spec.name, allow_patterns=patterns)
+    except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
+        raise ReactClipError(f"cannot download {spec.hub} ({first_line(error)}); {spec.how_to_get(root)}") from error

@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from react_clip.errors import ReactClipError
 from react_clip.label_table import match_key
 from react_clip.storage import cache_dir
-
-DEFAULT_TEMPLATE = "This is a photo of a {}."
+from react_clip.zeroshot import DEFAULT_TEMPLATES
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class DatasetSpec:
     group: Literal["downstream", "imagenet"]
     page: str
     split: str = "test"
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    templates: tuple[str, ...] = DEFAULT_TEMPLATES
     per_class: int | None = None
     """Photos per class in the test split; None takes all."""
     official_splits: tuple[str, ...] = ("test",)
@@ -50,8 +49,6 @@ class DatasetSpec:
     """Shell command that fetches the official archive, with ``{root}`` for the root folder."""
     class_list: str = ""
     """File in ``classes/``, where it is not the set's own."""
-    numbered: bool = False
-    """Class folders are named by index: ``0`` to ``999``."""
     ignored: tuple[str, ...] = ()
     """Folders of the release that are no class."""
 
@@ -127,17 +124,13 @@ _NUMBERED_NAME = re.compile(r"(\d+)\.(.+)")
 
 
 class ClassIndex:
-    """Finds a class by its folder name, else by its class name where that is unique.
+    """Finds a class by its folder name, else by its class name where that is unique, else by its index in digits."""
 
-    With ``numbered`` a folder may also be called by the index of its class.
-    """
-
-    def __init__(self, folders: Sequence[str], names: Sequence[str], *, numbered: bool = False) -> None:
+    def __init__(self, folders: Sequence[str], names: Sequence[str]) -> None:
         shared = Counter(map(match_key, names))
         self._by_name = {match_key(name): index for index, name in enumerate(names) if shared[match_key(name)] == 1}
         self._by_folder = {match_key(folder): index for index, folder in enumerate(folders)}
-        if numbered:
-            self._by_folder |= {str(index): index for index in range(len(folders))}
+        self._by_index = {str(index): index for index in range(len(folders))}
 
     def find(self, *tags: str) -> int | None:
         """Index of the class that matches one of the tags, the first tag first; None if there is none.
@@ -151,7 +144,7 @@ class ClassIndex:
             for word in words:
                 if (index := table.get(match_key(word))) is not None:
                     return index
-        return None
+        return self._by_index.get(tags[0])
 
 
 def _tag_parts(tag: str) -> tuple[str, ...]:

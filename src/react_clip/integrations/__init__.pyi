@@ -5,5 +5,4 @@ from .open_clip import DefendedOpenCLIP as DefendedOpenCLIP
 from .transformers_pipeline import (
     DefendedZeroShotImageClassificationPipeline as DefendedZeroShotImageClassificationPipeline,
 )
-from .transformers_pipeline import register_pipeline as register_pipeline
 from .transformers_pipeline import zero_shot_pipeline as zero_shot_pipeline

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from react_clip import defenses
 from react_clip.errors import ReactClipError
@@ -30,14 +32,19 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
     def __call__(self, input: Any) -> Any:
         """One unit vector per text or image."""
         vectors: dict[int, NDArray[np.float32]] = {}
-        images = [i for i, item in enumerate(input) if isinstance(item, np.ndarray)]
-        texts = [i for i, item in enumerate(input) if isinstance(item, str)]
-        if len(images) + len(texts) < len(input):
-            other = next(item for item in input if not isinstance(item, np.ndarray | str))
-            raise ReactClipError(f"an item is of type {type(other).__name__}; give texts or images as numpy arrays")
-        vectors |= dict(zip(images, self.of_images([array_to_image(input[i]) for i in images]).numpy(), strict=True))
-        vectors |= dict(zip(texts, self.of_texts([input[i] for i in texts]).numpy(), strict=True))
+        for kind, embed in ((np.ndarray, self._of_arrays), (str, self.of_texts)):
+            chosen = [i for i, item in enumerate(input) if isinstance(item, kind)]
+            vectors |= zip(chosen, embed([input[i] for i in chosen]).numpy(), strict=True)
+        if missing := [type(item).__name__ for i, item in enumerate(input) if i not in vectors]:
+            raise ReactClipError(f"an item is of type {missing[0]}; give texts or images as numpy arrays")
         return [vectors[i] for i in range(len(input))]
+
+    def _of_arrays(self, arrays: Sequence[NDArray[Any]]) -> Tensor:
+        for array in arrays:
+            if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
+                shape = list(array.shape)
+                raise ReactClipError(f"an image is {array.dtype} of shape {shape}; give uint8 [H, W], [H, W, 3 or 4]")
+        return self.of_images([Image.fromarray(array) for array in arrays])
 
     def embed_query(self, input: Any) -> Any:
         """Queries are embedded like documents."""
@@ -68,12 +75,6 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
         """The function that a stored collection was made with."""
         return _build(json.dumps(config, sort_keys=True))
 
-    @staticmethod
-    def validate_config(config: dict[str, Any]) -> None:
-        """Raise if a configuration lacks the model or the guard."""
-        if missing := sorted({"model", "guard"} - set(config)):
-            raise ReactClipError(f"the stored configuration lacks {missing[0]!r}; make the collection again")
-
     def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
         """Raise if the model changes: its vectors cannot be compared with the stored ones."""
         if old_config.get("model") != new_config.get("model"):
@@ -91,7 +92,6 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 def _build(config: str) -> ChromaEmbeddings:
     """Cached, because Chroma asks again for every handle on a collection."""
     values = json.loads(config)
-    ChromaEmbeddings.validate_config(values)
     if withheld := values.get("withheld"):
         raise ReactClipError(
             f"the collection was made with {' and '.join(withheld)}, which Chroma does not store; give the embedding "
@@ -99,22 +99,3 @@ def _build(config: str) -> ChromaEmbeddings:
         )
     guard = defenses.from_dict(values["guard"])
     return ChromaEmbeddings(values["model"], guard, labels=values.get("labels"), seed=values.get("seed"))
-
-
-def array_to_image(array: NDArray[Any]) -> Image.Image:
-    """An image from ``[H, W]`` or ``[H, W, 1 | 3 | 4]``: integers up to 255, or floats in [0, 1].
-
-    >>> array_to_image(np.ones((2, 3, 3))).getpixel((0, 0))
-    (255, 255, 255)
-    """
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or not array.size:
-        raise ReactClipError(f"an image has shape {list(array.shape)}; give [H, W], [H, W, 3] or [H, W, 4]")
-    limit = 255 if np.issubdtype(array.dtype, np.integer) else 1
-    low, high = array.min(), array.max()
-    # Written so that NaN fails too.
-    if not (low >= 0 and high <= limit):
-        raise ReactClipError(f"an image of dtype {array.dtype} spans [{low}, {high}]; it must lie in [0, {limit}]")
-    scaled = array if limit == 255 else np.rint(array * 255.0)
-    return Image.fromarray(scaled.astype(np.uint8))

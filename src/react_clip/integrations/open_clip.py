@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.defenses import Defense
-from react_clip.encoders import Encoder, load
+from react_clip.encoders import Encoder
 from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
@@ -24,11 +24,10 @@ class DefendedOpenCLIP(nn.Module):
     Takes the tensors that open_clip's ``preprocess`` makes. The model is frozen and set to evaluation in place.
 
     Args:
-        model: what ``open_clip.create_model_and_transforms`` returns, or ``"open_clip:ViT-B-32/openai"``.
-        guard: a defence. By default the one for the named model (:func:`react_clip.defenses.default_for`); a bare model
-            does not say which weights it holds, so there the guard must be given. ``"auto"`` calibrates SecondLook on
-            ``photos``.
-        labels: classes over which the guard compares predictions; a bare model needs its ``tokenizer`` for them.
+        model: what ``open_clip.create_model_and_transforms`` returns.
+        guard: a defence, such as ``rc.SecondLook.for_encoder("open_clip:ViT-B-16/openai")``: the model itself does not
+            say which weights it holds. ``"auto"`` calibrates SecondLook on ``photos``.
+        labels: classes over which the guard compares predictions; they need the model's ``tokenizer``.
         class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
         seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
@@ -38,8 +37,8 @@ class DefendedOpenCLIP(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module | Encoder | str,
-        guard: Defense | str | None = None,
+        model: nn.Module,
+        guard: Defense | str,
         *,
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
@@ -48,23 +47,12 @@ class DefendedOpenCLIP(nn.Module):
         photos: Images | None = None,
     ) -> None:
         super().__init__()
-        encoder = load(model) if isinstance(model, str) else model
-        if isinstance(encoder, Encoder):
-            self._model: Any = encoder.text.model if encoder.has_text else encoder
-        else:
-            if guard is None:
-                raise ReactClipError(
-                    "guard is missing, and a bare open_clip model does not say which weights it holds; give one, such "
-                    "as rc.SecondLook.for_encoder('open_clip:ViT-B-16/openai'), or guard='auto', photos=[...]"
-                )
-            if labels is not None and tokenizer is None:
-                raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
-            self._model, encoder = encoder, _wrap(encoder, tokenizer)
-        if not hasattr(self._model, "encode_text") or isinstance(self._model, Encoder):
-            raise ReactClipError(f"{encoder.name!r} is no open_clip model; call the guard with it: guard(clf, images)")
-        self.encoder = encoder
+        if labels is not None and tokenizer is None:
+            raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
+        self._model: Any = model
+        self.encoder = _wrap(model, tokenizer)
         self._defended = DefendedFeatures(
-            encoder, guard, labels=labels, class_features=class_features, seed=seed, photos=photos
+            self.encoder, guard, labels=labels, class_features=class_features, seed=seed, photos=photos
         )
         self.guard = self._defended.guard
 

@@ -15,25 +15,21 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
-    AutoModelForZeroShotImageClassification,
     CLIPConfig,
     CLIPImageProcessor,
     PreTrainedModel,
     ZeroShotImageClassificationPipeline,
 )
-from transformers.pipelines import PIPELINE_REGISTRY
 
 from react_clip.defenses import Defense, resolve_guard
 from react_clip.encoders import Encoder
-from react_clip.encoders.hf import CLIP, wrap_model
 from react_clip.encoders.loading import load_quietly
-from react_clip.errors import ReactClipError
 from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import ImageSource, read_image, to_image
 from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
 
-TASK = "defended-zero-shot-image-classification"
+Photos = Sequence[ImageSource] | Tensor
 _TEMPLATE = "This is a photo of {}."
 
 
@@ -53,7 +49,7 @@ def zero_shot_pipeline(
     seed: Seed | None = None,
     *,
     device: str | torch.device | None = None,
-    photos: Sequence[ImageSource] | Tensor | None = None,
+    photos: Photos | None = None,
     **kwargs: Any,
 ) -> DefendedZeroShotImageClassificationPipeline:
     """A defended pipeline: ``pipe(images, candidate_labels=[...], hypothesis_template="...")``.
@@ -79,41 +75,17 @@ def zero_shot_pipeline(
     )
 
 
-def register_pipeline() -> str:
-    """Make the defended pipeline a task of ``transformers.pipeline``, and return its name.
-
-    ``transformers.pipeline`` looks every name up on the model hub. The offline ``"clip-vit-b-16"`` is not there: load
-    it by :func:`zero_shot_pipeline`.
-    """
-    if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
-        PIPELINE_REGISTRY.register_pipeline(
-            TASK,
-            pipeline_class=DefendedZeroShotImageClassificationPipeline,
-            pt_model=AutoModelForZeroShotImageClassification,
-            type="multimodal",
-        )
-    return TASK
-
-
 class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeline):  # type: ignore[misc]
     """Zero-shot image classification with a defended CLIP; same calls and answers as the stock pipeline.
 
-    Takes ``guard``, ``photos`` and ``seed`` beside the stock arguments, as :func:`zero_shot_pipeline` does. Images are
-    paths, PIL images, bytes or ``data:`` URIs; URLs are not fetched.
+    Made by :func:`zero_shot_pipeline`. Images are paths, PIL images, bytes or ``data:`` URIs; URLs are not fetched.
     """
 
-    _load_tokenizer = None  # an encoder has its own
-
     def __init__(
-        self,
-        *args: Any,
-        guard: Defense | str | None = None,
-        photos: Sequence[ImageSource] | Tensor | None = None,
-        seed: Seed | None = None,
-        **kwargs: Any,
+        self, *args: Any, guard: Defense | str | None, photos: Photos | None, seed: Seed | None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.encoder: Encoder = getattr(self.model, "encoder", None) or self._wrap_model()
+        self.encoder: Encoder = self.model.encoder
         if photos is not None and not isinstance(photos, Tensor):
             # The threshold depends on the resizing, which is this pipeline's. The results have the encoder's size.
             photos = [to_image(self.preprocess(photo)["pixel_values"][0]) for photo in photos]
@@ -121,18 +93,8 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         self.seed = drawn_secret() if seed is None else seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
-    def _wrap_model(self) -> Encoder:
-        """An encoder around the model that transformers has loaded."""
-        processor, name = self.image_processor, str(self.model.config._name_or_path)
-        parts = {"tokenizer": self.tokenizer, "mean": processor.image_mean, "std": processor.image_std}
-        return wrap_model(self.model, name=name, **parts).to(self.model.device)
-
     def check_model_type(self, supported_models: Any) -> None:
-        """Raise if the model is not a CLIP; the stock check refuses image towers and only logs."""
-        if (kind := self.model.config.model_type) not in (*CLIP, "siglip"):
-            raise ReactClipError(
-                f"the model is a {kind!r}; the defended pipeline takes CLIP, MetaCLIP and SigLIP with square images"
-            )
+        """Every encoder can be in a pipeline."""
 
     def _sanitize_parameters(
         self, candidate_labels: Any = None, hypothesis_template: str | None = None, **ignored: Any
@@ -163,8 +125,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
     def _new_classifier(self, names: tuple[str, ...], template: str | None) -> ZeroShotClassifier:
         """The classifier of these labels; the one of the previous call is cached."""
         if not self.encoder.has_text:
-            templates = None if template is None else [template]
-            return ZeroShotClassifier(self.encoder, names, templates=templates, unique=False)
+            return ZeroShotClassifier(self.encoder, names, templates=template and [template], unique=False)
         prompts = [fill_template(template or _TEMPLATE, name) for name in names]
         return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
 
