@@ -14,7 +14,6 @@ from PIL import Image
 import react_clip as rc
 import tiny_clip
 from react_clip.integrations import common, drift_only
-from react_clip.integrations.chroma import array_to_image
 from toys import patch_encoder
 
 from .conftest import CLOSED, OPEN
@@ -174,25 +173,6 @@ def test_the_offline_tower_knows_the_texts_of_its_table(tower: rc.Encoder, photo
         embeddings.embed_query("a photo taken in the rain")
 
 
-def test_arrays_of_every_kind_become_the_same_image(photos: list[Path]) -> None:
-    array = arrays(photos[:1])[0]
-    reference = np.asarray(array_to_image(array))
-    for same in (array.astype(np.int64), array / 255.0, (array / 255.0).astype(np.float32)):
-        assert np.array_equal(np.asarray(array_to_image(same)), reference)
-    assert array_to_image(array[:, :, :1]).mode == array_to_image(array[:, :, 0]).mode == "L"
-    assert array_to_image(array[:, :, 0] > 9).getextrema() == (0, 255)
-    assert array_to_image(np.concatenate([array, array[:, :, :1]], 2)).mode == "RGBA"
-    for bad, says in (
-        (array[:, :, :2], "has shape"),
-        (array[None], "has shape"),
-        (array.astype(float), "must lie in \\[0, 1\\]"),
-        (array.astype(np.int64) - 300, "must lie in \\[0, 255\\]"),
-        (array * np.nan, "must lie in"),
-    ):
-        with pytest.raises(rc.ReactClipError, match=says):
-            array_to_image(bad)
-
-
 def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Path) -> None:
     langchain = rc.integrations.LangChainEmbeddings(encoder, ALWAYS)
     chroma = rc.integrations.ChromaEmbeddings(encoder, ALWAYS, class_features=torch.eye(encoder.dim))
@@ -201,8 +181,9 @@ def test_errors_are_one_line(encoder: rc.Encoder, hf_folder: Path, tmp_path: Pat
         (lambda: langchain.embed_image([str(tmp_path / "none.png")]), "does not exist"),
         (lambda: langchain.embed_image("photo.png"), "give a list of paths"),
         (lambda: chroma([3]), "an item is of type int"),
+        (lambda: chroma([np.zeros((4, 4, 3))]), r"an image is float64 of shape \[4, 4, 3\]; give uint8"),
+        (lambda: chroma([np.zeros((4, 4, 2), np.uint8)]), "give uint8"),
         (lambda: chroma.build_from_config(chroma.get_config()), "made with class_features"),
-        (lambda: chroma.build_from_config({"guard": {}}), "lacks 'model'"),
         (lambda: chroma.validate_config_update({"model": "a"}, {"model": "b"}), "make a new collection"),
         (lambda: rc.integrations.LangChainEmbeddings(hf_folder), "there is no calibration"),
         (lambda: rc.integrations.ChromaEmbeddings(encoder, OPEN), "there are no classes"),
