@@ -14,7 +14,7 @@ import react_clip as rc
 from react_clip.environment import versions
 from react_clip.evaluation import Recipe
 from react_clip.scale.cluster import connected, require_versions, resources
-from react_clip.scale.evaluation import Job
+from react_clip.scale.evaluation import _Worker
 from react_clip.scale.serving import check_room
 from react_clip.serve.settings import Settings
 
@@ -35,33 +35,31 @@ def cluster_of(*nodes: dict[str, float]) -> Any:
     ],
 )
 def test_workers_fit_the_nodes(nodes: Any, asked: Any, expected: Any) -> None:
-    device, options = resources(cluster_of(*nodes), *asked)
-    size = options.pop("compute").min_size
-    assert (device, size, options) == expected
+    device, pool, share = resources(cluster_of(*nodes), *asked)
+    assert (device, pool.min_size, share) == expected
 
 
-def test_what_cannot_work_is_one_line(tmp_path: Path, tiny_folder: Path) -> None:
+def test_what_cannot_work_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(rc.ReactClipError, match="--device is cuda, but the cluster has no GPU"):
         resources(cluster_of({"CPU": 2}), None, "cuda")
-    with pytest.raises(rc.ReactClipError, match=r"has torch .*, the driver 0.1; install the same versions"):
+    with pytest.raises(rc.ReactClipError, match=r"has torch .*, the driver torch 0.1; install the same versions"):
         require_versions({**versions(), "torch": "0.1"})
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(rc.ReactClipError, match=f"no Ray cluster answers at {address} .*; start one with"):
+        with pytest.raises(rc.ReactClipError, match=f"no Ray cluster answers at '{address}' .*; start one with"):
             connected(address).__enter__()
-    with pytest.raises(rc.ReactClipError, match="--address is 'somewhere'; write host:port"):
+    with pytest.raises(rc.ReactClipError, match="no Ray cluster answers at 'somewhere'"):
         connected("somewhere").__enter__()
-    recipe = Recipe.from_dict({"title": "Tiny", "model": str(tiny_folder), "datasets": ["toys"], "defenses": ["react"]})
-    job = Job(recipe, tmp_path, b"title: Tiny", tmp_path, None, "cpu", versions())
-    with pytest.raises(rc.ReactClipError, match=rf"does not see {tmp_path} of the driver; put --out on"):
-        job.encoders()
+    recipe = Recipe.from_dict({"title": "Tiny", "model": "tiny", "datasets": ["toys"], "defenses": ["react"]})
+    with pytest.raises(rc.ReactClipError, match=rf"does not see {tmp_path}; put --out where all nodes see it"):
+        _Worker(recipe, tmp_path, {}, versions())
 
 
 def test_replicas_must_fit_this_machine() -> None:
     small = {"CPU": 2.0}
     check_room(Settings(engine="ray", workers=2), small)
-    with pytest.raises(rc.ReactClipError, match=r"--workers is 3, which takes 3 CPUs, and this machine has 2; use"):
+    with pytest.raises(rc.ReactClipError, match=r"--workers is 3 with num_cpus=1 each, and this machine has 2; use"):
         check_room(Settings(engine="ray", workers=3), small)
-    with pytest.raises(rc.ReactClipError, match=r"takes 1 GPUs, .* has 0; use fewer, or --device cpu"):
+    with pytest.raises(rc.ReactClipError, match=r"num_gpus=1 each, and this machine has 0; .*--device cpu"):
         check_room(Settings(engine="ray", device="cuda"), small)

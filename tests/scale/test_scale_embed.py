@@ -206,8 +206,8 @@ def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp
     empty = tmp_path / "empty"
     empty.mkdir()
     refused = {
-        "nowhere does not exist": {"source": tmp_path / "nowhere"},
-        "holds none of .jpg": {"source": empty},
+        "nowhere does not exist or holds none of .jpg": {"source": tmp_path / "nowhere"},
+        "empty does not exist or holds none of .jpg": {"source": empty},
         "nothing://there cannot be reached": {"source": "nothing://there"},
         "--batch is 0; give at least 1": {"batch": 0},
         "--top is 0; give at least 1": {"top": 0},

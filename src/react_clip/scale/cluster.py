@@ -23,8 +23,6 @@ _SETTINGS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """Environment variables of clusters that are started here, unless they are set already."""
-_STARTS = 3
-"""Attempts to start a cluster here: Ray gives a node 30 s, which a busy machine may exceed."""
 
 
 @contextmanager
@@ -40,18 +38,13 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    if address is not None:
+    if address not in (None, "auto"):
         _check_address(address)
     where = {"address": "local", "include_dashboard": False} if address is None else {"address": address}
-    for attempt in range(_STARTS):
-        try:
-            ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
-            break
-        except Exception as error:  # Ray raises a bare Exception when a node is late
-            ray.shutdown()
-            if attempt + 1 == _STARTS or "timed out during startup" not in str(error):
-                here = "on this machine" if address is None else f"at {address}"
-                raise ReactClipError(f"no Ray cluster could be used {here}: {first_line(error)}") from None
+    try:
+        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception when a node is late
+        raise ReactClipError(f"no Ray cluster could be used: {first_line(error)}; try again") from None
     try:
         yield ray
     finally:
@@ -60,33 +53,26 @@ def connected(address: str | None = None) -> Iterator[Any]:
 
 def _check_address(address: str) -> None:
     """Raise within seconds if nothing listens at ``address``; Ray itself would try for a minute."""
-    if address == "auto":
-        return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ReactClipError(f"--address is {address!r}; write host:port, such as 10.0.0.5:6379, or auto")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ReactClipError(
-            f"no Ray cluster answers at {address} ({error.strerror or error}); start one with `ray start --head`, or "
-            "leave --address out to use this machine"
+            f"no Ray cluster answers at {address!r} ({first_line(error)}); start one with `ray start --head` and give "
+            "its host:port, or leave --address out to use this machine"
         ) from None
 
 
 def require_versions(driver: Mapping[str, str]) -> None:
     """Raise if this process does not have the ``versions()`` of the driver: results could depend on the node."""
     here = versions()
-    if different := [
-        f"{name} {here.get(name)}, the driver {driver[name]}" for name in driver if here.get(name) != driver[name]
-    ]:
-        raise ReactClipError(
-            f"node {platform.node()} has {'; '.join(different)}; install the same versions on both sides"
-        )
+    if different := [name for name in driver if here.get(name) != driver[name]]:
+        ours, theirs = (", ".join(f"{name} {each.get(name)}" for name in different) for each in (here, driver))
+        raise ReactClipError(f"node {platform.node()} has {ours}, the driver {theirs}; install the same versions")
 
 
-def resources(ray: Any, workers: int | None, device: str | None) -> tuple[str, dict[str, Any]]:
-    """The device of a job's workers, and how Ray Data runs them: their number and the share of a node that each takes.
+def resources(ray: Any, workers: int | None, device: str | None) -> tuple[str, Any, dict[str, float]]:
+    """The device of a job's workers, their pool for Ray Data, and the share of a node that each takes.
 
     GPUs are used if the cluster has any and ``device`` does not say otherwise. Without ``workers`` there is one for
     each GPU, or for each node. Workers that die are started again.
@@ -96,11 +82,10 @@ def resources(ray: Any, workers: int | None, device: str | None) -> tuple[str, d
     device = device or ("cuda" if gpus else "cpu")
     if device != "cpu" and not gpus:
         raise ReactClipError(f"--device is {device}, but the cluster has no GPU; leave it out to use CPUs")
-    computing = [node for node in nodes if node.get("CPU", 0) >= 1]
-    workers = workers or int(gpus if device != "cpu" else max(1, len(computing)))
+    workers = workers or int(gpus if device != "cpu" else max(1, sum(node.get("CPU", 0) >= 1 for node in nodes)))
     # A fifth of the processors is left to the tasks that read and write.
     share = {"num_gpus": min(1.0, gpus / workers)} if device != "cpu" else {"num_cpus": 0.8 * cpus / workers}
-    return device, {"compute": ray.data.ActorPoolStrategy(size=workers), **share}
+    return device, ray.data.ActorPoolStrategy(size=workers), share
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -25,7 +25,7 @@ def file_system(url: str) -> tuple[Any, str]:
     fsspec = require("fsspec", "reading collections", extra="scale")
     try:
         fs, path = fsspec.core.url_to_fs(url)
-    except Exception as error:  # file systems raise almost anything
+    except Exception as error:  # an unknown scheme, a missing package
         raise ReactClipError(f"{url} cannot be reached ({first_line(error)}); check the URL") from None
     return fs, path
 
@@ -36,15 +36,12 @@ def find_files(sources: Sequence[str]) -> list[str]:
     for source in sources:
         fs, root = file_system(source)
         try:
-            fs.invalidate_cache()
-            paths = fs.glob(root) if "*" in source else [root] if fs.isfile(root) else fs.find(root)
-        except Exception as error:
+            paths = fs.glob(root) if "*" in source else fs.find(root)
+        except Exception as error:  # file systems raise almost anything
             raise ReactClipError(f"{source} cannot be listed ({first_line(error)}); check your access to it") from None
-        if not paths and "*" not in source and not fs.exists(root):
-            raise MissingFileError(f"{source} does not exist; check the path")
         files = [path for path in sorted(paths) if _suffix(path) in _SUFFIXES]
         if not files:
-            raise ReactClipError(f"{source} holds none of {', '.join(_SUFFIXES)}; give another folder or files")
+            raise MissingFileError(f"{source} does not exist or holds none of {', '.join(_SUFFIXES)}; check the path")
         found |= dict.fromkeys(files if "://" not in source else map(fs.unstrip_protocol, files))
     return list(found)
 
@@ -58,10 +55,11 @@ def is_shard(path: str) -> bool:
     return _suffix(path) in SHARD_SUFFIXES
 
 
-def read_images(file: str, column: str, done: Collection[str] = ()) -> Iterator[Row]:
+def read_images(file: str, column: str, done: Iterable[str] = ()) -> Iterator[Row]:
     """The images of a file whose keys are not in ``done``; the last row of a file that cannot be read says why."""
     read = {".tar": _read_tar, ".parquet": _read_parquet}.get(_suffix(file), _read_photo)
     fs, path = file_system(file)
+    done = frozenset(done)
     try:
         with fs.open(path, "rb") as stream:
             for key, content in read(stream, file, column):

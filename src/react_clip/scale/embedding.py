@@ -30,6 +30,7 @@ from react_clip.preprocess import Images, Preprocessing, to_8bit, to_float
 from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
 from react_clip.scale.collection import Row, file_system, find_files, read_images
 from react_clip.scale.output import OutputFolder, Summary
+from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier
 
 _IO_CPUS = 0.1
@@ -90,48 +91,38 @@ def defend_dataset(
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)
-        items = [{"file": file, "done": sorted(done.get(file, ()))} for file in files if file not in done.get(file, ())]
+        items = [{"file": file, "done": [*done.get(file, ())]} for file in files if file not in done.get(file, ())]
         if engine == "local":
-            _run_locally(items, Defender(clf, guard, seed, top), output, column, batch, progress)
+            rows = itertools.chain.from_iterable(read_images(each["file"], column, each["done"]) for each in items)
+            _run_locally(rows, Defender(clf, guard, seed, top), output, batch, progress)
         elif items:
             with connected(address) as ray, one_line_errors(ray, "what was finished is kept, --resume continues"):
-                kind, compute = resources(ray, workers, device)
+                device, pool, share = resources(ray, workers, device)
                 ray.data.DataContext.get_current().enable_progress_bars = progress
                 read = partial(read_and_decode, column=column, how=clf.encoder.preprocessing)
-                job = (clf, guard, seed, top, kind, versions())
+                job = (clf, guard, seed, top, device, versions())
                 (
                     ray.data.from_items(items, override_num_blocks=min(len(items), 1000))
                     .flat_map(read, num_cpus=_IO_CPUS)
-                    .map_batches(Defender, fn_constructor_args=job, batch_size=batch, **compute)
+                    .map_batches(Defender, fn_constructor_args=job, batch_size=batch, compute=pool, **share)
                     .write_parquet(output.root, filesystem=output.fs, ray_remote_args={"num_cpus": _IO_CPUS})
                 )
         return output.summary()
 
 
 def _description(clf: ZeroShotClassifier, guard: Defense, seed: Seed, top: int) -> dict[str, Any]:
-    """What decides the numbers in a row, as JSON values."""
-    classes = hashlib.sha256(json.dumps(clf.names).encode())
-    classes.update(clf.class_features.float().cpu().numpy().tobytes())
+    """What decides the numbers in a row, as JSON values; a secret seed is only shown as a hash."""
     return {
         "model": clf.encoder.name,
         "weights": clf.encoder.fingerprint(),
-        "classes": classes.hexdigest()[:16],
+        "classes": [*clf.names, tensor_digest(clf.class_features)[:16]],
         "guard": json.loads(json.dumps(guard.to_dict())),
-        # A secret seed is only shown as a hash.
         "seed": seed if isinstance(seed, int) else "secret " + hashlib.blake2b(seed, digest_size=8).hexdigest(),
         "top": top,
     }
 
 
-def _run_locally(
-    items: Sequence[Mapping[str, Any]],
-    defender: Defender,
-    output: OutputFolder,
-    column: str,
-    batch: int,
-    progress: bool,
-) -> None:
-    rows = itertools.chain.from_iterable(read_images(item["file"], column, frozenset(item["done"])) for item in items)
+def _run_locally(rows: Iterator[Row], defender: Defender, output: OutputFolder, batch: int, progress: bool) -> None:
     to_pixels = partial(decode, how=defender.clf.encoder.preprocessing)
     with ThreadPoolExecutor() as pool, tqdm(unit="image", disable=None if progress else True) as bar:
         while some := list(itertools.islice(rows, batch)):
@@ -142,7 +133,7 @@ def _run_locally(
 
 def read_and_decode(item: Mapping[str, Any], column: str, how: Preprocessing) -> Iterator[Row]:
     """The images of ``item["file"]`` whose keys are not in ``item["done"]``, decoded."""
-    return (decode(row, how) for row in read_images(item["file"], column, frozenset(item["done"])))
+    return (decode(row, how) for row in read_images(item["file"], column, item["done"]))
 
 
 def decode(row: Row, how: Preprocessing) -> Row:

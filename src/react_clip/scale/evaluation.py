@@ -6,21 +6,19 @@ machine, image by image, if all devices are of one kind. When a worker dies, its
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from react_clip import data as data_room
-from react_clip.encoders import Encoder
-from react_clip.environment import versions
+from react_clip.environment import typed_command, versions
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import Recipe, checks, sets
-from react_clip.evaluation.results import EvaluationResult, SelfCheck
-from react_clip.evaluation.run import SetOutcome, set_outcome, write_result
+from react_clip.evaluation import EvaluationResult, Recipe, checks, sets
+from react_clip.evaluation import run_recipe as run_on_one_machine
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, open_run
 from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
@@ -45,78 +43,58 @@ def run_recipe(
     root = (data_room.default_root() if root is None else root).absolute()
     recipe = recipe.with_sets_under(root)
     folder = Path(folder).absolute()
-    with connected(address) as ray, one_line_errors(ray, "start again to go on"), open_run(folder, recipe) as store:
-        kind, compute = resources(ray, workers, device)
-        written = (folder / RECIPE).read_bytes()
-        job = Job(recipe, folder, written, root, heads and heads.absolute(), kind, versions())
+    with connected(address) as ray, one_line_errors(ray, "start again to go on"):
+        device, pool, share = resources(ray, workers, device)
         ray.data.DataContext.get_current().enable_progress_bars = False
-        on_a_worker = ray.remote(**{name: value for name, value in compute.items() if name.startswith("num_")})
-        check, shards = ray.get(on_a_worker(Job.plan).remote(job))
-        done = ray.data.from_items(shards, override_num_blocks=len(shards)).map(
-            _Worker, fn_constructor_args=(job,), **compute
-        )
-        for _ in tqdm(done.iter_rows(), "cluster", len(shards), unit="shard", disable=not progress):
-            pass
-        outcomes = ray.get(on_a_worker(Job.outcomes).remote(job))
-        store.remove_leftovers()  # temporary files of killed workers
-        return write_result(recipe, folder, check, outcomes)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Inputs of a worker; the paths are the same on every node."""
-
-    recipe: Recipe
-    folder: Path
-    written_recipe: bytes
-    """Content of the recipe in the folder, by which a worker knows that it sees the driver's folder."""
-    root: Path
-    heads: Path | None
-    device: str
-    versions: dict[str, str]
-
-    def encoders(self) -> tuple[Encoder, Encoder]:
-        """Load the encoders; raises if this node does not see the folder or has other versions than the driver."""
-        require_versions(self.versions)
-        recipe = self.folder / RECIPE
-        if not recipe.is_file() or recipe.read_bytes() != self.written_recipe:
-            raise ReactClipError(
-                f"node {platform.node()} does not see {self.folder} of the driver; put --out on a file system that all "
-                "nodes share"
-            )
-        return sets.load_encoders(self.recipe, self.device)
-
-    def runners(self, encoders: tuple[Encoder, Encoder], *datasets: str) -> Iterator[SetRunner]:
-        """The runner of each set."""
-        recipe = self.recipe.replace(datasets=datasets)
-        for subject in sets.from_recipe(recipe, *encoders, self.root, self.heads, False):
-            yield SetRunner(self.recipe, subject, ShardStore(self.folder / SHARDS))
-
-    def plan(self) -> tuple[SelfCheck, list[dict[str, Any]]]:
-        """The self-check of the model, and the shards of all sets."""
-        check, shards = checks.NO_SELF_CHECK, list[dict[str, Any]]()
-        for runner in self.runners(self.encoders(), *self.recipe.datasets):
-            if not shards:
-                check = checks.self_check(self.recipe, runner.subject)
-            shards += [{"dataset": runner.subject.name, "start": start, "stop": stop} for start, stop in runner.spans()]
-        return check, shards
-
-    def outcomes(self) -> list[SetOutcome]:
-        """The results of all sets, read back."""
-        return [set_outcome(runner, progress=False) for runner in self.runners(self.encoders(), *self.recipe.datasets)]
+        job = (recipe, folder, {"root": root, "heads": heads and heads.absolute(), "device": device}, versions())
+        alone = ray.remote(_Worker).options(**share)
+        with open_run(folder, recipe):
+            planner = alone.remote(*job)
+            shards = ray.get(planner.plan.remote())
+            ray.kill(planner)
+            done = ray.data.from_items(shards, override_num_blocks=len(shards))
+            done = done.map(_Worker, fn_constructor_args=job, compute=pool, **share)
+            for _ in tqdm(done.iter_rows(), "cluster", len(shards), unit="shard", disable=not progress):
+                pass
+        result: EvaluationResult = ray.get(alone.remote(*job).result.remote())
+        result = dataclasses.replace(result, command=typed_command())
+        result.save(folder)
+        return result
 
 
 class _Worker:
-    """Loads the encoders once and keeps the set loaded that it worked on last."""
+    """Loads the encoders once and keeps the set loaded that it worked on last; paths are the same on every node."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._encoders = job, job.encoders()
+    def __init__(self, recipe: Recipe, folder: Path, place: dict[str, Any], driver: dict[str, str]) -> None:
+        require_versions(driver)
+        if not (folder / RECIPE).is_file():
+            raise ReactClipError(f"node {platform.node()} does not see {folder}; put --out where all nodes see it")
+        self._recipe, self._folder, self._place = recipe, folder, place
+        self._encoders = sets.load_encoders(recipe, place["device"])
         self._runner: SetRunner | None = None
+
+    def _runners(self, *datasets: str) -> Iterator[SetRunner]:
+        recipe, place = self._recipe.replace(datasets=datasets), self._place
+        for subject in sets.from_recipe(recipe, *self._encoders, place["root"], place["heads"], False):
+            yield SetRunner(self._recipe, subject, ShardStore(self._folder / SHARDS))
+
+    def plan(self) -> list[dict[str, Any]]:
+        """The shards of all sets; raises if the model fails the self-check."""
+        shards = list[dict[str, Any]]()
+        for runner in self._runners(*self._recipe.datasets):
+            if not shards:
+                checks.self_check(self._recipe, runner.subject)
+            shards += [{"dataset": runner.subject.name, "start": start, "stop": stop} for start, stop in runner.spans()]
+        return shards
 
     def __call__(self, shard: dict[str, Any]) -> dict[str, Any]:
         """Compute a shard and its answers, unless the folder holds them."""
         if self._runner is None or self._runner.subject.name != shard["dataset"]:
             self._runner = None  # free the memory of the last set first
-            [self._runner] = self._job.runners(self._encoders, shard["dataset"])
+            [self._runner] = self._runners(shard["dataset"])
         self._runner.outcomes((shard["start"], shard["stop"]))
         return shard
+
+    def result(self) -> EvaluationResult:
+        """The result of the run, whose shards are all there."""
+        return run_on_one_machine(self._recipe, self._folder, **self._place, progress=False)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ class OutputFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.root = file_system(self.url)
-        self._is_local = "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
         self._parquet = require("pyarrow.parquet", "writing Parquet", extra="scale")
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes out of a local folder; object stores have no lock."""
-        return storage.held_folder(Path(self.root)) if self._is_local else nullcontext()
+        is_local = "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+        return storage.held_folder(Path(self.root)) if is_local else nullcontext()
 
     def claim(self, description: dict[str, Any], *, resume: bool) -> dict[str, set[str]]:
         """Write the description; returns the keys of finished images by file. Raises if a part is of another job."""
@@ -56,7 +55,7 @@ class OutputFolder:
                 raise ReactClipError(f"{self.url} holds another job (other {', '.join(other)}); choose another --out")
             if not resume:
                 raise ReactClipError(f"{self.url} holds rows of this job; continue it with --resume, or remove them")
-        self._put(beside, json.dumps(description, indent=1).encode())
+        self.fs.pipe_file(beside, json.dumps(description, indent=1).encode())
         done: dict[str, set[str]] = {}
         for part in parts:
             for file, key in self._finished(part):
@@ -65,7 +64,15 @@ class OutputFolder:
 
     def write(self, table: Any) -> None:
         """Write one part; names are in the order of time."""
-        self._put(f"{self.root}/part-{time.time_ns()}.parquet", self._encoded(table))
+        self._write(f"{self.root}/part-{time.time_ns()}.parquet", table)
+
+    def _write(self, part: str, table: Any) -> None:
+        try:
+            self._parquet.write_table(table, part, filesystem=self.fs)
+        except Exception as error:  # object stores raise almost anything
+            with suppress(Exception):
+                self.fs.rm_file(part)
+            raise ReactClipError(f"cannot write {part}: {first_line(error)}; --resume continues") from None
 
     def summary(self) -> Summary:
         """Counts over all parts."""
@@ -99,21 +106,5 @@ class OutputFolder:
         if table["error"].null_count < len(table):
             table = self._parquet.read_table(part, filesystem=self.fs)
             table = table.filter(table["error"].is_null())
-            self._put(part, self._encoded(table))
+            self._write(part, table)
         return zip(table["file"].to_pylist(), table["key"].to_pylist(), strict=True)
-
-    def _encoded(self, table: Any) -> bytes:
-        buffer = io.BytesIO()
-        self._parquet.write_table(table, buffer)
-        return buffer.getvalue()
-
-    def _put(self, path: str, content: bytes) -> None:
-        """Write a whole file or nothing."""
-        if self._is_local:
-            with storage.atomic_path(Path(path)) as temporary:
-                temporary.write_bytes(content)
-            return
-        try:
-            self.fs.pipe_file(path, content)
-        except Exception as error:  # object stores raise almost anything
-            raise ReactClipError(f"cannot write {path} ({first_line(error)}); --resume continues") from None

@@ -95,10 +95,10 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
 
 def check_room(settings: Settings, available: Mapping[str, float]) -> None:
     """Raise if this machine has too few processors; Ray would wait for more."""
-    each = resources(settings, available.get("GPU", 0) > 0)
-    for kind, way_out in (("CPU", "fewer --threads"), ("GPU", "--device cpu")):
-        if (needed := settings.workers * each[f"num_{kind.lower()}s"]) > available.get(kind, 0):
+    for kind, each in resources(settings, available.get("GPU", 0) > 0).items():
+        there = int(available.get({"num_cpus": "CPU", "num_gpus": "GPU"}[kind], 0))
+        if settings.workers * each > there:
             raise ReactClipError(
-                f"--workers is {settings.workers}, which takes {needed} {kind}s, and this machine has "
-                f"{available.get(kind, 0):.0f}; use fewer, or {way_out}, or set RAY_ADDRESS to a cluster"
+                f"--workers is {settings.workers} with {kind}={each} each, and this machine has {there}; use fewer, "
+                "fewer --threads, --device cpu, or set RAY_ADDRESS to a cluster"
             )
