@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +130,17 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     return folder
 
 
+@contextmanager
+def _errors_of(what: str) -> Iterator[None]:
+    """Any error of the user's code as one line."""
+    try:
+        yield
+    except ReactClipError:
+        raise
+    except Exception as error:
+        raise ReactClipError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
+
+
 def load_defense(reference: str) -> Defense:
     """A defence with its default values from ``FILE.py:CLASS`` or ``module:CLASS``."""
     from react_clip import defenses
@@ -136,30 +149,22 @@ def load_defense(reference: str) -> Defense:
     if place.endswith(".py"):
         sys.path.insert(0, str(Path(place).resolve().parent))
         place = Path(place).stem
-    try:
+    with _errors_of(f"{reference} cannot be loaded"):
         return defenses.from_dict(f"{place}:{name}")
-    except ReactClipError:
-        raise
-    except Exception as error:  # the file is the user's: it may raise anything
-        raise ReactClipError(f"{reference} cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
 
 
 def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
     """Raise unless a defence answers two images with finite logits over all classes."""
     import torch
 
-    size, classes, label = clf.encoder.image_size, len(clf.names), type(defense).label
+    size, label, shape = clf.encoder.image_size, type(defense).label, (2, len(clf.names))
     images = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(clf.device)
-    try:
+    with _errors_of(f"{label} fails on two images"):
         logits = defense(clf, images, seed=0).logits
-    except ReactClipError:
-        raise
-    except Exception as error:  # the code is the user's: it may raise anything
-        raise ReactClipError(f"{label} fails on two images ({type(error).__name__}: {first_line(error)})") from error
-    if tuple(logits.shape) != (2, classes):
-        raise ReactClipError(f"{label} answers with logits of shape {tuple(logits.shape)}; they must be (2, {classes})")
-    if not bool(torch.isfinite(logits).all()):
-        raise ReactClipError(f"{label} answers with logits that are NaN or infinite; they must be finite")
+    if tuple(logits.shape) != shape or not bool(torch.isfinite(logits).all()):
+        raise ReactClipError(
+            f"{label} answers with logits of shape {tuple(logits.shape)}; they must be {shape} and finite"
+        )
 
 
 def _tiny_classifier(recipe: Recipe, args: argparse.Namespace) -> ZeroShotClassifier:
