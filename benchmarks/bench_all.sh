@@ -21,7 +21,7 @@ python3 benchmarks/collect.py bench "benchmarks/results/bench/$device.json" "$ou
 if [[ $device == gpu ]]; then
   rivals=aom,ttc,doc,mac,anti-adv,hd,tte,clipure,csr,agc,et3,dbd,react,defend-clip,undefended
   for state in clean attacked; do
-    react-clip bench "$photos" --model clip-vit-b-16 "${options[@]}" --images 256 --batch 256 --rounds 5 --singles 1 \
+    react-clip bench "$photos" --model clip-vit-b-16 "${options[@]}" --images 256 --batch 256 --rounds 5 \
       --attacked "$([[ $state == clean ]] && echo 0 || echo 1)" --defenses "$rivals" --quiet \
       --out "benchmarks/results/bench/rivals-$state.json"
   done

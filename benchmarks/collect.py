@@ -17,7 +17,7 @@ from typing import Any
 
 from react_clip.evaluation.results import IMAGES, EvaluationResult, join, write_images
 
-PER_ROW = ("label", "milliseconds", "images_per_second", "passes", "backward_passes", "overhead", "latency_p50")
+PER_ROW = ("label", "milliseconds", "images_per_second", "passes", "backward_passes", "overhead")
 
 
 def rows_of(name: str, report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Versions, device names and what the CPU and the GPU can do."""
+"""Versions, device names."""
 
 from __future__ import annotations
 
@@ -38,16 +38,3 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """True if this CPU multiplies bfloat16 matrices in hardware; elsewhere bf16 is slower than fp32.
-
-    Read from the flags that Linux lists (x86: AVX512-BF16 or AMX, Arm: BF16); False on other systems.
-    """
-    try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

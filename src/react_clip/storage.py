@@ -117,13 +117,21 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def read_text(path: Path, advice: str = "check the path") -> str:
+    """A UTF-8 text file's content; errors end with the advice."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}; {advice}") from None
+    except UnicodeDecodeError:
+        raise ReactClipError(f"{path} cannot be read: not UTF-8 text; {advice}") from None
+
+
 def read_json(path: Path, advice: str) -> Any:
     """A JSON file's content; errors end with the advice."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}; {advice}") from None
-    except ValueError as error:
+        return json.loads(read_text(path, advice))
+    except json.JSONDecodeError as error:
         raise ReactClipError(f"{path} is no valid JSON ({error}); {advice}") from None
 
 

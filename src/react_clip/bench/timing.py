@@ -33,9 +33,6 @@ class Timing:
     as two; median over rounds."""
     overhead_range: tuple[float, float]
     """Smallest and largest overhead of any round."""
-    latency_p50: float
-    latency_p99: float
-    """Milliseconds for one image alone."""
     peak_bytes: int
     """Most bytes of tensors during one pass over all images, beyond the weights and the images."""
     round_milliseconds: tuple[float, ...]
@@ -58,24 +55,16 @@ class Comparison:
         # For each round: seconds, images, forward and backward passes ``[contenders, 4]``.
         self._rounds: list[NDArray[np.float64]] = []
         self._peaks: list[int] = []
-        self._latencies: list[list[float]] = [[] for _ in contenders]
 
-    def steps(self, rounds: int, singles: int) -> int:
+    def steps(self, rounds: int) -> int:
         """Number of times that ``measure`` calls ``progress``."""
-        return len(self.contenders) * (1 + rounds * len(self.turns)) + singles
+        return len(self.contenders) * (1 + rounds * len(self.turns))
 
-    def measure(
-        self, *, rounds: int, singles: int, progress: Callable[[str], None] = lambda label: None
-    ) -> Iterator[list[Timing]]:
-        """Measure the memory, ``singles`` single images, then all images in ``rounds`` rounds; yields after each."""
+    def measure(self, *, rounds: int, progress: Callable[[str], None] = lambda label: None) -> Iterator[list[Timing]]:
+        """Measure the memory, then the time of all images in ``rounds`` rounds; yields after each."""
         for label, answer in self.contenders.items():
             progress(f"warm-up: {label}")
             self._peaks.append(peak_memory(lambda a=answer: self._answer(a, self.images), self.images.device))  # type: ignore[misc]
-        for number in range(singles):
-            progress("one image alone")
-            image = self.images[number % len(self.images)][None]
-            for latencies, answer in zip(self._latencies, self.contenders.values(), strict=True):
-                latencies.append(1000 * self._run(answer, image)[0])
         numbered = list(enumerate(self.contenders.items()))
         for turn in range(rounds):
             # A GPU lowers its clock under load, which slows the ones that follow: each order is also taken in reverse,
@@ -95,7 +84,6 @@ class Comparison:
         milliseconds, cost = 1000 * seconds / images, seconds / (forward + 2 * backward)
         overheads = cost / cost[:, :1]
         middle = np.median(milliseconds, axis=0)
-        p50, p99 = np.percentile(self._latencies, [50, 99], axis=1, method="inverted_cdf")
         return [
             Timing(
                 label=label,
@@ -105,8 +93,6 @@ class Comparison:
                 backward_passes=float(backward[0, i] / images[0, i]),
                 overhead=float(np.median(overheads[:, i])),
                 overhead_range=(float(overheads[:, i].min()), float(overheads[:, i].max())),
-                latency_p50=float(p50[i]),
-                latency_p99=float(p99[i]),
                 peak_bytes=self._peaks[i],
                 round_milliseconds=tuple(milliseconds[:, i].tolist()),
             )

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=options.count, help="iterations (the attack's own default)")
     options.add_model_options(parser)
     options.add_label_options(parser)
-    parser.add_argument("--seed", type=options.seed, default=0, help="seed of the random numbers (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 3
-_REPEATED = ("dtype", "compile", "images", "batch", "attacked", "rounds", "singles", "seed")
+_REPEATED = ("dtype", "compile", "images", "batch", "attacked", "rounds", "seed")
 """Options that the report repeats."""
 
 
@@ -34,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the measurements as JSON")
     count, fraction = options.count, options.fraction
     parser.add_argument("--images", type=count, default=64, help="images; photos are repeated (%(default)s)")
-    parser.add_argument("--batch", type=count, default=64, help="images per batch (%(default)s)")
+    parser.add_argument("--batch", type=count, default=64, help="images per batch; 1 gives the latency (%(default)s)")
     parser.add_argument("--rounds", type=count, default=5, help="measurements; the median is printed (%(default)s)")
-    parser.add_argument("--singles", type=count, default=20, help="images sent alone, for the latency (%(default)s)")
-    quick = "one image, one round, without published Defend-CLIP: about a minute"
-    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--attacked", type=fraction, default=0.0, help="fraction of attacked images (%(default)s)")
     parser.add_argument("--eps", type=options.length, default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="accelerate the encoder, as `react-clip serve` does")
@@ -51,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write the JSON after every round: an interrupted run keeps its rounds."""
-    if args.quick:
-        args.images, args.batch, args.rounds, args.singles = 1, 1, 1, 1
     reader = PhotoReader(args.photos_in, args)
     from react_clip import attacks, bench, defenses
 
@@ -68,18 +63,17 @@ def run(args: argparse.Namespace) -> int:
         clf, photos, pgd, count=args.images, attacked=args.attacked, batch=args.batch, seed=args.seed
     )
     contenders = bench.contenders(clf, guards)
-    if not args.quick:
-        contenders[bench.PUBLISHED] = bench.published(clf)
+    contenders[bench.PUBLISHED] = bench.published(clf)
     comparison = bench.Comparison(contenders, images, batch=args.batch)
     report = _report(args, clf, guards)
     timings: list[Timing] = []
-    with common.progress(args, "step", comparison.steps(args.rounds, args.singles)) as bar:
+    with common.progress(args, "step", comparison.steps(args.rounds)) as bar:
 
         def show(label: str) -> None:
             bar.set_postfix_str(label, refresh=False)
             bar.update()
 
-        for timings in comparison.measure(rounds=args.rounds, singles=args.singles, progress=show):
+        for timings in comparison.measure(rounds=args.rounds, progress=show):
             report["contenders"] = [dataclasses.asdict(timing) for timing in timings]
             if args.out:
                 write_text(args.out, json.dumps(report, indent=2) + "\n")
@@ -93,7 +87,7 @@ def _report(args: argparse.Namespace, clf: ZeroShotClassifier, guards: Sequence[
     import torch
 
     notes = []
-    if not (clf.encoder.has_text or args.quick):
+    if not clf.encoder.has_text:
         notes.append(f"{clf.encoder.name} has no text tower: published Defend-CLIP is timed without its class prompts")
     return {
         "schema": SCHEMA,
@@ -119,8 +113,6 @@ _COLUMNS = {
     "backward": "{.backward_passes:.2f}",
     "overhead": "{.overhead:.2f}",
     "range": "{0.overhead_range[0]:.2f}-{0.overhead_range[1]:.2f}",
-    "p50 ms": "{.latency_p50:.1f}",
-    "p99 ms": "{.latency_p99:.1f}",
 }
 
 

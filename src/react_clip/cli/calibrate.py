@@ -16,7 +16,8 @@ from react_clip.environment import device_name, typed_command, versions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from react_clip import Calibration, Encoder
+    from react_clip import Encoder
+    from react_clip.calibration import Calibration
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 
@@ -24,45 +25,28 @@ EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     options.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
-    parser.add_argument(
-        "--defense", choices=options.DEFENSES, default="second_look", help="what to calibrate (%(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("calibration.json"), help="result (%(default)s; ReACT's plot beside it)"
-    )
-    parser.add_argument(
-        "--clean-pass",
-        type=options.fraction,
-        help="fraction of clean photos left as they are (0.97 for second_look, 0.95 for react)",
-    )
+    defense = "what to calibrate (%(default)s)"
+    parser.add_argument("--defense", choices=options.DEFENSES, default="second_look", help=defense)
+    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="result (%(default)s)")
+    clean_pass = "fraction of clean photos left as they are (0.97 for second_look, 0.95 for react)"
+    parser.add_argument("--clean-pass", type=options.fraction, help=clean_pass)
     parser.add_argument("--batch", type=options.count, help="images at a time (64, on a CPU 4)")
-    parser.add_argument("--seed", type=options.seed, default=0, help="seed of attack, motion and noise (%(default)s)")
-    group = parser.add_argument_group("for --defense react")
-    group.add_argument("--mapping", choices=MAPPINGS, default="linear", help="curve of sigma over drift (%(default)s)")
-    scales = "comma-separated anchor scales to try (0.01 to 0.28 in steps of 0.01)"
-    group.add_argument("--sigmas", type=_scales, help=scales)
-    group.add_argument("--steps", type=options.count, default=10, help="PGD iterations (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
+    mapping = "curve of sigma over drift, for react (%(default)s)"
+    parser.add_argument("--mapping", choices=MAPPINGS, default="linear", help=mapping)
+    parser.add_argument("--steps", type=options.count, default=10, help="PGD iterations, for react (%(default)s)")
     options.add_model_options(parser)
 
 
-def _scales(text: str) -> tuple[float, ...]:
-    scales = tuple(map(options.fraction, options.comma_separated(text)))
-    if not scales or 0 in scales:
-        raise options.BadValueError(f"{text!r}: give anchor scales above 0 such as 0.02,0.05,0.1")
-    return scales
-
-
 def run(args: argparse.Namespace) -> int:
-    """Calibrate and write the JSON, and for ReACT a plot."""
+    """Calibrate and write the JSON."""
     encoder = common.load_encoder(args)
     calibrate = _react if args.defense == "react" else _second_look
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
         result, exit_code = calibrate(args, encoder)
     result.save(args.out)
-    if result.points:
-        common.try_to_plot(args, lambda: _plot(result, args.out.with_suffix(".png")))
-    usage = f"written to {args.out}; use it with --config {args.out} or rc.Defense.load({str(args.out)!r})"
+    usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
     common.print_result(args, result.to_dict(), _lines(result), [usage])
     return exit_code
 
@@ -80,13 +64,12 @@ def _second_look(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibratio
 def _react(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int]:
     import torch
 
-    from react_clip.calibration import BUDGETS, SIGMAS, calibrate
-    from react_clip.preprocess import to_float
+    from react_clip.calibration import BUDGETS, calibrate
 
     # Classes made of the very photos that are attacked would look better than they are.
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
     assert clf is not None, "classes were asked for"
-    pixels = to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
+    pixels = common.pixels_of(args, photos, encoder)
     given = _common_arguments(args, encoder, data=common.describe_photos(args, photos), classes=len(clf.names))
     with common.progress(args, "batch") as bar:
 
@@ -100,7 +83,6 @@ def _react(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int
             pixels,
             torch.tensor(photos.labels),
             mapping=args.mapping,
-            sigmas=args.sigmas or SIGMAS,
             steps=args.steps,
             progress=advance,
             **given,
@@ -126,24 +108,13 @@ def _common_arguments(args: argparse.Namespace, encoder: Encoder, **photos: Any)
 
 def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, int]:
     """Pixels of a folder, of a file or of a data set, and the exit code: 2 if some files could not be read."""
-    limit = args.limit or common.CALIBRATION_PHOTOS
+    args.limit = args.limit or common.CALIBRATION_PHOTOS
     path = Path(args.dataset.removeprefix("folder:")).expanduser()
     if path.exists():
         reader = PhotoReader([path], args)
-        return reader.sample(limit, encoder), reader.exit_code
-    from react_clip import data
-    from react_clip.preprocess import to_float
-
-    photos = data.load(args.dataset, root=args.data or data.default_root(), split=args.split, seed=args.seed)
-    photos = photos.take(limit, args.seed)
-    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet)), 0
-
-
-def _plot(result: Calibration, path: Path) -> None:
-    from react_clip.report.figures import calibration_figure
-    from react_clip.report.style import save_figure
-
-    save_figure(calibration_figure(result), path)
+        return reader.sample(args.limit, encoder), reader.exit_code
+    photos, *_ = common.load_photos(args, encoder, classes=False)
+    return common.pixels_of(args, photos, encoder), 0
 
 
 def _lines(result: Calibration) -> Iterator[str]:

@@ -12,9 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from react_clip.errors import ReactClipError, missing_or_wrong
+from react_clip.errors import ReactClipError
+from react_clip.storage import read_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from tqdm import tqdm
 
     from react_clip import Defended, Encoder, ZeroShotClassifier
@@ -127,12 +129,8 @@ def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
         # A trailing comma is common and does not mean a blank label.
         return str(args.labels).rstrip().removesuffix(",").split(",")
     if args.labels_file is not None:
-        try:
-            lines = args.labels_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise missing_or_wrong(args.labels_file, f"{args.labels_file} cannot be read: {reason}") from None
-        if not (names := [line for line in lines if line.strip()]):
+        names = [line for line in read_text(args.labels_file).splitlines() if line.strip()]
+        if not names:
             raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
         return names
     table = LabelTable.load()
@@ -215,6 +213,13 @@ def load_photos(
         classifier, photos = source.classifier(encoder, progress=not args.quiet)
         description = source.description
     return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description
+
+
+def pixels_of(args: argparse.Namespace, photos: ImageDataset, encoder: Encoder) -> Tensor:
+    """Float pixels ``[N, 3, S, S]`` of photos."""
+    from react_clip.preprocess import to_float
+
+    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
 
 
 def describe_photos(args: argparse.Namespace, photos: ImageDataset) -> dict[str, Any]:

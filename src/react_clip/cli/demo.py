@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from react_clip.cli import common, options
 from react_clip.cli.photos import add_photo_argument, bundled_photos, expand_inputs
-from react_clip.environment import has_fast_bf16
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -31,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="all bundled photos, with four attack strengths")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=options.count, default=10, help="PGD iterations (%(default)s)")
-    options.add_model_options(
-        parser, dtype=None, dtypes="fp32, bf16, fp16 or auto (bf16 on a CPU that has instructions for it, else fp32)"
-    )
+    options.add_model_options(parser)
     options.add_label_options(parser)
     options.add_defense_options(parser, choose=False)
 
@@ -45,22 +42,15 @@ def run(args: argparse.Namespace) -> int:
     results: list[PhotoResult] = []
     with common.progress(args, "attack step", args.steps * len(files), "loading the model") as bar:
         from react_clip import encoders
-        from react_clip.encoders.loading import resolve_device
         from react_clip.preprocess import check_file
         from react_clip.report.demo_page import PhotoResult, write_demo
 
         for path in files:
             check_file(path)
-        if args.dtype is None:
-            on_cpu = resolve_device(args.device).type == "cpu"
-            args.dtype = "bf16" if on_cpu and has_fast_bf16() else "fp32"
         if args.model == options.DEFAULT_MODEL:
             encoders.pull(args.model, say=bar.set_description)
         encoder = encoders.load(args.model, device=args.device, dtype=args.dtype)
         clf, guards = common.build_classifier(args, encoder), common.both_guards(args, encoder)
-        if not args.quiet:
-            names = " and ".join(type(guard).label for guard in guards)
-            common.say(f"defended by {names}; --config FILE replaces the one of its kind", error=True)
         try:
             for path in files:
                 bar.set_description(path.name)
@@ -72,17 +62,10 @@ def run(args: argparse.Namespace) -> int:
             # Also when stopped: the page shows what is finished.
             page = args.out / "index.html"
             if results:
-                write_demo(
-                    page,
-                    results,
-                    model=f"{encoder.name} in {args.dtype}",
-                    defenses=[repr(guard) for guard in guards],
-                    steps=args.steps,
-                    classes=len(clf.names),
-                )
-    names = " / ".join(("CLIP", *(type(guard).label for guard in guards)))
+                model, defenses = f"{encoder.name} in {args.dtype}", [repr(guard) for guard in guards]
+                write_demo(page, results, model=model, defenses=defenses, steps=args.steps, classes=len(clf.names))
     closing = [
-        f"\n✓ is the answer that CLIP gives for the clean photo; passes are encoder passes of {names}.",
+        "\n✓ is the answer that CLIP gives for the clean photo; passes are encoder passes, in the order of the columns.",
         "These attacks do not know the defences; an attacker who does can defeat them.",
         f"Page with the photos and perturbations: {page.resolve()}",
     ]

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
@@ -26,63 +26,45 @@ _FOLDER_OPTIONS = ("batch", "top", "column", "resume", "address", "workers")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "photos_in",
-        nargs="+",
-        metavar="SOURCE",
-        help="image files or folders of them; for Parquet also .tar shards, .parquet files and fsspec URLs",
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        help="features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files (seed 0)",
-    )
+    sources = "image files or folders of them; for Parquet also .tar shards, .parquet files and fsspec URLs"
+    parser.add_argument("photos_in", nargs="+", metavar="SOURCE", help=sources)
+    out = "features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files (seed 0)"
+    parser.add_argument("--out", required=True, help=out)
     options.add_model_options(parser)
     options.add_label_options(parser)
     options.add_defense_options(parser)
     group = parser.add_argument_group("collections")
-    group.add_argument("--batch", type=options.count, help="images that are defended together (256)")
-    group.add_argument("--top", type=options.count, help="answers written for each image (5)")
-    group.add_argument("--column", help="column of Parquet files that holds the images (image)")
-    group.add_argument("--resume", action="store_true", default=None, help="continue in a folder with finished files")
+    group.add_argument("--batch", type=options.count, default=256, help="images defended together (%(default)s)")
+    group.add_argument("--top", type=options.count, default=5, help="answers written for each image (%(default)s)")
+    group.add_argument("--column", default="image", help="column of Parquet files with the images (%(default)s)")
+    group.add_argument("--resume", action="store_true", help="continue in a folder with finished files")
     options.add_cluster_options(parser, workers="copies of the model in the cluster (two per GPU, else one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write features to one file, or to a folder of Parquet files; exit code 2 if something could not be read."""
-    given = {name: value for name in _FOLDER_OPTIONS if (value := getattr(args, name)) is not None}
-    reader = None
-    if PurePosixPath(args.out).suffix in (".npy", ".safetensors"):
-        if given or args.engine != "local":
-            raise ReactClipError(
-                f"--{next(iter(given), 'engine')} is for collections; give --out a folder, not {args.out}"
-            )
-        reader = PhotoReader([Path(source) for source in args.photos_in], args)
-    else:
-        _check_folder(args)
-    # On a cluster the workers load the model; here it only encodes the labels.
-    here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
-    encoder = common.load_encoder(here)
-    clf = common.build_classifier(args, encoder)
-    guard = common.build_guard(args, encoder)
-    common.notice(args, common.defense_line(guard))
-    return _to_folder(args, given, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
-
-
-def _check_folder(args: argparse.Namespace) -> None:
     options.check_cluster_options(args)
-    out = args.out
-    if PurePosixPath(out).suffix and not ("://" in out or out.endswith("/") or Path(out).is_dir()):
+    ending = PurePosixPath(args.out).suffix
+    to_file = ending in (".npy", ".safetensors")
+    if to_file and (args.resume or args.engine == "ray"):
+        raise ReactClipError(f"--resume and --engine ray are for Parquet files; give --out a folder, not {args.out}")
+    if ending and not to_file and not ("://" in args.out or args.out.endswith("/") or Path(args.out).is_dir()):
         raise ReactClipError(
-            f"--out is {out}; its name must end in .npy or .safetensors, or have no ending: then it is a folder for "
-            "Parquet files"
+            f"--out is {args.out}; it must end in .npy or .safetensors, or be a folder without an ending"
         )
     for source in args.photos_in:
         if not set(source) & set("*?[:"):  # neither a pattern nor a URL
             options.existing(source)
+    reader = PhotoReader([Path(source) for source in args.photos_in], args) if to_file else None
+    # On a cluster the workers load the model; here it only encodes the labels.
+    here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
+    encoder = common.load_encoder(here)
+    clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
+    common.notice(args, common.defense_line(guard))
+    return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
 
 
-def _to_folder(args: argparse.Namespace, given: dict[str, Any], clf: ZeroShotClassifier, guard: Defense) -> int:
+def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense) -> int:
     from react_clip.scale import defend_dataset
 
     summary = defend_dataset(
@@ -94,7 +76,7 @@ def _to_folder(args: argparse.Namespace, given: dict[str, Any], clf: ZeroShotCla
         engine=args.engine,
         device=args.device,
         progress=not args.quiet,
-        **given,
+        **{name: getattr(args, name) for name in _FOLDER_OPTIONS},
     )
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)

@@ -31,16 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a YAML file such as recipes/table1.yaml: model, data sets, attacks, defences",
     )
     parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
-    parser.add_argument(
-        "--validate", action="store_true", help="check recipe, data, weights and disk, print the cost, stop"
-    )
+    validate = "check recipe, data, weights and disk, print the size of the run, stop"
+    parser.add_argument("--validate", action="store_true", help=validate)
     group = parser.add_argument_group("instead of what the recipe says")
     group.add_argument("--model", help=options.MODEL_HELP)
-    group.add_argument(
-        "--datasets",
-        type=options.comma_separated,
-        help="comma-separated names, or all (every folder below the data root)",
-    )
+    datasets = "comma-separated names, or all (every folder below the data root)"
+    group.add_argument("--datasets", type=options.comma_separated, help=datasets)
     group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
     group.add_argument("--transfer-model", help="model on which images are crafted where the threat is transfer")
     group.add_argument("--limit", type=options.count, help="images per set")

@@ -20,17 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument(
-        "--photos",
-        type=options.existing,
-        nargs="+",
-        default=[],
-        metavar="PHOTO",
-        help="image files or folders to compare on (bundled ones by default)",
-    )
-    parser.add_argument(
-        "--tolerance", type=options.positive, default=EXPORT_TOLERANCE, help="largest difference allowed (%(default)s)"
-    )
+    photos = "image files or folders to compare on (bundled ones by default)"
+    parser.add_argument("--photos", type=options.existing, nargs="+", default=[], metavar="PHOTO", help=photos)
+    tolerance = "largest difference allowed (%(default)s)"
+    parser.add_argument("--tolerance", type=options.positive, default=EXPORT_TOLERANCE, help=tolerance)
     parser.set_defaults(device="cpu", dtype="fp32")
 
 

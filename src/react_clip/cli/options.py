@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from react_clip.choices import dataset_names
 from react_clip.errors import ReactClipError
@@ -15,7 +15,6 @@ DEFENSES = ("second_look", "react")
 MODEL_HELP = "hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, or onnx:DIR"
 DEVICE_HELP = "cpu, cuda, cuda:1, mps, ... (CUDA if there is one)"
 
-Number = TypeVar("Number", int, float)
 
 # ---------------------------------------------------------------------- types of values
 
@@ -24,49 +23,23 @@ class BadValueError(ReactClipError, argparse.ArgumentTypeError):
     """A value that a type refuses; the parser adds the option's name."""
 
 
-def _number(read: Callable[[str], Number], text: str, fits: Callable[[Number], bool], limit: str) -> Number:
-    try:
-        value = read(text)
-    except ValueError:
-        value = read("nan") if read is float else None  # type: ignore[assignment]
-    if value is None or not fits(value):
-        raise BadValueError(f"{text!r} must be {limit}")
-    return value
+def checked(name: str) -> Callable[[str], Any]:
+    """The type of an option whose values are those of a type in :mod:`react_clip.config`."""
+
+    def read(text: str) -> Any:
+        from pydantic import TypeAdapter, ValidationError
+
+        from react_clip import config
+
+        try:
+            return TypeAdapter(getattr(config, name)).validate_python(text)
+        except ValidationError as error:
+            raise BadValueError(f"{text!r}: {error.errors()[0]['msg']}") from None
+
+    return read
 
 
-def count(text: str) -> int:
-    """A whole number >= 1."""
-    return _number(int, text, lambda value: value >= 1, "a whole number of at least 1")
-
-
-def whole(text: str) -> int:
-    """A whole number >= 0."""
-    return _number(int, text, lambda value: value >= 0, "a whole number of at least 0")
-
-
-def seed(text: str) -> int:
-    """Any whole number."""
-    return _number(int, text, lambda value: True, "a whole number; a secret seed is drawn where none is given")
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    return _number(float, text, lambda value: 0 < value < float("inf"), "a number above 0")
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1]."""
-    return _number(float, text, lambda value: 0 <= value <= 1, "a fraction between 0 and 1")
-
-
-def length(text: str) -> float:
-    """A length in pixel values, such as 4/255."""
-    from react_clip.config import check_length, read_length
-
-    try:
-        return float(check_length(read_length(text)))
-    except ValueError as error:
-        raise BadValueError(f"{text!r}: {error}") from None
+count, whole, positive, fraction, length = map(checked, ("Count", "Whole", "Positive", "Fraction", "PixelLength"))
 
 
 def existing(text: str) -> Path:
@@ -131,18 +104,14 @@ def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True)
     group = parser.add_argument_group("defence")
     one = group.add_mutually_exclusive_group()
     if choose:
-        rule = "second_look where the model has a threshold for it, else react"
-        one.add_argument("--defense", choices=DEFENSES, help=f"second_look, or react: the paper's ({rule})")
+        one.add_argument("--defense", choices=DEFENSES, help="the paper's is react (second_look if the model has it)")
         measure = "clean photos on which SecondLook measures its threshold first"
         one.add_argument("--calibrate-on", type=existing, metavar="PHOTOS", help=measure)
-    one.add_argument(
-        "--config",
-        type=config_file,
-        help="JSON written by `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)",
-    )
+    config = "file of `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"
+    one.add_argument("--config", type=config_file, help=config)
     # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
     default_seed, default = (None, "a new secret") if choose else (0, "0")
-    group.add_argument("--seed", type=seed, default=default_seed, help=f"seed of the random numbers ({default})")
+    group.add_argument("--seed", type=int, default=default_seed, help=f"seed of the random numbers ({default})")
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
@@ -151,9 +120,7 @@ def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATA
     parser.add_argument("dataset", type=dataset, metavar=metavar, help=known)
     add_data_folders(parser)
     parser.add_argument("--split", default="train", help="split of the data set (%(default)s)")
-    parser.add_argument(
-        "--limit", type=count, help="largest number of photos; all are kept in memory, 150 KB each at 224 pixels"
-    )
+    parser.add_argument("--limit", type=count, help="most photos; all are kept in memory, 150 KB each at 224 pixels")
 
 
 def add_data_folders(parser: argparse._ActionsContainer) -> None:
@@ -165,9 +132,8 @@ def add_data_folders(parser: argparse._ActionsContainer) -> None:
 def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
     """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
     group = parser.add_argument_group("many machines")
-    group.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (%(default)s)"
-    )
+    engine = "this process, or a Ray cluster (%(default)s)"
+    group.add_argument("--engine", choices=("local", "ray"), default="local", help=engine)
     group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
     group.add_argument("--workers", type=count, help=workers)
 

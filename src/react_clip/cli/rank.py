@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from react_clip.cli import common, options
 from react_clip.errors import ReactClipError, first_line
@@ -19,7 +19,6 @@ from react_clip.storage import write_text
 if TYPE_CHECKING:
     from react_clip import ZeroShotClassifier
     from react_clip.defenses import Defense
-    from react_clip.evaluation import Recipe
     from react_clip.report.tables import Cell
 
 EXAMPLE = (
@@ -47,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="few photos and cheap attacks, for a first impression")
     group.add_argument("--recipe", type=options.existing, help="what to measure (the package's standard evaluation)")
     group.add_argument("--run-dir", type=Path, help="folder of the run (runs/CLASS-<hash of the recipe>)")
-    group.add_argument("--model", help=f"{options.MODEL_HELP} (the recipe's)")
-    group.add_argument("--datasets", type=options.comma_separated, help="comma-separated names, or all (the recipe's)")
     group.add_argument("--limit", type=options.count, help="images per set (the recipe's)")
     options.add_data_folders(group)
     group.add_argument("--device", help=options.DEVICE_HELP)
@@ -106,18 +103,19 @@ def _numbers(cell: Cell) -> dict[str, float | None]:
 
 def _measure(reference: str, args: argparse.Namespace) -> Path:
     """Run the standard evaluation with a defence of the user's beside ours; returns the folder of the run."""
+    import torch
+
+    from react_clip import ZeroShotClassifier, load
     from react_clip.evaluation import Recipe, run_folder, run_recipe, validate
     from react_clip.evaluation.recipe import LabelledDefense
 
     defense = load_defense(reference)
     shipped = f"{'standard-quick' if args.quick else 'standard'}.yaml"
     path = args.recipe or Path(str(files("react_clip") / "assets" / "recipes" / shipped))
-    recipe = Recipe.load(path, model=args.model)
-    given: dict[str, Any] = {
-        name: value for name in ("limit", "datasets") if (value := getattr(args, name)) is not None
-    }
+    recipe = Recipe.load(path)
     mine = LabelledDefense(label=type(defense).label, defense=defense)
-    recipe = recipe.replace(**given, defenses=(*recipe.defenses, mine))
+    limit = recipe.limit if args.limit is None else args.limit
+    recipe = recipe.replace(limit=limit, defenses=(*recipe.defenses, mine))
     folder: Path = args.run_dir or run_folder(type(defense).__name__, recipe)
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     validation = validate(recipe, folder, **location)
@@ -125,7 +123,9 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
         raise ReactClipError(validation.problems[0])
     for line in validation.lines():
         common.notice(args, line)
-    check_defense(defense, _tiny_classifier(recipe, args))
+    encoder = load(recipe.model, device=args.device)
+    features = torch.eye(3, encoder.dim, device=encoder.device)
+    check_defense(defense, ZeroShotClassifier.from_features(encoder, ["one", "two", "three"], features))
     run_recipe(recipe, folder, progress=not args.quiet, **location)
     return folder
 
@@ -165,14 +165,3 @@ def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
         raise ReactClipError(
             f"{label} answers with logits of shape {tuple(logits.shape)}; they must be {shape} and finite"
         )
-
-
-def _tiny_classifier(recipe: Recipe, args: argparse.Namespace) -> ZeroShotClassifier:
-    """The recipe's model with three classes that stand for any."""
-    import torch
-
-    from react_clip import ZeroShotClassifier, load
-
-    encoder = load(recipe.model, device=args.device)
-    features = torch.eye(3, encoder.dim, device=encoder.device)
-    return ZeroShotClassifier.from_features(encoder, ["one", "two", "three"], features)

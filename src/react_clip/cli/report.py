@@ -17,12 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help=runs)
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
     parser.add_argument("--calibration", type=options.existing, help="JSON of `react-clip calibrate` to show as well")
-    parser.add_argument(
-        "--images", type=options.whole, default=200, help="most images in the page's table, 0 for none (%(default)s)"
-    )
-    parser.add_argument(
-        "--photos", type=options.whole, default=40, help="most images with pictures, 0 for none (%(default)s)"
-    )
+    images = "most images in the page's table, 0 for none (%(default)s)"
+    parser.add_argument("--images", type=options.whole, default=200, help=images)
+    photos = "most images with pictures, 0 for none (%(default)s)"
+    parser.add_argument("--photos", type=options.whole, default=40, help=photos)
 
 
 def run(args: argparse.Namespace) -> int:
