@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 model, defenses = f"{encoder.name} in {args.dtype}", [repr(guard) for guard in guards]
                 write_demo(page, results, model=model, defenses=defenses, steps=args.steps, classes=len(clf.names))
     closing = [
-        "\n✓ is the answer that CLIP gives for the clean photo; passes are encoder passes, in the order of the columns.",
+        "\n✓ is the answer that CLIP gives for the clean photo; passes are encoder passes in that order.",
         "These attacks do not know the defences; an attacker who does can defeat them.",
         f"Page with the photos and perturbations: {page.resolve()}",
     ]

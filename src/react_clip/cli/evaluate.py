@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     write_tables(result, folder / TABLES)
     notices = [f"note: {note}" for note in result.notes]
     notices.append(f"result, per-image values and tables are in {folder}")
-    common.print_result(args, json.loads(result.to_json()), [accuracy_table(result).markdown()], notices)
+    common.print_result(args, result.to_dict(), [accuracy_table(result).markdown()], notices)
     return 0
 
 
