@@ -34,7 +34,8 @@ def checked(name: str) -> Callable[[str], Any]:
         try:
             return TypeAdapter(getattr(config, name)).validate_python(text)
         except ValidationError as error:
-            raise BadValueError(f"{text!r}: {error.errors()[0]['msg']}") from None
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise BadValueError(f"{text!r}: {message}") from None
 
     return read
 
