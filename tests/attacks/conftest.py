@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from react_clip import linf
 from react_clip.attacks.losses import margin
-from react_clip.attacks.problem import Problem, Steps, budgets
-from react_clip.attacks.targets import Target
+from react_clip.attacks.problem import Problem, budgets
 from toys import toy_classifier, toy_images
 
 SIZE = 8
@@ -71,8 +70,7 @@ def one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def problem_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, eps: float) -> Problem:
     rows = torch.arange(len(x))
-    spent = torch.zeros(2, len(x), dtype=torch.long)
-    return Problem(Target(model, model), None, linf.Ball(x, budgets(eps, x)), y, rows, rows, spent, Steps(1))
+    return Problem(model, linf.Ball(x, budgets(eps, x)), y, rows, rows, None, torch.zeros(2, len(x)))
 
 
 def build(classes: int) -> nn.Sequential:
