@@ -55,14 +55,15 @@ def test_the_objective_goes_up(attack: Adaptive, guard: Any, toy: Any) -> None:
 # ---------------------------------------------------------------------- a gate that can be evaded
 
 
-class Brightness(rc.Encoder):
-    """Two classes: darker or brighter than 0.512 on average."""
+class Brightness(nn.Module):
+    """Features of two classes: darker or brighter than 0.512 on average."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(1, 1), name="bright", image_size=8, dim=2, mean=(0.0,) * 3, std=(1.0,) * 3)
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(20.0))
 
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        above = 20 * (normalised.mean((1, 2, 3)) - 0.512)
+    def forward(self, pixels: Tensor) -> Tensor:
+        above = self.scale * (pixels.mean((1, 2, 3)) - 0.512)
         return torch.stack([1 - above, 1 + above], 1)
 
 
@@ -78,7 +79,8 @@ class RightHalf(rc.Undefended):
 
 @pytest.fixture(scope="module")
 def bright() -> tuple[Any, Tensor, Tensor]:
-    clf = rc.ZeroShotClassifier.from_features(Brightness(), ["dark", "bright"], torch.eye(2))
+    encoder = rc.Encoder(Brightness(), name="bright", image_size=8, dim=2, mean=(0.0,) * 3, std=(1.0,) * 3)
+    clf = rc.ZeroShotClassifier.from_features(encoder, ["dark", "bright"], torch.eye(2))
     return clf, torch.full((3, 3, 8, 8), 128 / 255), torch.zeros(3, dtype=torch.int64)
 
 

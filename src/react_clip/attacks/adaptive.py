@@ -16,7 +16,7 @@ from torch import Tensor
 from react_clip import linf
 from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defended_logits
 from react_clip.attacks.losses import LOSSES, ranked_targets, target_margin
-from react_clip.attacks.problem import Candidates, Problem, checked_gradient, run_in_turn
+from react_clip.attacks.problem import Candidates, Problem, checked_gradient, on_8_bits, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
 from react_clip.defenses.base import DefendedModule, Forced
 from react_clip.defenses.view import Gradients
@@ -71,9 +71,9 @@ class Adaptive(DefendedAttack):
     =========== =======================================================================================
 
     A search keeps the iterate whose defended answer is wrong in most of its K draws and, among these, has the largest
-    loss. The draws are those of the gradient at that iterate, hence new to it: one lucky draw does not decide. An image
-    rests once ten such draws in a row were wrong. Searches (lambdas, restarts, target classes) take turns on images
-    that are still right in one of ten more draws, and their images are compared on these.
+    loss; iterates are rounded to 8 bits for both. The draws are those of the gradient at that iterate, hence new to it:
+    one lucky draw does not decide. An image rests once ten such draws in a row were wrong. Searches (lambdas, restarts,
+    target classes) take turns on images that are still right in one of ten more draws, and are compared on these.
 
     >>> Adaptive(objective="evade", steps=10).name
     'adaptive-evade-10'
@@ -163,11 +163,13 @@ class Adaptive(DefendedAttack):
             if not len(active):
                 break
             part, last = problem.take(active), step == self.steps
-            found, gradient = self._evaluate(part, images[active], draws, aim.take(active), weight, last=last)
+            # At the image that a file would hold; rounding counts as the identity for the gradient.
+            rounded = on_8_bits(images[active], part.ball)
+            found, gradient = self._evaluate(part, rounded, draws, aim.take(active), weight, last=last)
             best = best.put(active, best.take(active).or_better(found))
             if not last:
                 size = part.ball.eps * (1 + math.cos(math.pi * step / self.steps)) / 2
-                images = images.index_copy(0, active, part.ball.step(found.images, gradient, size))
+                images = images.index_copy(0, active, part.ball.step(images[active], gradient, size))
                 problem.tick()
             wrong_in_a_row[active] = torch.where(found.wrong == 1, wrong_in_a_row[active] + self.eot, 0)
         return best.images
