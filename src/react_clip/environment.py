@@ -17,7 +17,8 @@ __version__ = "0.1.0"
 
 def typed_command() -> str:
     """The command line of this process; empty unless it is ``react-clip``, such as in a notebook."""
-    is_ours = Path(sys.argv[0]).name in ("react-clip", "__main__.py")
+    started = Path(sys.argv[0])
+    is_ours = started.name == "react-clip" or started.parts[-2:] == ("react_clip", "__main__.py")
     return shlex.join(["react-clip", *sys.argv[1:]]) if is_ours else ""
 
 

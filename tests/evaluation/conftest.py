@@ -24,7 +24,7 @@ def rows_of() -> Any:
     import pyarrow.parquet as pq
 
     def read(folder: Path) -> list[dict[str, Any]]:
-        rows = pq.read_table(folder / "per_image.parquet").to_pylist()
+        rows = pq.read_table(folder / "images.parquet").to_pylist()
         return [{key: None if value != value else value for key, value in row.items()} for row in rows]
 
     return read

@@ -43,13 +43,9 @@ class ToyEncoder(Encoder):
     """The matched filter of the patterns, as a convolution that covers the image."""
 
     def __init__(self) -> None:
-        tower = nn.Conv2d(3, CLASSES, SIZE, bias=False)
-        tower.weight.data = patterns() / SIZE
+        tower = nn.Sequential(nn.Conv2d(3, CLASSES, SIZE, bias=False), nn.Flatten())
+        tower[0].weight.data = patterns() / SIZE
         super().__init__(tower, name="toy", image_size=SIZE, dim=CLASSES, mean=(0.5,) * 3, std=(1.0,) * 3)
-
-    def _image_features(self, normalised: Tensor) -> Tensor:
-        features: Tensor = self.tower(normalised).flatten(1)
-        return features
 
 
 def toy_classifier(names: Sequence[str] = NAMES) -> rc.ZeroShotClassifier:
@@ -81,19 +77,17 @@ def toy_run(folder: Path, **options: Any) -> EvaluationResult:
 
 def part_of(result: EvaluationResult, label: str) -> EvaluationResult:
     """The result as if only one of its defences had been evaluated."""
-    defenses = [item for item in result.recipe["defenses"] if item["label"] == label]
     return dataclasses.replace(
         result,
-        recipe={**result.recipe, "defenses": defenses},
-        rows=tuple(result.select(defense=label)),
-        attacks=tuple(row for row in result.attacks if row.defense in ("", label)),
+        recipe={**result.recipe, "defenses": [item for item in result.recipe["defenses"] if item["label"] == label]},
+        images=result.images[result.images["defense"] == label],
         checks=tuple(check for check in result.checks if check.defense == label),
     )
 
 
 def numbers(result: EvaluationResult) -> str:
     """All of a result except when it was made; as text, in which NaN equals NaN."""
-    return repr(dataclasses.replace(result, created=""))
+    return repr({**result.to_dict(), "created": ""})
 
 
 GUARDS = {"ReACT": rc.ReACT(tau=0.3, views=2), "AOM": rc.defenses.AOM(views=2)}
@@ -114,18 +108,18 @@ def adaptive_run(folder: Path, **options: Any) -> EvaluationResult:
     return toy_run(folder, **{**settings, "data": toy_photos(16), **options})
 
 
-class ToyWithText(ToyEncoder):
-    """A toy that understands prompts about its own classes, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._text = ToyText()
-
-
 class ToyText:
+    """Understands prompts about the toy's own classes, and nothing else."""
+
     def encode(self, prompts: Sequence[str]) -> Tensor:
         numbers = [int("".join(letter for letter in prompt if letter.isdigit())) for prompt in prompts]
         return torch.eye(CLASSES)[numbers]
+
+
+def toy_with_text() -> ToyEncoder:
+    encoder: Any = ToyEncoder()
+    encoder._text = ToyText()
+    return encoder
 
 
 def write_photos(root: Path, name: str, split: str = "test", count: int = 20, seed: int = 0) -> None:
@@ -143,8 +137,8 @@ model: toy
 datasets: [toys]
 threat: adaptive
 attacks:
-  - {kind: adaptive-both, eps: [1/255, 4/255], steps: 20, eot: 4}
-  - {kind: adaptive-suite, eps: 4/255, members: [adaptive-through, {kind: adaptive-evade, lambdas: [1, 10]}]}
+  - {kind: adaptive, objective: both, eps: [1/255, 4/255], steps: 20, eot: 4}
+  - {kind: adaptive-suite, eps: 4/255, members: [adaptive, {kind: adaptive, objective: evade, lambdas: [1, 10]}]}
 defenses: [react, defend-clip]
 """
 

@@ -366,10 +366,11 @@ def _grid_label(label: str, point: dict[str, Any]) -> str:
     """The label with its ``{field}`` or ``{field:.2f}`` filled in; without these the values are appended.
 
     >>> _grid_label("AOM", {"mapping.sigma": 0.05, "alpha": 2.0}), _grid_label("tau {tau:.2f}", {"tau": 0.5})
-    ('AOM sigma=0.05 alpha=2.0', 'tau 0.50')
+    ('AOM sigma=0.05 alpha=2', 'tau 0.50')
     """
     if "{" not in label:
-        return " ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in point.items())])
+        values = {name.rpartition(".")[2]: f"{v:g}" if isinstance(v, float) else v for name, v in point.items()}
+        return " ".join([label, *(f"{name}={value}" for name, value in values.items())])
     fields: dict[str, Any] = {}
     for name, value in point.items():
         _set_at(fields, name, value)
