@@ -30,6 +30,7 @@ from react_clip.encoders.loading import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, run_recipe, validate
 from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.sets import class_source
+from react_clip.preprocess import Preprocessing
 
 RECIPE = """
 title: Toys
@@ -109,7 +110,7 @@ def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any)
     recipe = toys(place)
     run(place, recipe)
     dataset = data.load("toys", root=place / "data")
-    pair = (torch.stack([dataset.pixels(32)[i] for i in range(len(dataset))]).float() / 255, torch.tensor(dataset.labels))
+    pair = (dataset.pixels(Preprocessing.paper(32)).float() / 255, torch.tensor(dataset.labels))
     for name, photos in (("pair", pair), ("set", dataset)):
         attacks = {item.label: item.attack for item in recipe.attacks}
         evaluate(toy_classifier(), recipe.defenses, photos, attacks=attacks, run_dir=name, batch=8, progress=False)

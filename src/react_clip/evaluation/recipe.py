@@ -24,7 +24,7 @@ from react_clip import defenses as defense_room
 from react_clip import storage
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
-from react_clip.config import Configuration, Count, pop_kind, read_length
+from react_clip.config import Configuration, Count, read_length
 from react_clip.defenses import Defense, ReACT
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.yaml import read_yaml
@@ -219,6 +219,11 @@ class Recipe(Configuration):
         """SHA-256 of the whole configuration."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as it would be written, without grids."""
+        attacks, defenses = ([item.to_dict() for item in items] for items in (self.attacks, self.defenses))
+        return {**super().to_dict(), "attacks": attacks, "defenses": defenses}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The recipe with these keys; entries with several budgets or severities, or with a grid, are expanded."""
@@ -321,7 +326,7 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
         return [entry]
     if not isinstance(entry, dict):
         return [LabelledDefense(entry.name, entry)]
-    kind, label, grid = pop_kind(entry), entry.pop("label", None), entry.pop("grid", None)
+    kind, label, grid = entry.pop("kind", None), entry.pop("label", None), entry.pop("grid", None)
     family, params = entry.pop("family", ""), entry.pop("params", {})
     if entry.pop("calibrated", False):
         if kind != ReACT.kind:
@@ -358,7 +363,9 @@ def _set_at(config: dict[str, Any], name: str, value: Any) -> None:
     """Set a dotted field."""
     *outer, last = name.split(".")
     for part in outer:
-        config = config.setdefault(part, {})
+        if not isinstance(config.get(part), dict):
+            config[part] = {}
+        config = config[part]
     config[last] = value
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """First image of a shard, and the one after its last."""
 
-_REPEATED = 8
+_REPEATED = 5
 """Images of which a defence is asked again, to see whether it repeats its answers."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest change of a unit feature that counts as rounding; 0.05 in half precision."""
@@ -229,31 +229,38 @@ class SetRunner:
     # ------------------------------------------------------------------ do the defences repeat their answers?
 
     def unrepeatable(self) -> list[str]:
-        """One line for each defence that answers a few images differently when it is asked again.
-
-        It is asked for the same batch, and for the images in another order and number; the seed is the same.
-        """
-        clf, images = self.subject.clf, self.subject.batch(0, min(_REPEATED, len(self.subject)))
-        tolerance = _TOLERANCE.get(clf.encoder.dtype, 0.05)
+        """One line for each defence that answers a few images differently when it is asked again."""
         lines = []
         for chosen in self.recipe.defenses:
-
-            def features(batch: Tensor, defense: Defense = chosen.defense) -> Tensor:
-                return defense(clf, batch, seed=self.recipe.seed).features.detach().float()
-
-            first, again = features(images), features(images)
-            half = len(images) // 2
-            parts = [features(part) for part in (images[half:], images[:half]) if len(part)]
-            apart = torch.cat([parts[-1], parts[0]][: len(parts)])
-            if float((first - again).norm(dim=1).max()) > tolerance:
+            path = (self.subject.name, "checks", chosen.label, "repeats")
+            about = {"defense": chosen.defense.to_dict(), "code": self.subject.code(chosen.defense), **self._identity}
+            shard = self.store.read(path, about) or self.store.write(path, about, self._asked_again(chosen.defense))
+            again, apart = (float(shard.tensors[name]) for name in ("again", "apart"))
+            tolerance = _TOLERANCE.get(self.subject.clf.encoder.dtype, 0.05)
+            if again > tolerance:
                 why = "when it is asked again with the same seed: it draws from a global generator"
-            # A gate may open or shut by rounding for an image or two, not for most.
-            elif float((first - apart).norm(dim=1).median()) > tolerance:
+            elif apart > tolerance:
                 why = "in another batch: they depend on the other images, or on a global generator"
             else:
                 continue
             lines.append(f"{chosen.label} gives other answers {why}; its numbers cannot be repeated")
         return lines
+
+    def _asked_again(self, defense: Defense) -> Tensors:
+        """Changes of the features of a few images: asked for the same batch again, and for the images in two parts.
+
+        The seed is the same. Of the parts it is the median: a gate may open or shut by rounding for an image or two.
+        """
+        clf, images = self.subject.clf, self.subject.batch(0, min(_REPEATED, len(self.subject)))
+        parts = images.split(max(1, len(images) // 2))
+
+        def features(*batches: Tensor) -> Tensor:
+            answers = [defense(clf, batch, seed=self.recipe.seed).features for batch in batches]
+            return torch.cat(answers).detach().float()
+
+        first, again, apart = features(images), features(images), features(*reversed(parts))
+        apart = torch.cat(apart.split([len(part) for part in reversed(parts)])[::-1])
+        return {"again": (first - again).norm(dim=1).max(), "apart": (first - apart).norm(dim=1).median()}
 
     # ------------------------------------------------------------------ helpers
 

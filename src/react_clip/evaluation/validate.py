@@ -88,9 +88,11 @@ def validate(
     images = sum(report.images for report in reports)
     crafted = images * sum(len(recipe.defenses) if item.adaptive else 1 for item in recipe.attacks)
     answers = images * len(recipe.defenses) * recipe.draws * (1 + len(recipe.attacks))
-    # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet.
+    # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet. A
+    # shard has a header, and all shards but the last of a set hold a whole batch.
     stored = 0 if encoder is None or recipe.images.store == "none" else 3 * encoder.image_size**2
-    needed, free = stored * (images + crafted) + 120 * answers, _free(Path(folder))
+    shards = (2 * images + crafted + answers) // recipe.batch + 2 * len(reports) * len(recipe.defenses) * recipe.draws
+    needed, free = stored * (images + crafted) + 120 * answers + 4096 * (shards + 16), _free(Path(folder))
     if needed > free:
         problems.append(
             f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another "
