@@ -1,7 +1,8 @@
-"""Models beside CLIP's vision transformer load, defend and calibrate, and prepare images as their libraries do."""
+"""Models beside OpenAI's load, compute and prepare images as their libraries do, and can be defended."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import react_clip as rc
 import tiny_families
 from programs import Run
 from react_clip.encoders import openclip
-from react_clip.encoders.loading import resolve_device
-from react_clip.encoders.vision import ViTEncoder
+from react_clip.encoders.vision import VisionTower
 from react_clip.preprocess import Preprocessing
 
 HF = ("siglip", "siglip2", "metaclip_2")
@@ -43,9 +43,9 @@ def hf_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny_families.write_hf(folder, request.param)
 
 
-def library_inputs(model: Any, normalised: Tensor) -> dict[str, Tensor]:
+def library_inputs(kind: str, normalised: Tensor) -> dict[str, Tensor]:
     """What the library's own model takes for square images."""
-    if model.config.model_type != "siglip2":
+    if kind != "siglip2":
         return {"pixel_values": normalised}
     side = normalised.shape[-1] // tiny_families.PATCH
     rows = F.unfold(normalised, tiny_families.PATCH, stride=tiny_families.PATCH).transpose(1, 2)
@@ -55,66 +55,61 @@ def library_inputs(model: Any, normalised: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
-def test_transformers_models_give_the_logits_of_their_library(hf_folder: Path) -> None:
+def test_transformers_models_give_the_logits_and_views_of_their_library(hf_folder: Path) -> None:
     from transformers import AutoModel
 
     encoder, model = rc.load(hf_folder, device="cpu"), AutoModel.from_pretrained(hf_folder).eval()
-    pixels, prompts = photos(4, encoder.image_size), ["a photo of a cat.", "dog"]
+    kind, pixels, prompts = hf_folder.name, photos(4, encoder.image_size), ["a photo of a cat.", "dog"]
     clf = rc.ZeroShotClassifier.from_features(encoder, ["cat", "dog"], encoder.encode_text(prompts))
-    siglip = "siglip" in model.config.model_type
+    siglip = kind != "metaclip_2"
     padding = {"padding": "max_length", "max_length": 16} if siglip else {"padding": True}
     tokens = encoder.text.tokenizer(prompts, return_tensors="pt", **padding)
     text = {"input_ids": tokens["input_ids"]} | ({} if siglip else {"attention_mask": tokens["attention_mask"]})
     with torch.no_grad():
-        expected = model(**text, **library_inputs(model, (pixels - encoder.mean) / encoder.std)).logits_per_image
+        expected = model(**text, **library_inputs(kind, (pixels - encoder.mean) / encoder.std)).logits_per_image
+        views = photos(3, 48)
+        inputs = library_inputs(kind, (views - encoder.mean) / encoder.std)
+        features = model.get_image_features(**inputs, **({} if kind == "siglip2" else {"interpolate_pos_encoding": True}))
     out = rc.Undefended()(clf, pixels)
     assert (out.logits - expected).abs().max() < 1e-3
     assert (expected[0] - expected[1]).abs().max() > 0.1, "a model that answers all images alike proves nothing"
-    probabilities = expected.sigmoid() if siglip else expected.softmax(-1)
-    assert (out.probs - probabilities).abs().max() < 1e-4
+    assert (out.probs - (expected.sigmoid() if siglip else expected.softmax(-1))).abs().max() < 1e-4
+    features = getattr(features, "pooler_output", features)
+    assert (encoder.encode(views) - F.normalize(features)).abs().max() < 1e-5
+    assert encoder.token_fraction(48) == pytest.approx(36 / 64 if siglip else 37 / 65)
+    assert isinstance(encoder.tower, VisionTower) is not siglip
 
 
-def test_transformers_models_take_a_second_size_as_their_library_does(hf_folder: Path) -> None:
-    from transformers import AutoModel
-
-    encoder, model = rc.load(hf_folder, device="cpu"), AutoModel.from_pretrained(hf_folder).eval()
-    views = photos(3, 48)
-    inputs = library_inputs(model, (views - encoder.mean) / encoder.std)
-    if model.config.model_type != "siglip2":
-        inputs["interpolate_pos_encoding"] = True
-    with torch.no_grad():
-        expected = model.get_image_features(**inputs)
-    expected = getattr(expected, "pooler_output", expected)
-    assert (encoder.encode_views(views) - F.normalize(expected)).abs().max() < 1e-5
-    patches = 36 / 64 if "siglip" in model.config.model_type else 37 / 65
-    assert encoder.token_share(48) == pytest.approx(patches)
-
-
-def test_transformers_models_prepare_images_as_their_processor(hf_folder: Path) -> None:
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+def test_transformers_models_prepare_images_as_their_processor(hf_folder: Path, tmp_path: Path, file: str) -> None:
     import transformers
 
-    encoder = rc.load(hf_folder, device="cpu")
     name = hf_folder.name
-    kind = tiny_families.PROCESSORS[name]["image_processor_type"]
-    processor = getattr(transformers, f"{kind}Pil", getattr(transformers, kind)).from_pretrained(hf_folder)
+    processor_config = tiny_families.PROCESSORS[name] | {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
+    for path in hf_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    whole = processor_config if file.startswith("pre") else {"image_processor": processor_config}  # transformers 5
+    (tmp_path / file).write_text(json.dumps(whole))
+    encoder = rc.load(tmp_path, device="cpu")
+    assert torch.allclose(encoder.std.flatten(), torch.tensor([0.2, 0.3, 0.4]))
+    kind = processor_config["image_processor_type"]
+    processor = getattr(transformers, f"{kind}Pil", getattr(transformers, kind)).from_pretrained(tmp_path)
     # NaFlex keeps the aspect of an image: only squares are prepared alike.
-    sizes = ((64, 64), (100, 100), (33, 33)) if name == "siglip2" else SIZES
-    for size in sizes:
+    for size in ((64, 64), (100, 100), (33, 33)) if name == "siglip2" else SIZES:
         pixels = encoder.prepare([picture(size)])
-        ours = (pixels - encoder.mean) / encoder.std
+        ours = library_inputs(name, (pixels - encoder.mean) / encoder.std)["pixel_values"]
         theirs = processor(images=[picture(size)], return_tensors="pt")["pixel_values"]
-        if name == "siglip2":
-            ours = library_inputs(type("M", (), {"config": type("C", (), {"model_type": name})}), ours)["pixel_values"]
         assert theirs.shape == ours.shape
         assert (ours - theirs).abs().max() < 1e-5, size
 
 
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_open_clip_models_prepare_images_as_their_transform(open_clip_name: str, mode: str, interpolation: str) -> None:
+def test_open_clip_models_prepare_images_as_their_transform(open_clip_weights: Path, mode: str, interpolation: str) -> None:
     import open_clip
 
-    model: Any = rc.load(open_clip_name, device="cpu").tower
+    model = open_clip.create_model("tiny-test-clip", pretrained=str(open_clip_weights))
     model.visual.preprocess_cfg |= {"resize_mode": mode, "interpolation": interpolation, "fill_color": 7}
     encoder = openclip.wrap_model(model, name="tiny", dim=32, tokenizer=None)
     config = open_clip.transform.PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
@@ -125,38 +120,44 @@ def test_open_clip_models_prepare_images_as_their_transform(open_clip_name: str,
 
 
 def test_towers_without_a_processor_prepare_images_as_the_paper(tiny_folder: Path) -> None:
-    encoder = rc.load(tiny_folder, device="cpu")
-    assert encoder.preprocessing == Preprocessing.paper(32) == Preprocessing(32, 37)
-
-
-def test_a_recipe_prepares_images_as_the_paper_unless_it_says_otherwise(hf_folder: Path) -> None:
-    from react_clip.evaluation.recipe import Recipe
-    from react_clip.evaluation.sets import load_encoders
-
-    recipe = {"model": str(hf_folder), "datasets": ["stl10"], "defenses": ["undefended"]}
-    encoder, attacked = load_encoders(Recipe.from_dict(recipe), "cpu")
-    assert encoder is attacked
-    assert encoder.preprocessing == Preprocessing.paper(64)
-    own, _ = load_encoders(Recipe.from_dict(recipe | {"preprocessing": "model"}), "cpu")
-    assert own.preprocessing.resize == 64
-    assert own.fingerprint() != encoder.fingerprint(), "results of one are not those of the other"
+    assert rc.load(tiny_folder, device="cpu").preprocessing == Preprocessing.paper(32) == Preprocessing(32, 37)
 
 
 def test_transformers_models_are_defended_and_calibrated(hf_folder: Path) -> None:
-    encoder = rc.load(hf_folder, device="cpu")
-    check_defended(encoder, smaller=True)
-    check_our_tower(encoder, is_clip=hf_folder.name == "metaclip_2")
+    check_defended(rc.load(hf_folder, device="cpu"), smaller=True)
 
 
-@pytest.mark.parametrize("device", ["mps", "mps:0"])
-def test_mps_is_refused_in_one_line_where_there_is_none(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(rc.ReactClipError, match="this machine has none; use cpu"):
-        rc.load("clip-vit-b-16", device=device)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
-    with pytest.warns(UserWarning, match="PYTORCH_ENABLE_MPS_FALLBACK=1 is not set"):
-        assert resolve_device(device).type == "mps"
+@pytest.mark.parametrize("family", tiny_families.OPEN_CLIP)
+def test_open_clip_models_are_defended_and_calibrated(family: str, tmp_path: Path) -> None:
+    import open_clip
+
+    name = tiny_families.write_open_clip(tmp_path, family)
+    encoder = rc.load(name, device="cpu")
+    model_name, weights = name.removeprefix("open_clip:").split("/", 1)
+    model = open_clip.create_model(model_name, pretrained=weights).eval()
+    pixels = photos(3, encoder.image_size)
+    with torch.no_grad():
+        expected = model.encode_image((pixels - encoder.mean) / encoder.std, normalize=True)
+    assert (encoder(pixels) - expected).abs().max() < 1e-5
+    assert encoder.similarity.sigmoid == (family == "sigmoid")
+    assert isinstance(encoder.tower, VisionTower) is family.startswith("vit")
+    check_defended(encoder, smaller=family.startswith("vit"))
+
+
+def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
+    """Both defences answer, and SecondLook calibrates; a model of one size warns that its copies are not smaller."""
+    pixels = photos(20, encoder.image_size)
+    clf = rc.ZeroShotClassifier.from_features(encoder, ["cat", "dog"], torch.eye(2, encoder.dim))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        # Features of random weights move a lot; a threshold that half of the photos pass is still below the limit.
+        guard = rc.SecondLook.calibrate(encoder, pixels, clean_pass=0.5).config
+    assert any("takes one image size only" in str(warning.message) for warning in said) is not smaller
+    out = guard(clf, pixels[:4], seed=0)
+    assert out.drift.min() > 0
+    assert torch.allclose(out.features.norm(dim=1), torch.ones(4), atol=1e-5)
+    paper = rc.ReACT(tau=None, views=2)(clf, pixels[:2], seed=0)
+    assert bool(paper.gated.all())
 
 
 def test_a_model_without_a_threshold_is_calibrated_on_the_way(hf_folder: Path, tmp_path: Path, run: Run) -> None:
@@ -171,46 +172,3 @@ def test_a_model_without_a_threshold_is_calibrated_on_the_way(hf_folder: Path, t
     assert code == 0, err
     assert out.startswith(str(tmp_path / "0.png"))
     assert "SecondLook's threshold is" in err
-    assert "from 24 photos" in err
-
-
-@pytest.mark.parametrize("family", tiny_families.OPEN_CLIP)
-def test_open_clip_models_are_defended_and_calibrated(family: str, tmp_path: Path) -> None:
-    encoder = rc.load(tiny_families.write_open_clip(tmp_path, family), device="cpu")
-    model: Any = encoder.tower
-    pixels = photos(3, encoder.image_size)
-    with torch.no_grad():
-        expected = model.encode_image((pixels - encoder.mean) / encoder.std, normalize=True)
-    assert (encoder(pixels) - expected).abs().max() < 1e-5
-    assert encoder.similarity.sigmoid == (family == "sigmoid")
-    check_defended(encoder, smaller=family.startswith("vit"))
-    check_our_tower(encoder, is_clip=family == "vit")
-
-
-def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
-    """Both defences answer, SecondLook calibrates, and says whether its look is smaller."""
-    pixels = photos(20, encoder.image_size)
-    clf = rc.ZeroShotClassifier.from_features(encoder, ["cat", "dog"], torch.eye(2, encoder.dim))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        # Features of random weights move a lot; a threshold that half of the photos pass is still below the limit.
-        guard = rc.SecondLook.calibrate(encoder, pixels, clean_pass=0.5).config
-    assert any("takes one image size only" in str(warning.message) for warning in said) is not smaller
-    out = guard(clf, pixels[:4], seed=0)
-    assert out.look_is_smaller is smaller
-    assert out.drift.min() > 0
-    assert torch.allclose(out.features.norm(dim=1), torch.ones(4), atol=1e-5)
-    paper = rc.ReACT(tau=None, views=2)(clf, pixels[:2], seed=0)
-    assert bool(paper.gated.all())
-    assert 0 <= paper.instability.nan_to_num(0.0).min() <= paper.instability.nan_to_num(0.0).max() <= 0.6932
-
-
-def check_our_tower(encoder: rc.Encoder, *, is_clip: bool) -> None:
-    """Models of CLIP's architecture can compute by our tower; others keep their own layers. Features are the same."""
-    assert isinstance(encoder, ViTEncoder)
-    views = [photos(3, encoder.image_size), *([photos(3, 48)] if is_clip else [])]
-    expected = [encoder.encode_views(view) for view in views]
-    encoder.share_weights()
-    assert (encoder.vision is not None) is is_clip
-    for view, features in zip(views, expected, strict=True):
-        assert (encoder.encode_views(view) - features).abs().max() < 1e-5

