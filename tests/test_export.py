@@ -41,7 +41,9 @@ def test_features_are_those_of_the_tower_for_any_number_of_images(exported: Path
         images = pixels(count, seed=count)
         noisy = images * 3 - 1
         assert (graph(images) - tower(images)).abs().max() < 1e-5
-        for found, expected in zip(*(each.encode([noisy, noisy[..., :24, :24]]) for each in (graph, tower)), strict=True):
+        for found, expected in zip(
+            *(each.encode([noisy, noisy[..., :24, :24]]) for each in (graph, tower)), strict=True
+        ):
             assert (found - expected).abs().max() < 1e-5
     assert graph.size_near(176 / 224) == tower.size_near(176 / 224) == 24
     assert graph.token_fraction(24) == tower.token_fraction(24)

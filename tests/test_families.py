@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +68,9 @@ def test_transformers_models_give_the_logits_and_views_of_their_library(hf_folde
         expected = model(**text, **library_inputs(kind, (pixels - encoder.mean) / encoder.std)).logits_per_image
         views = photos(3, 48)
         inputs = library_inputs(kind, (views - encoder.mean) / encoder.std)
-        features = model.get_image_features(**inputs, **({} if kind == "siglip2" else {"interpolate_pos_encoding": True}))
+        features = model.get_image_features(
+            **inputs, **({} if kind == "siglip2" else {"interpolate_pos_encoding": True})
+        )
     out = rc.Undefended()(clf, pixels)
     assert (out.logits - expected).abs().max() < 1e-3
     assert (expected[0] - expected[1]).abs().max() > 0.1, "a model that answers all images alike proves nothing"
@@ -106,7 +107,9 @@ def test_transformers_models_prepare_images_as_their_processor(hf_folder: Path, 
 
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_open_clip_models_prepare_images_as_their_transform(open_clip_weights: Path, mode: str, interpolation: str) -> None:
+def test_open_clip_models_prepare_images_as_their_transform(
+    open_clip_weights: Path, mode: str, interpolation: str
+) -> None:
     import open_clip
 
     model = open_clip.create_model("tiny-test-clip", pretrained=str(open_clip_weights))

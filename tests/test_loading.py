@@ -37,9 +37,7 @@ def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
 
 def test_an_encoder_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny_towers.py").write_text(
-        "import toys\n"
-        "def small(device, dtype):\n"
-        "    return toys.patch_encoder().to(device, dtype)\n"
+        "import toys\ndef small(device, dtype):\n    return toys.patch_encoder().to(device, dtype)\n"
     )
     info = tmp_path / "tiny_towers-1.0.dist-info"
     info.mkdir()

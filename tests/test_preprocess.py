@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from react_clip import ReactClipError
-from react_clip.preprocess import Limits, Preprocessing, as_pixels, read_image, to_pixels
+from react_clip.preprocess import ImageSource, Limits, Preprocessing, as_pixels, read_image, to_8bit, to_float
 
 
 def photo(width: int = 60, height: int = 40) -> Image.Image:
@@ -22,6 +22,13 @@ def photo(width: int = 60, height: int = 40) -> Image.Image:
     y, x = np.mgrid[0:height, 0:width]
     channels = [x * 255 // width, y * 255 // height, (x + y) * 255 // (width + height)]
     return Image.fromarray(np.stack(channels, -1).astype(np.uint8))
+
+
+SMALL = Preprocessing.paper(24)
+
+
+def to_pixels(image: ImageSource, how: Preprocessing) -> torch.Tensor:
+    return to_float(to_8bit(image, how))
 
 
 def encoded(image: Image.Image, format: str, **options: object) -> bytes:
@@ -35,13 +42,13 @@ def test_bytes_paths_and_images_give_the_same_pixels(format: str, tmp_path: Path
     data = encoded(photo(), format)
     path = tmp_path / "photo"
     path.write_bytes(data)
-    expected = to_pixels(Image.open(io.BytesIO(data)), 24)
+    expected = to_pixels(Image.open(io.BytesIO(data)), SMALL)
     assert expected.shape == (3, 24, 24)
     assert expected.min() >= 0
     assert expected.max() <= 1
     for source in (data, path, str(path)):
-        assert torch.equal(to_pixels(source, 24), expected)
-    assert torch.equal(as_pixels([data, path], 24), torch.stack([expected, expected]))
+        assert torch.equal(to_pixels(source, SMALL), expected)
+    assert torch.equal(as_pixels([data, path], SMALL), torch.stack([expected, expected]))
 
 
 def test_the_crop_is_torchvisions_resize_256_and_centre_crop_224() -> None:
@@ -49,7 +56,7 @@ def test_the_crop_is_torchvisions_resize_256_and_centre_crop_224() -> None:
 
     published = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.ToTensor()])
     for size in ((500, 375), (375, 500), (64, 64), (300, 301), (224, 225)):
-        assert torch.equal(to_pixels(photo(*size), 224), published(photo(*size))), size
+        assert torch.equal(to_pixels(photo(*size), Preprocessing.paper(224)), published(photo(*size))), size
 
 
 def test_preprocessing_twice_is_preprocessing_once() -> None:
@@ -201,9 +208,9 @@ def test_limits_are_checked_before_decoding() -> None:
 
 def test_a_long_strip_is_cut_before_it_is_resized() -> None:
     strip = Image.new("RGB", (400_000, 1), "white")
-    assert to_pixels(strip, 224).shape == (3, 224, 224)
+    assert to_pixels(strip, Preprocessing.paper(224)).shape == (3, 224, 224)
     wide, cut = photo(2000, 20), photo(2000, 20).crop((920, 0, 1080, 20))
-    assert torch.allclose(to_pixels(wide, 24), to_pixels(cut, 24), atol=0.02)
+    assert torch.allclose(to_pixels(wide, SMALL), to_pixels(cut, SMALL), atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +226,4 @@ def test_a_long_strip_is_cut_before_it_is_resized() -> None:
 )
 def test_other_types_than_images_are_refused(images: object, says: str) -> None:
     with pytest.raises(ReactClipError, match=says):
-        as_pixels(images, 24)  # type: ignore[arg-type]
+        as_pixels(images, SMALL)  # type: ignore[arg-type]
