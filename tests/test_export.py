@@ -122,20 +122,11 @@ def test_folders_that_are_not_what_was_exported_are_refused(exported: Path, tmp_
     weights = bytearray((copy / "encoder.onnx").read_bytes())
     weights[len(weights) // 2] ^= 1
     (copy / "encoder.onnx").write_bytes(weights)
-    with pytest.raises(rc.ReactClipError, match=r"encoder\.onnx is not the file that encoder\.json describes"):
+    with pytest.raises(rc.ReactClipError, match=r"encoder\.onnx is missing or not the file that encoder\.json"):
         rc.load(f"onnx:{copy}")
     (copy / "encoder.onnx").unlink()
-    with pytest.raises(rc.ReactClipError, match=r"has no encoder\.onnx; copy the whole folder"):
+    with pytest.raises(rc.ReactClipError, match=r"encoder\.onnx is missing .*; copy the whole folder"):
         rc.load(f"onnx:{copy}")
     (copy / "encoder.json").write_text("[]")
     with pytest.raises(rc.ReactClipError, match="is no record of an exported tower"):
         rc.load(f"onnx:{copy}")
-
-
-def test_a_tower_of_one_size_is_one_graph(open_clip_name: str, tmp_path: Path) -> None:
-    encoder = rc.load(open_clip_name, device="cpu")
-    encoder.patch_size = None
-    parity = exporting.export(encoder, tmp_path / "new", pixels(3))
-    assert parity.max_difference < 1e-5
-    assert parity.images == 6
-    assert (rc.load(f"onnx:{tmp_path / 'new'}")(pixels(4)) - encoder(pixels(4))).abs().max() < 1e-5

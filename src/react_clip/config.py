@@ -4,7 +4,7 @@ A configuration is a frozen dataclass::
 
     class Blur(Configuration):
         width: Count = 3
-        strength: Share = 0.5
+        strength: Fraction = 0.5
 
 Every way to make one (a call, :meth:`Configuration.replace`, :meth:`Configuration.from_dict`) checks all fields and
 raises a one-line :class:`ReactClipError` that names the value, the limit and a way out.
@@ -89,7 +89,6 @@ Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Share = Fraction
 Range = Annotated[tuple[float, float], AfterValidator(_check_range)]
 """``(low, high)`` with 0 < low <= high."""
 _Length = Annotated[float, AfterValidator(check_length), BeforeValidator(read_length), PlainSerializer(write_length)]
@@ -366,7 +365,3 @@ class Registered(Configuration):
         if kind is not None and cls.registry.get(kind) is not cls:
             raise ReactClipError(f"this configuration is for {kind!r}, not {cls.kind!r}")
         return super().from_dict(values)
-
-
-def pop_kind(values: dict[str, Any]) -> Any:
-    return values.pop("kind", None)

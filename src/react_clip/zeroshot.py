@@ -240,6 +240,3 @@ def _cached(key: str, shape: tuple[int, int], compute: Callable[[], Tensor]) -> 
     with suppress(ReactClipError):
         write_tensors(path, {"features": features})
     return features
-
-
-list_class_photos = check_class_folders

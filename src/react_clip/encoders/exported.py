@@ -38,6 +38,8 @@ FULL, SMALL = "encoder.onnx", "encoder-small.onnx"
 SMALL_FRACTION = 176 / 224
 """Size of the small graph as a fraction of the tower's."""
 
+_SIZES = ("image_size", "dim", "mean", "std", "patch_size")
+_FIELDS = {*_SIZES, "model", "small_size", "preprocessing", "similarity", "sha256"}
 _NOISE = 0.1
 """Scale of the noisy views that are compared beside the photos: a defence encodes mostly noisy views."""
 
@@ -49,7 +51,7 @@ class ExportedEncoder(Encoder):
     """Graphs by image size in ONNX Runtime; features leave them with unit length."""
 
     def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str) -> None:
-        sizes = {key: record[key] for key in ("image_size", "dim", "mean", "std", "patch_size")}
+        sizes = {key: record[key] for key in _SIZES}
         how = Preprocessing(**record["preprocessing"]), functional.Similarity(**record["similarity"])
         super().__init__(nn.Identity(), name=name, preprocessing=how[0], similarity=how[1], **sizes)
         self.weights = record["model"]
@@ -107,28 +109,21 @@ def load_exported(name: str, *, device: str | torch.device | None, dtype: str | 
         raise ReactClipError(f"{name!r} was asked for on {device}, but exported towers run on the CPU; use cpu")
     if dtype != "auto" and resolve_dtype(dtype) != torch.float32:
         raise ReactClipError(f"{name!r} was asked for in {dtype}; exported towers compute in fp32")
-    record = _checked_record(folder)
-    graphs = {size: open_graph(folder / file) for size, file in _graph_files(record).items()}
+    way_out = "copy the whole folder, or export it again with `react-clip export MODEL --out DIR`"
+    record = read_json(folder / RECORD, way_out)
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA or not record.keys() >= _FIELDS:
+        raise ReactClipError(f"{folder / RECORD} is no record of an exported tower of schema {SCHEMA}; {way_out}")
+    graphs = {}
+    for size, file in _graph_files(record).items():
+        if not (folder / file).is_file() or sha256_of(folder / file) != record["sha256"].get(file):
+            raise ReactClipError(f"{folder / file} is missing or not the file that {RECORD} describes; {way_out}")
+        graphs[size] = open_graph(folder / file)
     return ExportedEncoder(graphs, record, name=name)
 
 
 def _graph_files(record: dict[str, Any]) -> dict[int, str]:
     """Files of the graphs that a record describes, by image size."""
     return {record["image_size"]: FULL} | ({record["small_size"]: SMALL} if record["small_size"] else {})
-
-
-def _checked_record(folder: Path) -> dict[str, Any]:
-    way_out = "export it again with `react-clip export MODEL --out DIR`"
-    record = read_json(folder / RECORD, way_out)
-    needed = {"model", "image_size", "small_size", "patch_size", "dim", "mean", "std", "preprocessing", "similarity"}
-    if not isinstance(record, dict) or not needed | {"sha256"} <= record.keys() or record.get("schema") != SCHEMA:
-        raise ReactClipError(f"{folder / RECORD} is no record of an exported tower of schema {SCHEMA}; {way_out}")
-    for file in _graph_files(record).values():
-        if not (folder / file).is_file():
-            raise ReactClipError(f"{folder} has no {file}; copy the whole folder, or {way_out}")
-        if sha256_of(folder / file) != record["sha256"].get(file):
-            raise ReactClipError(f"{folder / file} is not the file that {RECORD} describes; {way_out}")
-    return record
 
 
 def open_graph(path: Path) -> Graph:

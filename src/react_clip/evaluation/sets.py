@@ -14,7 +14,6 @@ from torch import Tensor
 from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.attacks.base import TRANSFER
-from react_clip.bank import LabelBank
 from react_clip.data import ClassFeatures, ImageDataset, load_class_features
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
@@ -22,9 +21,10 @@ from react_clip.errors import ReactClipError
 from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.results import SetInfo
+from react_clip.label_table import LabelTable
 from react_clip.preprocess import Preprocessing, to_float
 from react_clip.storage import tensor_digest
-from react_clip.zeroshot import ZeroShotClassifier, list_class_photos
+from react_clip.zeroshot import ZeroShotClassifier, check_class_folders
 
 Data = ImageDataset | tuple[Tensor, Tensor]
 """Photos of a data set, or pixels ``[N, 3, S, S]`` in [0, 1] with their labels ``[N]``."""
@@ -244,12 +244,12 @@ def class_source(
         return ClassSource(dataset, f"prompts ({' | '.join(dataset.templates)})")
     train = folder / "train"
     if train.is_dir() and average_train:
-        list_class_photos(train)  # raises on folders that cannot be averaged
+        check_class_folders(train)  # raises on folders that cannot be averaged
         photos = data_room.load(dataset.name, root=root, split="train")
         return ClassSource(dataset, f"mean features of {len(photos)} train photos", train=(photos, train))
-    if encoder.feature_space == LabelBank.load().encoder:
+    if encoder.feature_space == LabelTable.load().encoder:
         with suppress(ReactClipError):
-            LabelBank.load().features(dataset.class_names)
+            LabelTable.load().features(dataset.class_names)
             return ClassSource(dataset, "label bank")
     missing = f" (it is not in {heads})" if heads is not None else ""
     photos_in = f" nor photos in {train}" if average_train else " nor another split than train"

@@ -247,6 +247,6 @@ def _tower(encoder: Encoder, precision: str) -> Tower:
         # A context for every pass: autocast caches cast weights, and those cached without gradients would be used in
         # the next pass, whose gradients would then be missing.
         with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            return encoder.raw_features(pixels)
+            return encoder.raw(pixels)
 
     return features
