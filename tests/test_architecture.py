@@ -21,7 +21,6 @@ ROOMS = [
         "preprocess",
         "encoders",
         "label_table",
-        "bank",
         "zeroshot",
         "linf",
         "defenses",

@@ -207,7 +207,7 @@ def to_8bit(image: ImageSource, how: Preprocessing, limits: Limits = DEFAULT_LIM
     >>> to_8bit(Image.new("RGB", (640, 480), "white"), Preprocessing.paper(224)).shape
     torch.Size([3, 224, 224])
     """
-    square = as_preprocessing(how)(read_image(image, limits))
+    square = how(read_image(image, limits))
     return torch.from_numpy(np.asarray(square).transpose(2, 0, 1).copy())
 
 
@@ -268,15 +268,3 @@ def data_uri(image: Image.Image, kind: str = "png") -> str:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, quality=80, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
-
-
-def from_8bit(pixels: Tensor) -> Tensor:
-    return to_float(pixels)
-
-
-def to_pixels(image: ImageSource, how: Preprocessing | int, limits: Limits = DEFAULT_LIMITS) -> Tensor:
-    return to_float(to_8bit(image, as_preprocessing(how), limits))
-
-
-def as_preprocessing(how: Preprocessing | int) -> Preprocessing:
-    return Preprocessing.paper(how) if isinstance(how, int) else how

@@ -80,7 +80,7 @@ def states(other_openai: Path, other_folder: Path) -> tuple[State, State]:
 
 @pytest.fixture(scope="module")
 def expected(other_folder: Path) -> Tensor:
-    return rc.load(other_folder, device="cpu").raw_features(PIXELS)
+    return rc.load(other_folder, device="cpu").raw(PIXELS)
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,12 @@ def test_every_layout_gives_the_same_features_in_both_libraries(
 ) -> None:
     file = write(tmp_path, LAYOUTS[layout](*states))
     for base, tolerance in zip(bases, (0.0, 1e-4), strict=True):
-        assert (expected - base.raw_features(PIXELS)).abs().max() > 0.1, (
+        assert (expected - base.raw(PIXELS)).abs().max() > 0.1, (
             "the towers must differ for this test to see a difference"
         )
         loaded = copy.deepcopy(base)
         checkpoints.load_tower(loaded, file)
-        assert torch.allclose(loaded.raw_features(PIXELS), expected, atol=tolerance, rtol=0)
+        assert torch.allclose(loaded.raw(PIXELS), expected, atol=tolerance, rtol=0)
 
 
 def test_a_checkpoint_is_asked_for_with_a_plus(
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_asked_for_with_a_plus(
         loaded = rc.load(name, device="cpu")
         assert loaded.name == name
         assert loaded.base == base.name, "class features of the base stay those of the finetuned tower"
-        assert torch.allclose(loaded.raw_features(PIXELS), expected, atol=1e-4)
+        assert torch.allclose(loaded.raw(PIXELS), expected, atol=1e-4)
         assert torch.equal(loaded.encode_text(["a cat"]), base.encode_text(["a cat"])), "the text tower is the base's"
 
 
@@ -187,7 +187,7 @@ def test_a_plus_sign_in_a_path_stays_what_it_is(tiny_folder: Path, other_openai:
     assert checkpoints.split_name(f"{odd}+{file}") == (str(odd), file)
     both = rc.load(f"{odd}+{file}", device="cpu")
     plain = rc.load(f"{tiny_folder}+{other_openai}", device="cpu")
-    assert torch.equal(both.raw_features(PIXELS), plain.raw_features(PIXELS))
+    assert torch.equal(both.raw(PIXELS), plain.raw(PIXELS))
 
 
 @pytest.fixture
@@ -201,11 +201,11 @@ def run_folder(tiny_folder: Path, states: tuple[State, State], tmp_path: Path) -
 
 
 def test_a_run_folder_names_its_base(run_folder: Path, tiny_folder: Path, other_folder: Path) -> None:
-    expected = rc.load(other_folder, device="cpu").raw_features(PIXELS)
+    expected = rc.load(other_folder, device="cpu").raw(PIXELS)
     for name in (str(run_folder), f"{tiny_folder}+{run_folder}"):
         loaded = rc.load(name, device="cpu")
         assert loaded.name == name
-        assert torch.equal(loaded.raw_features(PIXELS), expected)
+        assert torch.equal(loaded.raw(PIXELS), expected)
     assert rc.pull(str(run_folder)) == str(tiny_folder)
 
 

@@ -89,7 +89,7 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
             weight.mul_(1.3)
     clean, labels = photos[0][:5].float() / 255, photos[1][:5]
     adversarial = (clean + 0.02 * random(*clean.shape).sign()).clamp(0, 1)
-    batch = Batch(moved.raw_features, encoder.raw_features, clean, labels, class_features, photos=5)
+    batch = Batch(moved.raw, encoder.raw, clean, labels, class_features, photos=5)
 
     def log_p(model: rc.Encoder, pixels: Tensor) -> Tensor:
         return (100 * model(pixels) @ class_features.T).log_softmax(1)
@@ -104,9 +104,9 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
     assert losses == pytest.approx([released_pmg_aft(*cosines, labels, weight).item() for weight in (0, 100)], rel=1e-3)
     assert losses[1] > 1.1 * losses[0]
     assert PMGAFT() == PMGAFT(clean_weight=1.0, original_weight=1.0)
-    apart = (moved.raw_features(adversarial) - encoder.raw_features(clean)).square().sum(1)
+    apart = (moved.raw(adversarial) - encoder.raw(clean)).square().sum(1)
     assert torch.allclose(FARE().loss(batch, adversarial), apart, rtol=1e-4)
-    slow = slow_contrastive(moved.raw_features(adversarial).double(), class_features.double(), labels.tolist())
+    slow = slow_contrastive(moved.raw(adversarial).double(), class_features.double(), labels.tolist())
     assert CLIPFT().loss(batch, adversarial).tolist() == pytest.approx(slow, rel=1e-3)
 
 
@@ -149,7 +149,7 @@ def released_fare_attack(encoder: rc.Encoder, clean: Tensor, target: Tensor, sta
     perturbation, velocity = start - clean, torch.zeros_like(clean)
     for _ in range(2):
         perturbation = perturbation.detach().requires_grad_(True)
-        loss = (encoder.raw_features(clean + perturbation) - target).square().sum(1).mean()
+        loss = (encoder.raw(clean + perturbation) - target).square().sum(1).mean()
         (slope,) = torch.autograd.grad(loss, perturbation)
         velocity = (0.9 * velocity + slope.sign()).sign()
         perturbation = (perturbation + eps * velocity).clamp(-eps, eps)
@@ -161,7 +161,7 @@ def test_the_inner_attack_of_fare_equals_the_released_one_with_momentum(
     encoder: rc.Encoder, photos: Any, class_features: Tensor
 ) -> None:
     clean, eps = photos[0][:6].float() / 255, 4 / 255
-    batch = Batch(encoder.raw_features, encoder.raw_features, clean, photos[1][:6], class_features, photos=6)
+    batch = Batch(encoder.raw, encoder.raw, clean, photos[1][:6], class_features, photos=6)
     keys, _ = stream_keys(torch.arange(6), step=0, seed=0)
     start = linf.Ball(clean, eps).random_start(keys)
     ours = InnerAttack(eps=eps, step=eps)(FARE(), batch, keys)
@@ -174,10 +174,10 @@ def test_the_inner_attack_of_pmg_aft_climbs_plain_cosines(
     encoder: rc.Encoder, photos: Any, class_features: Tensor
 ) -> None:
     clean, labels = photos[0][:6].float() / 255, photos[1][:6]
-    batch = Batch(encoder.raw_features, encoder.raw_features, clean, labels, class_features, photos=6)
+    batch = Batch(encoder.raw, encoder.raw, clean, labels, class_features, photos=6)
     cosines = encoder(clean) @ class_features.T
     expected = torch.nn.functional.cross_entropy(cosines, labels, reduction="none")
-    assert torch.allclose(PMGAFT().objective(batch)(encoder.raw_features(clean)), expected, atol=1e-5)
+    assert torch.allclose(PMGAFT().objective(batch)(encoder.raw(clean)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", EVERY, ids=by_name)
@@ -186,7 +186,7 @@ def test_the_inner_attack_stays_in_its_ball_and_climbs(
 ) -> None:
     clean, labels = photos[0].float() / 255, photos[1]
     clean[:, :, :4] = 0.0  # the border of [0, 1] must hold as well
-    batch = Batch(encoder.raw_features, encoder.raw_features, clean, labels, class_features, photos=len(clean))
+    batch = Batch(encoder.raw, encoder.raw, clean, labels, class_features, photos=len(clean))
     keys, _ = stream_keys(torch.arange(len(clean)), step=3, seed=0)
     attack = InnerAttack()
     attacked = attack(method, batch, keys)
@@ -198,8 +198,8 @@ def test_the_inner_attack_stays_in_its_ball_and_climbs(
     drawn = attack.replace(step=1e-12)(method, batch, keys)  # steps too small to leave the random start
     assert (drawn - clean).abs().max() > 0.5 / 255
     with torch.no_grad():
-        after = objective(encoder.raw_features(attacked))
-        start = objective(encoder.raw_features(drawn))
+        after = objective(encoder.raw(attacked))
+        start = objective(encoder.raw(drawn))
     assert (after > start).float().mean() > 0.9
     again = attack(method, batch, keys)
     assert torch.equal(again, attacked)

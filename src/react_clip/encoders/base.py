@@ -112,23 +112,6 @@ class Encoder(nn.Module):
         """The model whose feature space this is: a finetuned image tower keeps that of the model it started from."""
         return self.weights.partition("+")[0]
 
-    @property
-    def base(self) -> str:
-        return self.feature_space
-
-    @property
-    def original(self) -> str:
-        return self.weights
-
-    def encode_views(self, pixels: Tensor) -> Tensor:
-        return self.encode(pixels)
-
-    def raw_features(self, pixels: Tensor) -> Tensor:
-        return self.raw(pixels)
-
-    def token_share(self, size: int) -> float:
-        return self.token_fraction(size)
-
     # ------------------------------------------------------------------ text
 
     @property

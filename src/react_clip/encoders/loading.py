@@ -128,6 +128,3 @@ def check_activation(name: str, image: str, text: str | None, expected: str | No
             f"{name!r} holds weights trained with {expected!r} but its configuration says {image!r}; set hidden_act to "
             f"{expected!r} (open_clip: choose the {'-quickgelu' if expected == QUICK_GELU else 'plain'} model)"
         )
-
-
-quiet_libraries = load_quietly
