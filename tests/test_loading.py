@@ -119,13 +119,12 @@ def test_activation_mismatches_are_refused(tiny_copy: Path) -> None:
 
 
 def test_openai_weights_with_another_activation_are_refused(tower: rc.Encoder, tmp_path: Path) -> None:
-    folder = tmp_path / "wrong"
-    folder.mkdir()
-    config = json.loads((offline.tower_dir() / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
-    (folder / "model.safetensors").symlink_to(offline.tower_dir() / "model.safetensors")
+    config = {"model_type": "clip_vision_model", "hidden_size": 768, "intermediate_size": 3072, "hidden_act": "gelu"}
+    config |= {"num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16, "projection_dim": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(offline.tower_dir() / "model.safetensors")
     with pytest.raises(rc.ReactClipError, match="trained with 'quick_gelu' but its configuration says 'gelu'"):
-        rc.load(folder)
+        rc.load(tmp_path)
 
 
 def test_open_clip_tags_decide_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:

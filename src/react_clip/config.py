@@ -18,22 +18,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainSerializer,
-    ValidationError,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer, ValidationError
 from pydantic_core import ArgsKwargs, CoreSchema, core_schema
 
 from react_clip import storage
@@ -99,7 +90,7 @@ PositiveLength = Annotated[_Length, Field(gt=0)]
 
 # ---------------------------------------------------------------------- configurations
 
-_RULES = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_RULES = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
@@ -120,8 +111,10 @@ class Configuration:
         checked: Callable[..., None] = cls.__init__
 
         def init(self: Any, *args: Any, **values: Any) -> None:
-            with one_line_errors(cls):
+            try:
                 checked(self, *args, **values)
+            except ValidationError as error:
+                raise ReactClipError(_explain(cls, error)) from None
 
         cls.__init__ = init  # type: ignore[method-assign]
 
@@ -173,60 +166,48 @@ class Configuration:
     def load(cls, path: str | Path) -> Self:
         """Read a configuration, or the ``config`` of a calibration file."""
         data = storage.read_json(Path(path), "check the path, or write it again with save() or calibrate")
-        if not isinstance(data, dict):
-            raise ReactClipError(f"{path} holds a {type(data).__name__}; a configuration is a JSON object")
-        return cls.from_dict(data["config"] if "config" in data and "config" not in _fields(cls) else data)
+        is_calibration = isinstance(data, dict) and "config" in data and "config" not in _fields(cls)
+        return cls.from_dict(data["config"] if is_calibration else data)
 
     def __repr__(self) -> str:
         """The log line and the test id; fields that are ``None`` by default are shown only if they are set."""
-        written, parts = self.to_dict(), []
-        for name, field in _fields(type(self)).items():
-            value = getattr(self, name)
-            if not (value is None and field.default is None):
-                parts.append(f"{name}={value!r}" if isinstance(value, Configuration) else f"{name}={written[name]}")
+        written, fields = self.to_dict(), _fields(type(self)).items()
+        values = {
+            name: getattr(self, name) for name, field in fields if (getattr(self, name), field.default) != (None, None)
+        }
+        parts = [
+            f"{name}={value if isinstance(value, Configuration) else written[name]}" for name, value in values.items()
+        ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def _fields(cls: type[Any]) -> dict[str, Any]:
-    """Pydantic's descriptions of the fields of a dataclass or model, in order, keyword-only ones last."""
-    return dict(sorted(getattr(cls, "__pydantic_fields__", {}).items(), key=lambda item: bool(item[1].kw_only)))
+    """Pydantic's descriptions of the fields, in order."""
+    return getattr(cls, "__pydantic_fields__", {})
 
 
 # ---------------------------------------------------------------------- errors in one line
 
 
-@contextmanager
-def one_line_errors(cls: type[Any]) -> Iterator[None]:
-    """Turn pydantic's errors about the fields of ``cls`` into a one-line :class:`ReactClipError`."""
-    try:
-        yield
-    except ValidationError as error:
-        raise ReactClipError(explain(cls, error)) from None
-
-
-def explain(cls: type[Any], error: ValidationError) -> str:
+def _explain(cls: type[Any], error: ValidationError) -> str:
     """One line about the first field of ``cls`` that pydantic refused: its value, what is wrong, and all fields."""
     errors = error.errors(include_url=False)
     first, cause = errors[0], errors[0].get("ctx", {}).get("error")
-    if not first["loc"]:
-        return first_line(cause) if cause is not None else first["msg"]
+    if not first["loc"]:  # a check of several fields
+        return first_line(cause)
     position = first["loc"][0]
     name = position if isinstance(position, str) else [*_fields(cls), "a further value"][position]
-    if isinstance(cause, ReactClipError):
+    if isinstance(cause, ReactClipError):  # a configuration in this field
         return f"{name}: {cause}"
     if first["type"].startswith("missing"):
         return f"{_title(cls)} needs {name!r}; {_known_fields(cls)}"
-    reasons = [
-        first_line(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]
-        for each in errors
-        if each["loc"][:1] == first["loc"][:1]  # several for a field of several types
-    ]
+    # Several for a field of several types.
+    reasons = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:1] == first["loc"][:1]]
     return f"{name} is {_short(first['input'])}: {' or '.join(dict.fromkeys(reasons))}; {_known_fields(cls)}"
 
 
 def _title(cls: type[Any]) -> str:
-    title: str = getattr(cls, "kind", cls.__name__)
-    return title
+    return str(getattr(cls, "kind", cls.__name__))
 
 
 def _known_fields(cls: type[Any]) -> str:
@@ -235,8 +216,7 @@ def _known_fields(cls: type[Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
 
 
 # ---------------------------------------------------------------------- what other packages offer

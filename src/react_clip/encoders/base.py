@@ -105,7 +105,7 @@ class Encoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the tower; features are fp32 in every case (fp64 in a double-precision tower)."""
-        return next(self.tower.parameters()).dtype
+        return next(self.tower.parameters(), self.mean).dtype
 
     @property
     def feature_space(self) -> str:
@@ -192,20 +192,17 @@ class Encoder(nn.Module):
         gradients = torch.is_grad_enabled() and any(view.requires_grad for view in views)
         if len(views) > 1 and few and not gradients and isinstance(self.tower, VisionTower):
             return [at_least_fp32(each) for each in self.tower.several([self._normalise(view) for view in views])]
-        features = []
-        for view in views:
-            parts = [at_least_fp32(self.tower(self._normalise(part))) for part in self._parts(view)]
-            features.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return features
+        return [torch.cat([at_least_fp32(self.tower(each)) for each in self._parts(view)]) for view in views]
+
+    def _parts(self, pixels: Tensor) -> Iterator[Tensor]:
+        """Normalised pixels of the images to encode at a time."""
+        most = len(pixels)
+        if self.patch_size is not None and pixels.is_cpu:
+            most = max(1, self.cpu_tokens // self._tokens(pixels.shape[-1], self.patch_size))
+        return map(self._normalise, torch.split(pixels, most))
 
     def _normalise(self, pixels: Tensor) -> Tensor:
         return ((pixels - self.mean) / self.std).to(self.dtype)
-
-    def _parts(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        """The images to encode at a time."""
-        if self.patch_size is None or not pixels.is_cpu:
-            return (pixels,)
-        return torch.split(pixels, max(1, self.cpu_tokens // self._tokens(pixels.shape[-1], self.patch_size)))
 
     # ------------------------------------------------------------------ passes
 

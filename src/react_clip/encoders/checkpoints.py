@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,59 +114,43 @@ def image_tower(encoder: Encoder) -> State:
 
 def load_tower(encoder: Encoder, path: Path) -> None:
     """Replace the image tower of an encoder by the one in a file."""
-    stored, own = find_tower(read_tensors(path), path), image_tower(encoder)
-    stored.check(to_hf(own) if stored.hf else own, encoder.name)
-    state = to_openai(stored.state) if stored.hf and _OPENAI_ANCHOR in own else stored.state
+    own, stored = image_tower(encoder), find_tower(read_tensors(path), path)
+    state = to_openai(stored) if _OPENAI_ANCHOR in own else stored
+    if problem := _misfit(state, own):
+        raise ReactClipError(
+            f"{path} does not fit {encoder.name!r}: it {problem}; give the base model it was made from"
+        )
     with torch.no_grad():
         for key, tensor in own.items():
             tensor.copy_(state[key])
 
 
-# ---------------------------------------------------------------------- files
-
-
-@dataclass(frozen=True, eq=False)
-class StoredTower:
-    """An image tower in a file: OpenAI keys without prefix, or Hugging Face's from ``vision_model.`` on."""
-
-    path: Path
-    hf: bool
-    state: State
-    names: dict[str, str]
-    """The name in the file of each key."""
-
-    def check(self, expected: Mapping[str, Tensor], model: str) -> None:
-        """Raise on any difference from the tower that is to be replaced."""
-        prefix = self.prefix()
-        if missing := [prefix + key for key in expected if key not in self.state]:
-            self._refuse(model, f"lacks {_count(missing)} of the image tower")
-        if unexpected := [self.names[key] for key in self.state if key not in expected]:
-            self._refuse(model, f"holds {_count(unexpected)} that the image tower does not have")
-        if reshaped := [key for key in expected if self.state[key].shape != expected[key].shape]:
-            shapes = f"{list(self.state[reshaped[0]].shape)} instead of {list(expected[reshaped[0]].shape)}"
-            self._refuse(model, f"holds {_count([self.names[key] for key in reshaped])} in another shape, {shapes}")
-        if bad := [name for key, name in self.names.items() if not _is_sound(self.state[key])]:
-            self._refuse(model, f"holds {_count(bad)} with other than finite floating-point numbers")
-
-    def prefix(self) -> str:
-        """Prefix of the keys in the file."""
-        anchor = _HF_TOWER + _HF_ANCHOR if self.hf else _OPENAI_ANCHOR
-        return self.names[anchor].removesuffix(anchor) if self.names[anchor].endswith(anchor) else ""
-
-    def _refuse(self, model: str, what: str) -> None:
-        raise ReactClipError(f"{self.path} does not fit {model!r}: it {what}; give the base model it was made from")
+def _misfit(state: State, expected: State) -> str | None:
+    """How a tower differs from the one that it is to replace."""
+    if missing := [key for key in expected if key not in state]:
+        return f"lacks {_count(missing)} of the image tower"
+    if unexpected := [key for key in state if key not in expected]:
+        return f"holds {_count(unexpected)} that the image tower does not have"
+    if reshaped := [key for key in expected if state[key].shape != expected[key].shape]:
+        shapes = f"{list(state[reshaped[0]].shape)} instead of {list(expected[reshaped[0]].shape)}"
+        return f"holds {_count(reshaped)} in another shape, {shapes}"
+    if bad := [key for key, tensor in state.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
+        return f"holds {_count(bad)} with other than finite floating-point numbers"
+    return None
 
 
 def _count(keys: list[str]) -> str:
     return f"{len(keys)} tensor{'s' if len(keys) > 1 else ''} ({keys[0]}{' first' if len(keys) > 1 else ''})"
 
 
-def _is_sound(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+# ---------------------------------------------------------------------- files
 
 
-def find_tower(tensors: Mapping[str, Tensor], path: Path) -> StoredTower:
-    """The image tower among a checkpoint's tensors, recognised by its first convolution under any prefix."""
+def find_tower(tensors: Mapping[str, Tensor], path: Path) -> State:
+    """The image tower among a checkpoint's tensors, recognised by its first convolution under any prefix.
+
+    Keys are OpenAI's without prefix, or Hugging Face's from ``vision_model.`` on.
+    """
     openai, hf = _prefixes(tensors, _OPENAI_ANCHOR), _prefixes(tensors, _HF_ANCHOR)
     if len(openai) + len(hf) != 1:
         what = f"{len(openai) + len(hf)} image towers ({', '.join(map(repr, [*openai, *hf]))})" if openai or hf else ""
@@ -177,16 +159,16 @@ def find_tower(tensors: Mapping[str, Tensor], path: Path) -> StoredTower:
             f"(visual.{_OPENAI_ANCHOR}, ...) or Hugging Face's ({_HF_TOWER}{_HF_ANCHOR}, ...)"
         )
     prefix = (openai or hf)[0]
-    # Hugging Face keeps the projection beside the tower; OpenAI keeps it inside.
-    names = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
-    names = {key: name for key, name in names.items() if not _IGNORED.fullmatch(key)}
+    state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    state = {key: tensor for key, tensor in state.items() if not _IGNORED.fullmatch(key)}
     if hf:
-        projections = [name for name in tensors if name.endswith(PROJECTION)]
+        # Hugging Face keeps the projection beside the tower; OpenAI keeps it inside.
+        state = {_HF_TOWER + key: tensor for key, tensor in state.items() if not key.endswith(PROJECTION)}
+        projections = {name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)}
         beside = prefix.removesuffix(_HF_TOWER) + PROJECTION
-        names = {_HF_TOWER + key: name for key, name in names.items() if name not in projections}
-        if chosen := [name for name in projections if name == beside] or projections[:1]:
-            names[PROJECTION] = chosen[0]
-    return StoredTower(path, bool(hf), {key: tensors[name] for key, name in names.items()}, names)
+        if projections:
+            state[PROJECTION] = projections.get(beside, next(iter(projections.values())))
+    return state
 
 
 def _prefixes(keys: Iterable[str], anchor: str) -> list[str]:
@@ -216,13 +198,6 @@ def read_tensors(path: Path) -> State:
 
 
 def _read_torch(path: Path) -> Any:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise ReactClipError(
-                    f"{path} is a TorchScript program, as OpenAI publishes; save its state_dict() as safetensors where "
-                    "you trust it, or load the same model by its hub id"
-                )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -235,15 +210,11 @@ def _read_torch(path: Path) -> Any:
 
 
 # ---------------------------------------------------------------------- key layouts
-#
-# OpenAI's layout (open_clip's too) and Hugging Face's differ in names, in the query, key and value matrices (one block
-# in OpenAI's, three in Hugging Face's) and in the projection, which is stored transposed. Keys of OpenAI's layout are
-# written without the ``visual.`` prefix here.
 
 _NAMES = (
-    ("class_embedding", "vision_model.embeddings.class_embedding"),
     ("positional_embedding", "vision_model.embeddings.position_embedding.weight"),
     ("conv1.", "vision_model.embeddings.patch_embedding."),
+    ("", "vision_model.embeddings."),
     ("ln_pre.", "vision_model.pre_layrnorm."),
     ("ln_post.", "vision_model.post_layernorm."),
     ("transformer.resblocks.", "vision_model.encoder.layers."),
@@ -253,54 +224,30 @@ _NAMES = (
     (".mlp.c_fc.", ".mlp.fc1."),
     (".mlp.c_proj.", ".mlp.fc2."),
 )
-"""Parts of keys in OpenAI's layout and in Hugging Face's."""
-_MERGED = re.compile(r"(.+)\.attn\.in_proj_(weight|bias)")
+"""Parts of keys in OpenAI's layout, which open_clip has too, without ``visual.``, and in Hugging Face's."""
 _SPLIT = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 
 
-def to_hf(state: Mapping[str, Tensor]) -> State:
-    """From OpenAI's keys to Hugging Face's; a key that no CLIP vision transformer has stays as it is.
-
-    >>> sorted(to_hf({"proj": torch.zeros(4, 2), "transformer.resblocks.0.attn.in_proj_bias": torch.zeros(6)}))[:2]
-    ['vision_model.encoder.layers.0.self_attn.k_proj.bias', 'vision_model.encoder.layers.0.self_attn.q_proj.bias']
-    """
-    renamed: State = {}
-    for key, tensor in state.items():
-        if key == "proj":
-            renamed[PROJECTION] = tensor.T
-        elif merged := _MERGED.fullmatch(key):
-            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
-                renamed[_hf_name(f"{merged[1]}.self_attn.{letter}_proj.{merged[2]}")] = part
-        else:
-            renamed[_hf_name(key)] = tensor
-    return renamed
-
-
 def to_openai(state: Mapping[str, Tensor]) -> State:
-    """From Hugging Face's keys to OpenAI's; the inverse of :func:`to_hf`.
+    """From Hugging Face's keys to OpenAI's; other keys stay as they are.
 
-    >>> state = {"conv1.weight": torch.rand(1, 3, 2, 2), "proj": torch.rand(4, 2)}
-    >>> to_openai(to_hf(state)).keys() == state.keys()
-    True
+    OpenAI has one matrix for queries, keys and values, and stores the projection transposed.
+
+    >>> projections = {f"vision_model.encoder.layers.0.self_attn.{each}_proj.bias": torch.zeros(2) for each in "qkv"}
+    >>> {key: list(value.shape) for key, value in to_openai(projections).items()}
+    {'transformer.resblocks.0.attn.in_proj_bias': [6]}
     """
     renamed: State = {}
     for key, tensor in state.items():
-        if key == PROJECTION:
+        split = _SPLIT.fullmatch(key)
+        three = [f"{split[1]}.self_attn.{letter}_proj.{split[3]}" for letter in "qkv"] if split else []
+        if split and set(three) <= state.keys():
+            renamed[_openai_name(f"{split[1]}.attn.in_proj_{split[3]}")] = torch.cat([state[each] for each in three])
+        elif key == PROJECTION:
             renamed["proj"] = tensor.T
-        elif split := _SPLIT.fullmatch(key):
-            block, letter, kind = split.groups()
-            if letter == "q":
-                parts = [state[f"{block}.self_attn.{each}_proj.{kind}"] for each in "qkv"]
-                renamed[_openai_name(f"{block}.attn.in_proj_{kind}")] = torch.cat(parts)
         else:
             renamed[_openai_name(key)] = tensor
     return renamed
-
-
-def _hf_name(key: str) -> str:
-    for openai, hf in _NAMES:
-        key = key.replace(openai, hf)
-    return key
 
 
 def _openai_name(key: str) -> str:

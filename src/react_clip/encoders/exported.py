@@ -8,14 +8,13 @@ that needs neither works as with the original tower.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +37,7 @@ FULL, SMALL = "encoder.onnx", "encoder-small.onnx"
 SMALL_FRACTION = 176 / 224
 """Size of the small graph as a fraction of the tower's."""
 
-_SIZES = ("image_size", "dim", "mean", "std", "patch_size")
-_FIELDS = {*_SIZES, "model", "small_size", "preprocessing", "similarity", "sha256"}
+_FIELDS = {"model", "image_size", "small_size", "patch_size", "dim", "preprocessing", "similarity", "sha256"}
 _NOISE = 0.1
 """Scale of the noisy views that are compared beside the photos: a defence encodes mostly noisy views."""
 
@@ -47,47 +45,44 @@ Graph = Callable[[np.ndarray], np.ndarray]
 """Pixels ``[B, 3, S, S]`` to unit features ``[B, D]``, both fp32."""
 
 
+class GraphTower(nn.Module):
+    """Graphs by image size; what they compute includes the normalisation and the scaling to unit length."""
+
+    def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], name: str) -> None:
+        super().__init__()
+        self.graphs, self.record, self.name = graphs, record, name
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Unit features of pixels ``[B, 3, S, S]`` in [0, 1]; raises where gradients are asked for."""
+        if torch.is_grad_enabled() and pixels.requires_grad:
+            raise ReactClipError(
+                f"{self.name!r} runs outside PyTorch and gives no gradients; load {self.record['model']!r}, which it "
+                "was exported from, or use what needs none (ReACT and its relatives; attacks.Square)"
+            )
+        array = pixels.detach().float().cpu().contiguous().numpy()
+        return torch.from_numpy(self.graphs[pixels.shape[-1]](array)).to(pixels.device)
+
+    def extra_repr(self) -> str:
+        """The digests of the graphs."""
+        return str(sorted(self.record["sha256"].items()))
+
+
 class ExportedEncoder(Encoder):
-    """Graphs by image size in ONNX Runtime; features leave them with unit length."""
+    """An encoder whose tower is a graph for each size."""
+
+    tower: GraphTower
 
     def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str) -> None:
-        sizes = {key: record[key] for key in _SIZES}
+        sizes = {key: record[key] for key in ("image_size", "dim", "patch_size")}
         how = Preprocessing(**record["preprocessing"]), functional.Similarity(**record["similarity"])
-        super().__init__(nn.Identity(), name=name, preprocessing=how[0], similarity=how[1], **sizes)
+        tower = GraphTower(graphs, record, name)
+        no_normalisation: Any = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+        super().__init__(tower, name=name, preprocessing=how[0], similarity=how[1], **no_normalisation, **sizes)
         self.weights = record["model"]
-        self._graphs_by_size = graphs
-        self._identity = str(sorted(record["sha256"].items()))
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU, on which the graphs run."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32."""
-        return torch.float32
-
-    def _features(self, *views: Tensor) -> list[Tensor]:
-        if torch.is_grad_enabled() and any(view.requires_grad for view in views):
-            raise ReactClipError(
-                f"{self.name!r} runs outside PyTorch and gives no gradients; load {self.weights!r}, which it was "
-                "exported from, or use what needs none (ReACT and its relatives; attacks.Square)"
-            )
-        arrays = [(view.shape[-1], view.detach().float().cpu().contiguous().numpy()) for view in views]
-        return [torch.from_numpy(self._graphs_by_size[size](array)) for size, array in arrays]
 
     def takes(self, size: int) -> bool:
         """True if there is a graph for images of this side."""
-        return size in self._graphs_by_size
-
-    def accelerate(self) -> Self:
-        """Nothing to do: the runtime has compiled the graphs."""
-        return self
-
-    def fingerprint(self) -> str:
-        """Short identity of the graphs, for cache keys."""
-        return hashlib.sha256(self._identity.encode()).hexdigest()[:16]
+        return size in self.tower.graphs
 
 
 # ---------------------------------------------------------------------- loading
@@ -131,12 +126,7 @@ def open_graph(path: Path) -> Graph:
     runtime = require("onnxruntime", "an exported tower", extra="export")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the runtime has its own errors
-        raise ReactClipError(
-            f"onnxruntime {runtime.__version__} cannot open {path} ({first_line(error)}); export the tower again"
-        ) from error
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda pixels: np.asarray(session.run(None, {"pixels": pixels})[0])
 
 
@@ -242,17 +232,12 @@ def _write_graph(encoder: Encoder, path: Path, size: int) -> None:
 def _record(encoder: Encoder) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "format": "onnx",
         "model": encoder.weights,
         "fingerprint": encoder.fingerprint(),
         "image_size": encoder.image_size,
         "patch_size": encoder.patch_size,
         "small_size": encoder.size_near(SMALL_FRACTION),
         "dim": encoder.dim,
-        "pixels": f"float32 RGB [batch, 3, {encoder.image_size}, {encoder.image_size}] in [0, 1]",
         "preprocessing": asdict(encoder.preprocessing),
-        "mean": encoder.mean.flatten().tolist(),
-        "std": encoder.std.flatten().tolist(),
-        "normalisation": "inside the graph",
         "similarity": asdict(encoder.similarity),
     }

