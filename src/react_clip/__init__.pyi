@@ -3,7 +3,6 @@ from . import data as data
 from . import defenses as defenses
 from . import integrations as integrations
 from . import scale as scale
-from .bank import LabelBank as LabelBank
 from .calibration import Calibration as Calibration
 from .calibration import calibrate as calibrate
 from .defenses import Defended as Defended
