@@ -75,15 +75,6 @@ def test_constructor_arguments_of_every_pipeline_work(encoder: rc.Encoder, photo
     assert_same([pipe(photos[0], candidate_labels=["dog", "dog"])], [[{"score": 0.5, "label": "dog"}] * 2])
 
 
-def test_a_model_without_its_own_processor_gets_that_of_clip(tiny_folder: Path, encoder: rc.Encoder) -> None:
-    ours = rc.integrations.zero_shot_pipeline(tiny_folder, CLOSED).image_processor
-    theirs = rc.integrations.zero_shot_pipeline(encoder, CLOSED).image_processor
-    ours, theirs = ours.to_dict(), theirs.to_dict()
-    for values in ("image_mean", "image_std"):
-        assert ours.pop(values) == pytest.approx(theirs.pop(values))
-    assert ours == theirs
-
-
 def test_any_encoder_can_be_in_a_pipeline(open_clip_name: str, photos: list[Path]) -> None:
     encoder = rc.load(open_clip_name, device="cpu")
     pipe = rc.integrations.zero_shot_pipeline(encoder, CLOSED)

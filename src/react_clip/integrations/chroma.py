@@ -75,14 +75,6 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
         """The function that a stored collection was made with."""
         return _build(json.dumps(config, sort_keys=True))
 
-    def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
-        """Raise if the model changes: its vectors cannot be compared with the stored ones."""
-        if old_config.get("model") != new_config.get("model"):
-            raise ReactClipError(
-                f"the collection holds vectors of {old_config.get('model')!r}, not of {new_config.get('model')!r}; "
-                "make a new collection"
-            )
-
     def is_legacy(self) -> bool:
         """False; Chroma's own check would load the model a second time."""
         return False

@@ -61,11 +61,6 @@ class DefendedOpenCLIP(nn.Module):
         """Logarithm of the model's inverse temperature."""
         return self._model.logit_scale  # type: ignore[no-any-return]
 
-    @property
-    def logit_bias(self) -> Tensor | None:
-        """The model's bias, if it has one."""
-        return getattr(self._model, "logit_bias", None)
-
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
         """Defended features of what open_clip's ``preprocess`` returns.
 
@@ -82,12 +77,6 @@ class DefendedOpenCLIP(nn.Module):
         features: Tensor = self._model.encode_text(text, normalize=normalize)
         return features
 
-    def get_logits(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of images over texts, and their transpose."""
-        logits = self.logit_scale.exp() * self.encode_image(image, True) @ self.encode_text(text, True).T
-        logits = logits if self.logit_bias is None else logits + self.logit_bias
-        return logits, logits.T
-
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
         """Unit features of images and texts and the scale, as the model returns them: a tuple, or a dictionary."""
         outputs = {
@@ -95,8 +84,8 @@ class DefendedOpenCLIP(nn.Module):
             "text_features": None if text is None else self.encode_text(text, normalize=True),
             "logit_scale": self.logit_scale.exp(),
         }
-        if self.logit_bias is not None:
-            outputs["logit_bias"] = self.logit_bias
+        if (bias := getattr(self._model, "logit_bias", None)) is not None:
+            outputs["logit_bias"] = bias
         return outputs if getattr(self._model, "output_dict", False) else tuple(outputs.values())
 
 
