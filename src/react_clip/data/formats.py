@@ -42,11 +42,9 @@ def build_dataset(
 
     ``own_names`` is the source's class list, empty where it has none.
     """
-    if spec is None:
-        folders = tuple(own_names) or _labels_in_use(rows)
-        names, templates = readable_names(folders), DEFAULT_TEMPLATES
-    else:
-        folders, names, templates = spec.folders, spec.class_names, spec.templates
+    folders = (tuple(own_names) or _labels_in_use(rows)) if spec is None else spec.folders
+    names = readable_names(folders) if spec is None else spec.class_names
+    templates = DEFAULT_TEMPLATES if spec is None else spec.templates
     index = ClassIndex(folders, names)
     numbers = _own_numbers(own_names, names, index, name)
     photos = []

@@ -91,7 +91,9 @@ def defend_dataset(
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)
-        items = [{"file": file, "done": [*done.get(file, ())]} for file in files if file not in done.get(file, ())]
+        items: list[dict[str, Any]] = [
+            {"file": file, "done": [*done.get(file, ())]} for file in files if file not in done.get(file, ())
+        ]
         if engine == "local":
             rows = itertools.chain.from_iterable(read_images(each["file"], column, each["done"]) for each in items)
             _run_locally(rows, Defender(clf, guard, seed, top), output, batch, progress)
