@@ -131,9 +131,9 @@ def test_a_failed_write_keeps_both_old_files(
 @pytest.mark.parametrize(
     ("options", "guard", "line"),
     [
-        ([], rc.SecondLook(), "the defence is SecondLook; --defense react gives the paper's"),
-        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16"), "the defence is ReACT; --defense second_look"),
-        (["--config", "paper"], rc.ReACT(), "the defence is ReACT; --defense second_look gives ours"),
+        ([], rc.SecondLook(), "the defence is SecondLook"),
+        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16"), "the defence is ReACT"),
+        (["--config", "paper"], rc.ReACT(), "the defence is ReACT"),
         (["--config", "mine.json"], rc.SecondLook(threshold=0), "the defence is SecondLook"),
     ],
 )
@@ -316,8 +316,6 @@ QUICK = {
     "calibrate empty --defense react --mapping cubic": "--mapping: invalid choice: 'cubic'",
     "report nowhere": "nowhere does not exist",
     "report empty --images -1": "--images: '-1': Input should be greater than or equal to 0",
-    "rank nowhere": "nowhere does not exist",
-    "rank nowhere.py:Mine": "nowhere.py does not exist",
     "rank empty --out z.xlsx": "--out: 'z.xlsx' must end in one of .html, .csv, .md",
     "bench empty --attacked 1.5": "--attacked: '1.5': Input should be less than or equal to 1",
     "finetune magic folder:empty --out f --quiet": "method 'magic' does not exist; choose one of clip-ft, fare",
@@ -375,9 +373,9 @@ for line in sys.stdin.read().splitlines():
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
         ("classify --labels cat", "with some hundred clean photos give --calibrate-on PHOTOS"),
         ("classify --labels cat --calibrate-on .", "3 photos are too few to calibrate on"),
-        ("classify", "needs names; give --labels"),
         ("classify --labels cat --dtype fp8", "choose one of fp32, bf16, fp16, auto"),
         ("attack --labels cat --out adv --attack magic", "attack 'magic' does not exist"),
+        ("rank nowhere.py:Mine", "nowhere.py does not exist"),
         ("bench --defenses magic", "defence 'magic' does not exist"),
     ],
 )
@@ -386,23 +384,13 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(photos)
     name, *words = shlex.split(line)
-    code, out, err = run(name, "photo0.png", *words, "--model", tiny_folder, "--quiet")
+    photo = ["photo0.png", "--model", tiny_folder] if name != "rank" else []
+    code, out, err = run(name, *photo, *words, "--quiet")
     assert code == 2
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
     assert not Path("adv").exists()
-
-
-def test_a_photo_that_is_too_large_is_refused_before_the_model_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("react_clip.encoders.load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
-    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
-    for command in (["classify"], ["demo", "--out", tmp_path / "page"]):
-        code, _, err = run(*command, tmp_path / "large.png", "--labels", "cat, dog", "--quiet")
-        assert code == 2
-        assert "81,000,000 pixels; the limit is 64,000,000" in err
 
 
 def test_help_lists_what_is_registered() -> None:

@@ -119,24 +119,20 @@ def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClas
 
     if args.photos is not None:
         return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
-    return ZeroShotClassifier(encoder, _class_names(args, encoder), templates=args.template)
+    return ZeroShotClassifier(encoder, _class_names(args), templates=args.template)
 
 
-def _class_names(args: argparse.Namespace, encoder: Encoder) -> list[str]:
-    from react_clip.label_table import LabelTable
-
+def _class_names(args: argparse.Namespace) -> list[str]:
     if args.labels is not None:
         # A trailing comma is common and does not mean a blank label.
         return str(args.labels).rstrip().removesuffix(",").split(",")
-    if args.labels_file is not None:
-        names = [line for line in read_text(args.labels_file).splitlines() if line.strip()]
-        if not names:
-            raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
-        return names
-    table = LabelTable.load()
-    if encoder.weights.partition("+")[0] != table.encoder:
-        raise ReactClipError(f"{encoder.name!r} needs names; give --labels 'cat, dog', --labels-file or --photos")
-    return list(table.vocabulary())
+    if args.labels_file is None:
+        from react_clip.label_table import LabelTable
+
+        return list(LabelTable.load().vocabulary())
+    if not (names := [line for line in read_text(args.labels_file).splitlines() if line.strip()]):
+        raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
+    return names
 
 
 def build_guard(args: argparse.Namespace, encoder: Encoder) -> Defense:
@@ -186,9 +182,8 @@ def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Def
 
 
 def defense_line(guard: Defense) -> str:
-    """One line for people: which defence is on, and how to get the other."""
-    others = {"second_look": "; --defense react gives the paper's", "react": "; --defense second_look gives ours"}
-    return f"the defence is {type(guard).label}{others.get(guard.kind, '')}"
+    """One line for people: which defence is on."""
+    return f"the defence is {type(guard).label}; --defense or --config gives another"
 
 
 # ---------------------------------------------------------------------- labelled photos

@@ -42,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
     results: list[PhotoResult] = []
     with common.progress(args, "attack step", args.steps * len(files), "loading the model") as bar:
         from react_clip import encoders
-        from react_clip.preprocess import check_file
         from react_clip.report.demo_page import PhotoResult, write_demo
 
-        for path in files:
-            check_file(path)
         if args.model == options.DEFAULT_MODEL:
             encoders.pull(args.model, say=bar.set_description)
         encoder = encoders.load(args.model, device=args.device, dtype=args.dtype)

@@ -37,9 +37,7 @@ def bundled_photos() -> list[Path]:
     for package, names in _BUNDLED.items():
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ReactClipError(
-                f"the bundled photos come with {package}, of the extra `demo`; install it or give others"
-            )
+            raise ReactClipError(f"the bundled photos come with {package}, of the extra `demo`; give others")
         photos += [Path(spec.submodule_search_locations[0]) / name for name in names]
     return [path for path in photos if path.is_file()]
 
@@ -48,15 +46,10 @@ def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
     files: list[Path] = []
     for path in inputs:
-        if path.is_dir():
-            photos = sorted(p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES)
-            if not photos:
-                raise ReactClipError(
-                    f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files"
-                )
-            files += photos
-        else:
-            files.append(options.existing(str(path)))
+        found = [path] if not path.is_dir() else [p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES]
+        if not found:
+            raise ReactClipError(f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files")
+        files += sorted(found)
     return files
 
 
@@ -68,10 +61,6 @@ class PhotoReader:
 
     def __init__(self, photos: Sequence[Path], args: argparse.Namespace) -> None:
         self.files = expand_inputs(photos or bundled_photos())
-        if len(self.files) == 1:
-            from react_clip.preprocess import check_file
-
-            check_file(self.files[0])  # a photo that cannot be used is refused before the model is loaded
         self.failed: list[dict[str, str]] = []
         self.bar: tqdm[Any]
         self._args = args

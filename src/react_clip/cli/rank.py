@@ -30,13 +30,8 @@ _FORMATS = (".html", ".csv", ".md")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "what",
-        nargs="+",
-        type=_run_or_defense,
-        metavar="RUN_DIR or FILE.py:CLASS",
-        help="folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank",
-    )
+    what = "folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank"
+    parser.add_argument("what", nargs="+", metavar="RUN_DIR or FILE.py:CLASS", help=what)
     out = "the ranking as a page (.html) or as a table (.csv, .md) (%(default)s)"
     parser.add_argument("--out", type=_output, default=Path("ranking.html"), help=out)
     parser.add_argument(
@@ -57,22 +52,9 @@ def _output(text: str) -> Path:
     return Path(text)
 
 
-def _run_or_defense(text: str) -> str:
-    """The folder of a run, ``FILE.py:CLASS`` or ``module:CLASS``."""
-    if not _is_defense(text):
-        options.existing(text)
-    elif (file := text.rpartition(":")[0]).endswith(".py"):
-        options.existing(file)
-    return text
-
-
-def _is_defense(text: str) -> bool:
-    return ":" in text and not Path(text).is_dir()
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure the defence if one is given, then write the page or table and print the table."""
-    own = [text for text in args.what if _is_defense(text)]
+    own = [text for text in args.what if ":" in text and not Path(text).is_dir()]
     if own and len(args.what) > 1:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
     require("pandas", "the ranking", extra="eval")
@@ -147,7 +129,7 @@ def load_defense(reference: str) -> Defense:
 
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
-        sys.path.insert(0, str(Path(place).resolve().parent))
+        sys.path.insert(0, str(options.existing(place).resolve().parent))
         place = Path(place).stem
     with _errors_of(f"{reference} cannot be loaded"):
         return defenses.from_dict(f"{place}:{name}")
