@@ -321,7 +321,6 @@ QUICK = {
     "finetune magic folder:empty --out f --quiet": "method 'magic' does not exist; choose one of clip-ft, fare",
     "export clip-vit-b-16 --out f --tolerance 0": "--tolerance: '0': Input should be greater than 0",
     "export clip-vit-b-16 --out .": ". is there already; remove it, or choose another --out",
-    "serve --labels-file nowhere.txt": "nowhere.txt",
 }
 """Command lines that import nothing heavy, and what they print to stderr; help and the version print nothing there."""
 
