@@ -15,8 +15,6 @@ from react_clip.environment import versions
 from react_clip.evaluation import Recipe
 from react_clip.scale.cluster import connected, require_versions, resources
 from react_clip.scale.evaluation import _Worker
-from react_clip.scale.serving import check_room
-from react_clip.serve.settings import Settings
 
 
 def cluster_of(*nodes: dict[str, float]) -> Any:
@@ -54,12 +52,3 @@ def test_what_cannot_work_is_one_line(tmp_path: Path) -> None:
     recipe = Recipe.from_dict({"title": "Tiny", "model": "tiny", "datasets": ["toys"], "defenses": ["react"]})
     with pytest.raises(rc.ReactClipError, match=rf"does not see {tmp_path}; put --out where all nodes see it"):
         _Worker(recipe, tmp_path, {}, versions())
-
-
-def test_replicas_must_fit_this_machine() -> None:
-    small = {"CPU": 2.0}
-    check_room(Settings(engine="ray", workers=2), small)
-    with pytest.raises(rc.ReactClipError, match=r"--workers is 3 with num_cpus=1 each, and this machine has 2; use"):
-        check_room(Settings(engine="ray", workers=3), small)
-    with pytest.raises(rc.ReactClipError, match=r"num_gpus=1 each, and this machine has 0; .*--device cpu"):
-        check_room(Settings(engine="ray", device="cuda"), small)

@@ -81,7 +81,7 @@ def application(flags: dict[str, Any]) -> Any:
     from react_clip.serve.settings import read_secrets, read_settings
 
     settings = read_settings({"engine": "ray", **flags})
-    return deployed(partial(build_app, settings, read_secrets(settings)), settings, has_gpus=True)
+    return deployed(partial(build_app, settings, read_secrets(settings)), settings, gpus=1)
 
 
 def build_app(settings: Settings, secrets: Secrets) -> FastAPI:

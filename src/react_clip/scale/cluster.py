@@ -26,8 +26,10 @@ _SETTINGS = {
 
 
 @contextmanager
-def connected(address: str | None = None) -> Iterator[Any]:
+def connected(address: str | None = None, num_cpus: int | None = None) -> Iterator[Any]:
     """Connect to the cluster at ``address`` (``host:port`` or ``auto``), or start one here; yields the ``ray`` module.
+
+    A cluster that is started here has ``num_cpus`` processors to give away, by default those of this machine.
 
     A session that is already connected is used and left open.
     """
@@ -40,9 +42,11 @@ def connected(address: str | None = None) -> Iterator[Any]:
         return
     if address not in (None, "auto"):
         _check_address(address)
-    where = {"address": "local", "include_dashboard": False} if address is None else {"address": address}
+    here = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
     try:
-        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            **(here if address is None else {"address": address}), log_to_driver=False, logging_level=logging.ERROR
+        )
     except Exception as error:  # Ray raises a bare Exception when a node is late
         raise ReactClipError(f"no Ray cluster could be used: {first_line(error)}; try again") from None
     try:

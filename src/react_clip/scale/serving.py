@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,11 @@ NAME = "react-clip"
 """Name of the Ray Serve application."""
 
 
-def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: bool) -> Any:
-    """The Ray Serve application; ``build`` makes the app, with its model, in the process of each replica."""
+def application(build: Callable[[], FastAPI], settings: Settings, *, gpus: float) -> Any:
+    """The Ray Serve application; ``build`` makes the app, with its model, in the process of each replica.
+
+    ``gpus`` is the number of GPUs for each replica, unless ``--device`` is cpu.
+    """
     serve = require("ray.serve", "serving on a cluster", extra="scale")
     directory, driver = Path.cwd(), versions()
 
@@ -36,10 +39,11 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
             os.chdir(directory)  # flags may name files relative to it
         return build()
 
+    on_cpu = (settings.device or "").startswith("cpu")
     deployment = serve.deployment(
         name="replica",
         num_replicas=settings.workers,
-        ray_actor_options=resources(settings, has_gpus),
+        ray_actor_options={"num_cpus": max(1, settings.threads), "num_gpus": 0 if on_cpu else gpus},
         # The app batches and refuses requests itself; Ray's default limit of a few requests would starve it.
         max_ongoing_requests=settings.queue,
         max_queued_requests=settings.queue,
@@ -47,12 +51,6 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, has_gpus: b
         health_check_period_s=2.0,  # until a dead replica is replaced; requests avoid it at once
     )
     return deployment(serve.ingress(build_in_replica)()).bind()
-
-
-def resources(settings: Settings, has_gpus: bool) -> dict[str, int]:
-    """Ray resources of a replica: one GPU where the cluster has GPUs, unless ``device`` says otherwise."""
-    on_gpu = has_gpus if settings.device is None else not settings.device.startswith("cpu")
-    return {"num_cpus": max(1, settings.threads), "num_gpus": int(on_gpu)}
 
 
 def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce: Callable[[str], None]) -> None:
@@ -63,11 +61,9 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
     address = os.environ.get("RAY_ADDRESS")
     with open_socket(settings) as listener:  # a port in use is reported before a model is loaded
         port, url = listener.getsockname()[1], url_of(listener)
-    with connected(address) as ray:
-        available = ray.cluster_resources()
-        has_gpus = available.get("GPU", 0) > 0
-        if address is None:
-            check_room(settings, available)
+    # More replicas than cores share them.
+    cores = max(os.cpu_count() or 1, settings.workers * max(1, settings.threads))
+    with connected(address, num_cpus=cores) as ray:
         serve = require("ray.serve", "serving on a cluster", extra="scale")
         if serve.status().proxies:
             raise ReactClipError("Ray Serve runs on this cluster already; stop it with `serve shutdown`")
@@ -80,7 +76,8 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
                 # Ray's access log would contain paths; the service writes its own log.
                 logging_config={"enable_access_log": False, "log_level": "WARNING"},
             )
-            serve.run(application(build, settings, has_gpus=has_gpus), name=NAME, route_prefix="/")
+            gpus = min(1.0, ray.cluster_resources().get("GPU", 0) / settings.workers)
+            serve.run(application(build, settings, gpus=gpus), name=NAME, route_prefix="/")
             announce(url)
             stopped = threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,14 +88,3 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
             raise ReactClipError(worker_message(error, "no replica could be started")) from None
         finally:
             serve.shutdown()
-
-
-def check_room(settings: Settings, available: Mapping[str, float]) -> None:
-    """Raise if this machine has too few processors; Ray would wait for more."""
-    for kind, each in resources(settings, available.get("GPU", 0) > 0).items():
-        there = int(available.get({"num_cpus": "CPU", "num_gpus": "GPU"}[kind], 0))
-        if settings.workers * each > there:
-            raise ReactClipError(
-                f"--workers is {settings.workers} with {kind}={each} each, and this machine has {there}; use fewer, "
-                "fewer --threads, --device cpu, or set RAY_ADDRESS to a cluster"
-            )
