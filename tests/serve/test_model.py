@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_client import LABELS, SECOND_LOOK, SECRET
+from serve_client import LABELS, SECOND_LOOK
 
 import react_clip as rc
 from react_clip.serve.client import ModelClient
@@ -30,7 +30,7 @@ class Held:
         values = {"queue": 32, "batch": 4, "deadline": 60.0, "max_labels": 200, **fields}
         self.settings = Settings.model_validate(values)
         preset = rc.ZeroShotClassifier(encoder, LABELS)
-        self.model = Model(encoder, SECOND_LOOK, preset, self.settings, SECRET.encode())
+        self.model = Model(encoder, SECOND_LOOK, preset, self.settings)
         self.free, self.batches, self.prompts = threading.Event(), list[int](), list[int]()
         self.address = f"inproc://held-{id(self)}"
         run, encode_text, self.fails = self.model._run, encoder.encode_text, False
@@ -100,7 +100,7 @@ def test_the_queue_takes_a_request_whole_or_not_at_all(hold: Any) -> None:
         await asyncio.sleep(0.05)
         assert client.refusal(1) is not None
         held.free.set()
-        assert [len((await task)[0]) for task in tasks] == [16, 12, 4]
+        assert [len(await task) for task in tasks] == [16, 12, 4]
         assert max(held.batches) == 4, "no batch has more than --batch images"
 
     held.check(check)
@@ -160,7 +160,7 @@ def test_label_lists_are_computed_once(hold: Any) -> None:
     async def check(client: ModelClient) -> None:
         names = ["a boat", "a zebra"]
         await asyncio.gather(*(ask(client, 1, names) for _ in range(3)))
-        answers, _ = await ask(client, 1, names)
+        answers = await ask(client, 1, names)
         assert len(answers[0].probs) == 2
         assert held.prompts == [2]
 
@@ -184,7 +184,7 @@ def test_a_model_that_hangs_is_not_ready_and_refuses(hold: Any) -> None:
         held.free.set()
         while client.refusal(16) is not None:
             await asyncio.sleep(0.05)
-        assert len((await ask(client))[0]) == 1
+        assert len(await ask(client)) == 1
 
     held.check(check)
 
@@ -214,7 +214,7 @@ def test_a_batch_that_fails_ends_its_requests_only(hold: Any) -> None:
         with pytest.raises(RequestError, match="could not answer"):
             await ask(client, 6)
         held.fails = False
-        assert len((await ask(client, 6))[0]) == 6
+        assert len(await ask(client, 6)) == 6
         assert client.refusal(16) is None
 
     held.check(check)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = "store_true" if setting.annotation is bool else "append" if name == "template" else "store"
         text = f"{setting.description}{default} [${variable(name)}]".replace("%", "%%")
         parser.add_argument(flag(name), action=action, default=argparse.SUPPRESS, help=text)
-    for name in DROPPED.keys() - {"json", "quiet"}:
+    for name in DROPPED:
         parser.add_argument(flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -68,7 +68,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from the flags that were given and from the environment."""
     from react_clip.serve.settings import DROPPED, Settings, read_settings
 
-    names = Settings.model_fields.keys() | (DROPPED.keys() - {"json", "quiet"})
+    names = Settings.model_fields.keys() | DROPPED.keys()
     return read_settings({name: value for name, value in vars(args).items() if name in names})
 
 
@@ -88,10 +88,10 @@ def build_app(settings: Settings, secrets: Secrets) -> FastAPI:
     """The application with its model, for servers other than ours, such as a replica of Ray Serve."""
     from react_clip.serve.app import create_app
 
-    return create_app(settings, secrets, model=load_model(settings, secrets))
+    return create_app(settings, secrets, model=load_model(settings))
 
 
-def load_model(settings: Settings, secrets: Secrets) -> Model:
+def load_model(settings: Settings) -> Model:
     """Load the encoder, its defence and the classes of requests without labels."""
     from react_clip.serve.model import Model
 
@@ -101,7 +101,7 @@ def load_model(settings: Settings, secrets: Secrets) -> Model:
     preset = build_classifier(args, encoder)
     defense = build_guard(args, encoder)
     notice(args, defense_line(defense))
-    return Model(encoder, defense, preset, settings, secrets.noise, demo_attack if settings.demo else None)
+    return Model(encoder, defense, preset, settings, demo_attack if settings.demo else None)
 
 
 def demo_attack(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import threading
 import time
 import uuid
@@ -14,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.responses import FileResponse, RedirectResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
@@ -22,14 +20,12 @@ from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from torch import Tensor
 
 from react_clip.environment import __version__
-from react_clip.preprocess import data_uri, to_image
 from react_clip.serve import openapi, requests, responses
-from react_clip.serve.client import Answer, ModelClient
+from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
-from react_clip.serve.limits import DEMO_PATH, RequestLimits
+from react_clip.serve.limits import RequestLimits
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.settings import GRACE, Secrets, Settings, allowed_hosts, digest
 
@@ -43,9 +39,6 @@ _POLICY = (
 )
 """Content-Security-Policy of the page: scripts and styles of this server only, and none inside the HTML."""
 
-_DRAWN = 127.0 / 255.0
-"""Largest change in the picture of a perturbation, around grey."""
-
 
 class Service:
     """Shared by all requests of a process."""
@@ -54,10 +47,8 @@ class Service:
         self.settings, self.secrets, self.client, self.metrics = settings, secrets, client, metrics
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
         self.started = int(time.time())
-        self.stopping = False
         self.handling = 0
         """Requests being handled."""
-        self.attack_progress = responses.AttackProgress()
 
 
 def service_of(request: Request) -> Service:
@@ -118,25 +109,19 @@ async def check_caller(
 
 _KEYED = [Security(check_caller)]
 api = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
-demo = APIRouter(dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
 about = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(400, 401, 503))
 state = APIRouter(responses=openapi.errors(400, 503))
 site = APIRouter(include_in_schema=False)
 
 ClassifyBody = Annotated[requests.Asked[requests.ClassifyRequest], Depends(read(requests.ClassifyRequest))]
 EmbedBody = Annotated[requests.Asked[requests.EmbedRequest], Depends(read(requests.EmbedRequest))]
-AttackBody = Annotated[requests.Asked[requests.AttackRequest], Depends(read(requests.AttackRequest))]
 
 
-@api.post(
-    "/classify",
-    openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3),
-    responses=openapi.example(openapi.CLASSIFIED),
-)
+@api.post("/classify", openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3))
 async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
     """Classify photos, defended."""
     client, body = request.app.state.service.client, asked.body
-    answers, _ = await client.submit(asked.pixels, asked.keys, asked.label_list)
+    answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
     results = []
     for index, answer in enumerate(answers):
         best = responses.top(asked.labels, answer.probs, body.top_k)
@@ -153,15 +138,11 @@ async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyR
     return responses.ClassifyResponse(model=client.info.model, results=results)
 
 
-@api.post(
-    "/embed",
-    openapi_extra=openapi.request_body(requests.EmbedRequest, encoding_format="float"),
-    responses=openapi.example(openapi.EMBEDDED),
-)
+@api.post("/embed", openapi_extra=openapi.request_body(requests.EmbedRequest, encoding_format="float"))
 async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
     client, body = service_of(request).client, asked.body
-    answers, _ = await client.submit(asked.pixels, asked.keys, asked.label_list)
+    answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
     data = [
         responses.Embedding(
             index=index,
@@ -172,50 +153,6 @@ async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
         for index, answer in enumerate(answers)
     ]
     return responses.EmbedResponse(data=data, model=client.info.model, usage=responses.Usage(images=len(data)))
-
-
-@demo.post(DEMO_PATH, openapi_extra=openapi.request_body(requests.AttackRequest, eps=4))
-async def attack(request: Request, asked: AttackBody) -> responses.AttackResponse:
-    """Attack a photo and compare the answers of plain and defended CLIP; delays all other requests."""
-    service = service_of(request)
-    body, labels, pixels, eps = asked.body, asked.labels, asked.pixels, asked.body.eps / 255
-
-    def advance(done: int, steps: int) -> None:
-        service.attack_progress = responses.AttackProgress(done=done, steps=steps)
-
-    try:
-        (clean, after), [changed] = await service.client.submit(
-            pixels, asked.keys, asked.label_list, eps=eps, progress=advance
-        )
-    finally:
-        service.attack_progress = responses.AttackProgress()
-    attacked = torch.frombuffer(bytearray(changed), dtype=torch.uint8).view(pixels.shape)[0] / 255
-    original, scale = pixels[0] / 255, _DRAWN / eps if eps else 1.0
-
-    def compare(shown: Tensor, answer: Answer) -> responses.Comparison:
-        defended, plain = answer.probs.chunk(2)
-        return responses.Comparison(
-            image=data_uri(to_image(shown)),
-            plain=responses.top(labels, plain, body.top_k),
-            defended=responses.top(labels, defended, body.top_k),
-            diagnostics=responses.Diagnostics.of(answer.numbers),
-        )
-
-    return responses.AttackResponse(
-        model=service.client.info.model,
-        eps=body.eps,
-        attacked_label=labels[int(clean.probs.chunk(2)[1].argmax())],
-        clean=compare(original, clean),
-        attacked=compare(attacked, after),
-        perturbation=data_uri(to_image(0.5 + scale * (attacked - original))),
-        amplification=scale,
-    )
-
-
-@demo.get("/v1/demo/progress")
-async def progress(request: Request) -> responses.AttackProgress:
-    """Steps of the attack that runs now."""
-    return service_of(request).attack_progress
 
 
 @about.get("/info")
@@ -270,14 +207,8 @@ async def page() -> FileResponse:
     return FileResponse(_STATIC / "page.html", headers={"content-security-policy": _POLICY})
 
 
-def create_app(
-    settings: Settings, secrets: Secrets, *, model: Model | None = None, address: str = "", drain: bool = False
-) -> FastAPI:
-    """The application with a model on a thread of its own, or with one behind the ``address`` of another process.
-
-    With ``drain`` it takes over uvicorn's signal handlers: after SIGTERM, accepted requests are finished first, while
-    new ones get 503.
-    """
+def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = None, address: str = "") -> FastAPI:
+    """The application with a model on a thread of its own, or with one behind the ``address`` of another process."""
     address = address or f"inproc://model-{uuid.uuid4()}"
     client = ModelClient(address, settings)
     service = Service(settings, secrets, client, model.metrics if model else Metrics(shared=True))
@@ -291,9 +222,6 @@ def create_app(
         # Objects that live as long as the process need not be looked at again by the garbage collector.
         gc.collect()
         gc.freeze()
-        if drain:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                _drain_on(number, service)
         yield
         gc.unfreeze()
         service.threads.shutdown(wait=False, cancel_futures=True)
@@ -315,22 +243,11 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(settings, secrets), www_redirect=False)
     app.add_middleware(RequestLimits, service=service)
     app.add_exception_handler(HTTPException, answer_http_error)
-    for router in (api, about, state, site, *([demo] if settings.demo else [])):
+    for router in (api, about, state, site):
         app.include_router(router)
+    if model is not None and model.attack is not None:
+        from react_clip.serve.demo import routes
+
+        app.include_router(routes(model, secrets.noise), dependencies=_KEYED)
     app.mount("/static", StaticFiles(directory=_STATIC))
     return app
-
-
-def _drain_on(number: signal.Signals, service: Service) -> None:
-    """Finish accepted requests before uvicorn gets this signal."""
-    loop, stop = asyncio.get_running_loop(), signal.getsignal(number)
-
-    async def drain() -> None:
-        service.stopping = True
-        until = time.monotonic() + GRACE
-        while service.handling and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        if callable(stop):
-            stop(number, None)
-
-    loop.add_signal_handler(number, lambda: setattr(service, "draining", loop.create_task(drain())))

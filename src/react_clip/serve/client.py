@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -30,7 +30,8 @@ _MESSAGES = 64
 """Requests on their way to a model that does not read; later ones are refused."""
 
 
-Progress = Callable[[int, int], None]
+LabelList = tuple[list[str], list[str]]
+"""Names and templates of a request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class Answer:
     feature: Tensor
     """Unit feature ``[D]``."""
     probs: Tensor
-    """Probabilities ``[K]``, or of the demo ``[2 K]``: defended, then plain."""
+    """Probabilities ``[K]``."""
     numbers: dict[str, float]
     """What the defence measured, by name."""
 
@@ -51,7 +52,7 @@ class ModelClient:
     def __init__(self, address: str, settings: Settings) -> None:
         self.settings = settings
         self._address = address
-        self._waiting: dict[int, tuple[asyncio.Future[tuple[list[Answer], list[bytes]]], Progress | None]] = {}
+        self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
         self._numbers = count()
         self._process = self._free = 0
         self._asked = 0
@@ -87,26 +88,17 @@ class ModelClient:
             return "the queue is full; try again soon"
         return None
 
-    async def submit(
-        self,
-        pixels: Tensor,
-        keys: Sequence[int],
-        labels: tuple[Sequence[str], Sequence[str]] | None,
-        *,
-        eps: float | None = None,
-        progress: Progress | None = None,
-    ) -> tuple[list[Answer], list[bytes]]:
-        """Answers for 8-bit pixels ``[N, 3, S, S]``, and the attacked pixels of a demo (``eps``).
+    async def submit(self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None) -> list[Answer]:
+        """Answers for 8-bit pixels ``[N, 3, S, S]``; ``labels`` are names and templates, None for the server's own.
 
-        ``labels`` are names and templates, None for the server's own. Cancelling this frees the places in the queue.
+        Cancelling this frees the places in the queue.
         """
         if (reason := self.refusal(len(keys))) is not None:
             raise busy(reason)
         number = next(self._numbers)
         expires = time.monotonic() + _WAIT_FRACTION * self.settings.deadline
-        message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires, "eps": eps}
-        answer: asyncio.Future[tuple[list[Answer], list[bytes]]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer, progress
+        message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires}
+        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         self._asked += len(keys)
         try:
             # It returns at once; a model that has not read for long is Again.
@@ -140,13 +132,10 @@ class ModelClient:
                 if not self._known.done():
                     self._known.set_result(None)
             else:
-                answer, progress = self._waiting.get(message["id"], (None, None))
+                answer = self._waiting.get(message["id"])
                 if answer is None or answer.done():
                     continue
-                if "progress" in message:
-                    assert progress is not None, "only a demo's attack tells its progress"
-                    progress(*message["progress"])
-                elif "error" in message:
+                if "error" in message:
                     error = message["error"]
                     answer.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
                 else:
@@ -154,8 +143,7 @@ class ModelClient:
                     values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(message["images"], -1)
                     middle, end = values[:, dim : dim + len(columns)].tolist(), dim + len(columns)
                     rows = zip(values, middle, strict=True)
-                    answers = [Answer(row[:dim], row[end:], dict(zip(columns, own))) for row, own in rows]  # noqa: B905
-                    answer.set_result((answers, frames[1:]))
+                    answer.set_result([Answer(row[:dim], row[end:], dict(zip(columns, own))) for row, own in rows])  # noqa: B905
 
     async def _watch(self) -> None:
         """Greet a model that is silent, and give up waiting for a process that has ended."""
@@ -165,7 +153,7 @@ class ModelClient:
                 if self._process and not _lives(self._process):
                     self._heard, self._process = 0.0, 0
                     line = "the model's process has ended and is being replaced; try again soon"
-                    for answer, _ in self._waiting.values():
+                    for answer in self._waiting.values():
                         if not answer.done():
                             answer.set_exception(busy(line, kind="unavailable"))
             if turn % 20 == 0:

@@ -102,11 +102,6 @@ class RequestLimits:
         service.handling += 1
         service.metrics.in_flight.inc()
         try:
-            if service.stopping and scope["path"] != "/healthz":
-                headers = {"retry-after": "1", "connection": "close"}
-                raise RequestError(
-                    503, "the service is stopping; ask another instance", kind="stopping", headers=headers
-                )
             if service.handling > _MOST_REQUESTS and scope["method"] == "POST":
                 raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
             async with clock:

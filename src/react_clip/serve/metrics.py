@@ -42,13 +42,10 @@ class Metrics:
             self._images.labels(branch)
         self._passes = Counter("encoder_passes", "Encoder passes for images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
-        self._batch_lists = Histogram("batch_label_lists", "Label lists in a batch.", buckets=_IMAGES, **options)
         self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
         self.waiting = Gauge("queue_images", "Places of the queue that are taken.", **gauge)
 
-    def count_batch(
-        self, gated: Tensor, suspicious: Tensor, passes: Tensor, *, label_lists: int, seconds: float
-    ) -> None:
+    def count_batch(self, gated: Tensor, suspicious: Tensor, passes: Tensor, seconds: float) -> None:
         """Count a finished batch; tensors have one value per image."""
         corrected, changed = int(suspicious.sum()), int(gated.sum())
         counts = {"keep": len(gated) - changed, "blend": changed - corrected, "correct": corrected}
@@ -56,7 +53,6 @@ class Metrics:
             self._images.labels(branch).inc(images)
         self._passes.inc(float(passes.sum()))
         self._batch_images.observe(len(gated))
-        self._batch_lists.observe(label_lists)
         self._batch_seconds.observe(seconds)
 
     def text(self) -> bytes:

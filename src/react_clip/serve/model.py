@@ -21,7 +21,6 @@ import torch
 import zmq
 from torch import Tensor
 
-from react_clip import noise
 from react_clip.defenses.base import Defended, Defense
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
@@ -54,10 +53,6 @@ LabelList = tuple[tuple[str, ...], tuple[str, ...]]
 """Names and templates of a request."""
 
 
-class AbandonedError(Exception):
-    """The caller of a demo attack is gone."""
-
-
 @dataclass(eq=False)
 class _Ask:
     """One request: its images, and the rows of their answers."""
@@ -69,8 +64,6 @@ class _Ask:
     keys: list[int]
     expires: float
     """Time (monotonic) at which images that still wait are dropped."""
-    eps: float | None = None
-    """Strength of a demo attack."""
     classes: ZeroShotClassifier | None = None
     rows: dict[int, Tensor] = field(default_factory=dict)
 
@@ -109,16 +102,14 @@ class Model:
         defense: Defense,
         preset: ZeroShotClassifier,
         settings: Settings,
-        secret: bytes,
         attack: DemoAttack | None = None,
     ) -> None:
         self.encoder, self.defense, self.preset, self.settings = encoder, defense, preset, settings
+        self.attack = attack
         self.metrics = Metrics(shared=settings.workers > 1)
-        self._secret, self._attack = secret, attack
         self._on_gpu = encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
         self._images: deque[tuple[_Ask, int]] = deque()
-        self._attacks: deque[_Ask] = deque()
         self._new: dict[LabelList, _NewLabels] = {}
         self._known: OrderedDict[LabelList, ZeroShotClassifier] = OrderedDict()
         self._computing: _Batch | None = None
@@ -140,7 +131,7 @@ class Model:
                 on_turn()
 
     def _turn(self) -> None:
-        self._receive(0.0 if self._images or self._attacks or self._new or self._computing else BEAT)
+        self._receive(0.0 if self._images or self._new or self._computing else BEAT)
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
         if self._images and (not self._computing or len(self._images) >= self._batch_limit):
             earlier, self._computing = self._computing, self._start(self._next_images())
@@ -152,8 +143,6 @@ class Model:
             self._finish(earlier)
         if self._new:
             self._encode_prompts()
-        if self._attacks:
-            self._demonstrate(self._attacks.popleft())
         self._tell()
 
     # ------------------------------------------------------------------ requests
@@ -161,7 +150,7 @@ class Model:
     @property
     def free_slots(self) -> int:
         """Images that still fit into the queue."""
-        waiting = len(self._images) + len(self._attacks) + sum(new.slots for new in self._new.values())
+        waiting = len(self._images) + sum(new.slots for new in self._new.values())
         return self.settings.queue - waiting
 
     def _receive(self, timeout: float) -> None:
@@ -184,7 +173,7 @@ class Model:
     def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
         size, keys = self.encoder.image_size, message["keys"]
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(len(keys), 3, size, size)
-        ask = _Ask(caller, message["id"], images, keys, message["expires"], message.get("eps"))
+        ask = _Ask(caller, message["id"], images, keys, message["expires"])
         try:
             self._admit(ask, message["labels"])
         except RequestError as error:
@@ -218,12 +207,13 @@ class Model:
             self._new[key] = _NewLabels(names, prompts)
         self._new[key].asks.append(ask)
 
+    def classes(self, labels: tuple[list[str], list[str]] | None) -> ZeroShotClassifier:
+        """Classes of a request that was answered just now."""
+        return self.preset if labels is None else self._known[tuple(labels[0]), tuple(labels[1])]
+
     def _enqueue(self, ask: _Ask, classes: ZeroShotClassifier) -> None:
         ask.classes = classes
-        if ask.eps is None:
-            self._images.extend((ask, index) for index in range(len(ask.keys)))
-        else:
-            self._attacks.append(ask)
+        self._images.extend((ask, index) for index in range(len(ask.keys)))
 
     def _cancel(self, caller: bytes, number: int) -> None:
         """Forget a request whose caller is gone, and prompts that nobody else waits for."""
@@ -232,12 +222,10 @@ class Model:
             return (ask.caller, ask.number) != (caller, number)
 
         self._images = deque(image for image in self._images if stays(image[0]))
-        self._attacks = deque(filter(stays, self._attacks))
         for key, new in list(self._new.items()):
             new.asks = list(filter(stays, new.asks))
             if not new.asks:
                 del self._new[key]
-        self._cancelled = caller, number
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
@@ -309,10 +297,14 @@ class Model:
             self.encoder, to_float(on_device), streams, classes[0] if one else classes, skip_unneeded=skip_unneeded
         )
 
+    def numbers(self, out: Defended) -> dict[str, Tensor]:
+        """What the defence measured, one value per image."""
+        opened = out.diagnostics.get("gate_open", out.gated)
+        return out.diagnostics | {"gated": out.gated, "passes": out.passes, "suspicious": opened}
+
     def _rows(self, out: Defended) -> tuple[list[str], Tensor]:
         """One row of numbers per image, ``[B, D + numbers + K]``: feature, numbers with their names, probabilities."""
-        opened = out.diagnostics.get("gate_open", out.gated)
-        numbers = out.diagnostics | {"gated": out.gated, "passes": out.passes, "suspicious": opened}
+        numbers = self.numbers(out)
         columns = torch.stack([values.float() for values in numbers.values()], 1)
         return list(numbers), torch.cat([out.features.float(), columns, out.probs.float()], 1)
 
@@ -334,7 +326,6 @@ class Model:
         numbers = batch.rows[:, dim : dim + len(names)]
         self.metrics.count_batch(
             *(numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes")),
-            label_lists=len({id(ask.classes) for ask, _ in batch.images}),
             seconds=seconds,
         )
         for row, (ask, index) in zip(batch.rows, batch.images, strict=True):
@@ -403,44 +394,3 @@ class Model:
             for ask in new.asks:
                 self._enqueue(ask, classes)
         del self._new[key]
-
-    # ------------------------------------------------------------------ demo
-
-    def _demonstrate(self, ask: _Ask) -> None:
-        """Attack one photo; send rows of the clean and the attacked one, with plain probabilities, and its pixels."""
-        clf, clean = ask.classes, ask.pixels
-        assert self._attack and clf and ask.eps is not None, "the route is there only with an attack"  # noqa: PT018
-
-        def progress(done: int, steps: int) -> None:
-            """Live on while the attack runs; end it if its caller is gone: the page's slider leaves many behind."""
-            self._cancelled = None
-            self._receive(0.0)
-            self._send(ask.caller, {"id": ask.number, "progress": [done, steps]})
-            self._tell()
-            if self._cancelled == (ask.caller, ask.number):
-                raise AbandonedError
-
-        self._cancelled: tuple[bytes, int] | None = None
-        try:
-            plain = self._plain(clf, clean)
-            attacked = clean
-            if ask.eps > 0:
-                pixels = to_float(clean.to(self.encoder.device))
-                found = self._attack(clf, pixels, int(plain.argmax()), ask.eps, progress)
-                attacked = found.mul(255).round().to(torch.uint8).cpu()
-            keys = [ask.keys[0], noise.secret_key(attacked[0], self._secret)]
-            columns, rows = self._rows(self._run(torch.cat([clean, attacked]), keys, [clf, clf]))
-            plains = torch.cat([plain, self._plain(clf, attacked)])
-            values = torch.cat([rows.cpu(), plains], 1)
-            self._send(
-                ask.caller, {"id": ask.number, "images": 2, "columns": columns}, values.numpy(), attacked.numpy()
-            )
-        except AbandonedError:
-            logger.info("a demo attack was abandoned")
-        except Exception as error:
-            self._fail([(ask, 0)], error)
-
-    @torch.no_grad()
-    def _plain(self, clf: ZeroShotClassifier, pixels: Tensor) -> Tensor:
-        """Probabilities ``[1, K]`` of plain CLIP."""
-        return self.encoder.similarity.probabilities(clf(to_float(pixels.to(self.encoder.device)))).float().cpu()

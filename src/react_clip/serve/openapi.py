@@ -1,4 +1,4 @@
-"""The parts of the OpenAPI document that FastAPI cannot infer: bodies that are JSON or a form, examples, errors."""
+"""The parts of the OpenAPI document that FastAPI cannot infer: bodies that are JSON or a form, errors."""
 
 from __future__ import annotations
 
@@ -15,28 +15,10 @@ from react_clip.serve.responses import ErrorBody
 BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 503)
 """Statuses of routes that take a body."""
 
-_ANSWERS = [{"label": "cat", "probability": 0.97}, {"label": "dog", "probability": 0.02}]
-CLASSIFIED = {
-    "model": "clip-vit-b-16",
-    "results": [{"index": 0, **_ANSWERS[0], "answers": _ANSWERS, "diagnostics": None, "suspicious": None}],
-}
-EMBEDDED = {
-    "object": "list",
-    "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8], "diagnostics": None, "suspicious": None}],
-    "model": "clip-vit-b-16",
-    "usage": {"prompt_tokens": 0, "total_tokens": 0, "images": 1},
-}
-"""Example answers; a real embedding has 512 numbers or more."""
-
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Descriptions of error answers."""
     return {status: {"model": ErrorBody, "description": KINDS[status][1]} for status in statuses}
-
-
-def example(answer: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """An example of the answer 200."""
-    return {200: {"content": {"application/json": {"example": answer}}}}
 
 
 def request_body(model: type[ImageRequest], **fields: Any) -> dict[str, Any]:

@@ -33,12 +33,6 @@ from react_clip.serve.responses import Info, Schema
 from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
 from react_clip.zeroshot import check_names
 
-_SIGNATURES = (
-    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM"),
-    *(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),  # TIFF and BigTIFF
-)
-"""First bytes of the formats that the library reads; WebP has its own after the length."""
-
 _OURS = "sentence"
 """Type of our own validation errors: their text follows the field's name."""
 
@@ -53,21 +47,11 @@ def _image_bytes(image: Any) -> bytes:
         return image
     if not isinstance(image, str):
         raise _wrong(f"is {quote(image)}; send a file, or its bytes as base64")
-    start = image[:200].lower()
-    if start.startswith("data:"):
-        prefix, comma, _ = start.partition(",")
-        if not comma or not prefix.endswith(";base64"):
-            raise _wrong("is a data URI without base64; write data:image/jpeg;base64,...")
-        image = image[len(prefix) + 1 :]
-    elif "://" in start:
-        raise _wrong("is an address; this service fetches nothing, so send the bytes")
+    prefix, found, text = image.partition(";base64,") if image[:5].lower() == "data:" else ("", "", image)
     try:
-        data = base64.b64decode(image, validate=True)
+        return base64.b64decode(text if found or not prefix else prefix, validate=True)
     except (binascii.Error, ValueError):
-        raise _wrong("is no valid base64; encode the file's bytes") from None
-    if not data:
-        raise _wrong("is empty (0 bytes); give an image file")
-    return data
+        raise _wrong("is no valid base64; encode the file's bytes (addresses are not fetched)") from None
 
 
 def _check_label(text: str) -> str:
@@ -194,26 +178,22 @@ def prepare(
     own = None if body.labels is None else _label_list(body, info, settings)
     limits, pixels = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), []
     for index, data in enumerate(body.images):
-        field = f"images[{index}]"
-        # No other decoder than those of the library's formats sees a caller's bytes.
-        if not (data.startswith(_SIGNATURES) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
-            line = f"{field} is no JPEG, PNG, WebP, GIF, BMP or TIFF file; convert it"
-            raise RequestError(415, line, field=field)
         try:
             pixels.append(to_8bit(data, how, limits))
         except ReactClipError as error:
+            field = f"images[{index}]"
             raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
     keys = [noise.secret_key(image, secret) for image in pixels]
-    return Asked(body, body.labels or info.labels.preset, torch.stack(pixels), keys, own)
+    return Asked(body, body.labels or info.labels["preset"], torch.stack(pixels), keys, own)
 
 
 def _label_list(body: ImageRequest, info: Info, settings: Settings) -> tuple[list[str], list[str]]:
     """Names and templates of a request, if it may have these."""
     names, templates = body.labels or [], body.templates or []
-    if not info.labels.free:
+    if not info.labels["free"]:
         line = "labels are given, but this service answers for its own only; leave them out"
         raise RequestError(422, line, field="labels")
-    if templates and not info.labels.templates:
+    if templates and not info.labels["templates"]:
         line = "templates are given, but this model has no text tower; leave them out"
         raise RequestError(422, line, field="templates")
     if (prompts := len(names) * max(1, len(templates))) > (most := settings.max_labels):
@@ -263,18 +243,13 @@ def _request_error(model: type[ImageRequest], error: ValidationError) -> Request
     name, *rest = [str(part) for part in problem["loc"]] or ["body"]
     index = next((part for part in rest if part.isdecimal()), None)
     field = name[:60] + (f"[{index}]" if index else "")
-    fields = ", ".join(model.model_fields)
-    if problem["type"] == "missing":
-        line = f"{field} is missing; the fields are {fields}"
-    elif problem["type"] == "extra_forbidden":
-        line = f"{quote(name)} is no field of this request; the fields are {fields}"
-    elif problem["type"] == _OURS:
-        line = f"{field} {context['text']}"
-    elif not problem["loc"]:
-        line = f"the body is a JSON {type(problem['input']).__name__}; send an object such as " + '{"images": [...]}'
-    elif problem["type"] == "too_short":
-        line = f"{field} is empty; give at least {context['min_length']}"
-    else:
-        reason = problem["msg"].replace("Input should", "it should").replace("List should", "it should")
-        line = f"{field} is {quote(problem['input'])}; {reason}"
+    known = f"the fields are {', '.join(model.model_fields)}"
+    lines = {
+        "missing": f"{field} is missing; {known}",
+        "extra_forbidden": f"{quote(name)} is no field of this request; {known}",
+        "too_short": f"{field} is empty; give at least one",
+        _OURS: f"{field} {context.get('text')}",
+    }
+    otherwise = f"{field} is {quote(problem['input'])}; {problem['msg'].replace('Input should', 'it should')}"
+    line = lines.get(problem["type"], otherwise)
     return RequestError(422, line, field=field.encode("ascii", "replace").decode())

@@ -160,58 +160,6 @@ class AttackProgress(Schema):
     steps: int = 0
 
 
-class Labels(Schema):
-    """Label lists that requests may use."""
-
-    preset: list[str]
-    """The names for requests without labels."""
-    free: bool
-    """True if requests may send names."""
-    source: Literal["text", "bank", "preset"]
-    """Text tower, label table (its names only), or neither."""
-    templates: bool
-    """True if requests may send prompt templates."""
-
-
-class Limits(Schema):
-    """Limits of one request."""
-
-    body_bytes: int
-    images: int
-    pixels: int
-    """Pixels of one image."""
-    labels: int
-    """Labels times templates."""
-    label_length: int = LABEL_LENGTH
-    deadline_seconds: float
-
-
-class Passes(Schema):
-    """Encoder passes of one image."""
-
-    most: float
-    """Passes where none is skipped; a view of another size counts as its fraction of an image's tokens."""
-
-
-class Defence(Schema):
-    """The defence. Its constants are public; the secret that keys the noise is not."""
-
-    name: str
-    """``second_look``, ``react`` or another kind of defence."""
-    tau: float | None
-    """Threshold of the gate, if the defence has one."""
-    passes: Passes
-    config: dict[str, Any]
-    """All constants, as its configuration file has them."""
-
-
-class DemoRange(Schema):
-    """Strengths that the demo attack takes, in 255ths."""
-
-    eps_least: int = 0
-    eps_most: int = MAX_EPS
-
-
 class Info(Schema):
     """Model, labels, limits and defence of this service."""
 
@@ -220,44 +168,44 @@ class Info(Schema):
     model: str
     image_size: int
     dim: int
-    labels: Labels
+    labels: dict[str, Any]
+    """``preset``: the names for requests without labels; ``free``: whether requests may send names; ``source``: text
+    tower, label bank (its names only) or neither; ``templates``: whether requests may send prompt templates."""
     formats: list[str]
     """Media types of images."""
-    limits: Limits
+    limits: dict[str, float]
+    """Of one request; ``pixels`` are those of one image, ``labels`` counts labels times templates."""
     diagnostics: bool
     """True if answers carry diagnostics."""
-    demo: DemoRange | None
-    """Null where /v1/demo/attack is not offered."""
-    defence: Defence
+    demo: dict[str, int] | None
+    """Strengths of /v1/demo/attack in 255ths; null where it is not offered."""
+    defence: dict[str, Any]
+    """Its name, the threshold ``tau`` of its gate (or null), the most encoder passes of an image, and all constants:
+    they are public; the secret that keys the noise is not."""
 
     @classmethod
     def of(cls, encoder: Encoder, defense: Defense, preset: list[str], passes: float, settings: Settings) -> Info:
         """The description of a model and its defence; ``passes`` are the most that an image takes."""
-        source = label_source(encoder)
-        free = source != "preset" and not settings.fixed_labels
+        source = "preset" if settings.fixed_labels else label_source(encoder)
         tau = getattr(defense, "tau", getattr(defense, "threshold", None))
+        limits = {"body_bytes": settings.max_body, "images": settings.max_images, "pixels": settings.max_pixels}
+        limits |= {"labels": settings.max_labels, "label_length": LABEL_LENGTH}
         return cls(
             version=__version__,
             model=public_name(encoder.name),
             image_size=encoder.image_size,
             dim=encoder.dim,
-            labels=Labels(
-                preset=preset,
-                free=free,
-                source=source if free else "preset",
-                templates=free and source == "text",
-            ),
+            labels={"preset": preset, "free": source != "preset", "source": source, "templates": source == "text"},
             formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
-            limits=Limits(
-                body_bytes=settings.max_body,
-                images=settings.max_images,
-                pixels=settings.max_pixels,
-                labels=settings.max_labels,
-                deadline_seconds=settings.deadline,
-            ),
+            limits=limits | {"deadline_seconds": settings.deadline},
             diagnostics=settings.sends_diagnostics,
-            demo=DemoRange() if settings.demo else None,
-            defence=Defence(name=defense.name, tau=tau, passes=Passes(most=round(passes, 4)), config=defense.to_dict()),
+            demo={"eps_least": 0, "eps_most": MAX_EPS} if settings.demo else None,
+            defence={
+                "name": defense.name,
+                "tau": tau,
+                "passes": {"most": round(passes, 4)},
+                "config": defense.to_dict(),
+            },
         )
 
 

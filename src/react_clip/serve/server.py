@@ -14,6 +14,7 @@ import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import h11
@@ -23,7 +24,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
-from react_clip.serve.errors import RequestError
 from react_clip.serve.metrics import share_between_processes
 from react_clip.serve.settings import GRACE, Secrets, Settings
 
@@ -43,7 +43,7 @@ _START_SECONDS = 60
 _PAUSE = 1.0
 """Seconds before a model that has ended is replaced, so that one that always fails does not keep a core busy."""
 
-Load: TypeAlias = "Callable[[Settings, Secrets], Model]"
+Load: TypeAlias = "Callable[[Settings], Model]"
 """Loads the model; a function of a module, so that another process can call it."""
 
 
@@ -75,15 +75,6 @@ class Connection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or a head that is too long, in the shape of all errors."""
-        line = f"this is no HTTP/1.1 request, or its head has more than {_HEAD_BYTES:,} bytes; check both"
-        error = RequestError(400, line, kind="malformed_request").response()
-        events = [h11.Response(status_code=400, headers=[*error.raw_headers, (b"connection", b"close")])]
-        for event in (*events, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
 
 def open_socket(settings: Settings) -> socket.socket:
@@ -119,7 +110,7 @@ def serve(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[
             return _serve_in_processes(settings, secrets, load, listener, announce)
         from react_clip.serve.app import create_app
 
-        app = create_app(settings, secrets, model=load(settings, secrets), drain=True)
+        app = create_app(settings, secrets, model=load(settings))
         # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -139,6 +130,7 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
         ws="none",
         lifespan="on",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -157,17 +149,17 @@ def _serve_in_processes(
     # Several processes share the cores: threads of the model that wait must not keep theirs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     spawn = multiprocessing.get_context("spawn")
-    beat, code = spawn.Value("d", 0.0, lock=False), 0
+    beat, started, code = spawn.Value("d", 0.0, lock=False), spawn.Event(), 0
 
     def keep_model() -> None:
         """Start the model's process, and replace it when it ends or hangs."""
         nonlocal code
         while not supervisor.should_exit.is_set():
             beat.value = 0.0
-            process = spawn.Process(target=_run_model, args=(settings, secrets, load, address, beat))
+            process = spawn.Process(target=_run_model, args=(settings, load, address, beat))
             process.start()
             while process.is_alive() and not ended.wait(0.1):
-                if beat.value and not ready.is_set():
+                if beat.value and started.is_set() and not ready.is_set():
                     ready.set()
                     announce(url_of(listener))
                 if beat.value and time.monotonic() - beat.value > _HUNG * settings.deadline:
@@ -177,7 +169,7 @@ def _serve_in_processes(
             process.join()
             if ended.is_set():
                 return
-            if not ready.is_set():
+            if not beat.value:
                 code = process.exitcode or 1
                 supervisor.should_exit.set()
             logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
@@ -187,7 +179,7 @@ def _serve_in_processes(
         share_between_processes(folder)
         address = f"ipc://{folder}/model"
         listener.listen(128)
-        supervisor = Multiprocess(_config(partial(_worker, settings, secrets, address), settings), sockets=[listener])
+        supervisor = Multiprocess(_config(partial(_worker, settings, secrets, address, started), settings), sockets=[listener])
         ready, ended = threading.Event(), threading.Event()
         keeper = threading.Thread(target=keep_model)
         keeper.start()
@@ -197,7 +189,7 @@ def _serve_in_processes(
     return code
 
 
-def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
+def _worker(settings: Settings, secrets: Secrets, address: str, started: Event) -> FastAPI:
     """The application of one of several processes."""
     import torch
 
@@ -206,17 +198,18 @@ def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
     torch.set_num_threads(1)
     log_to_stderr(settings.log_level)
     _end_with_parent()
-    return create_app(settings, secrets, address=address, drain=True)
+    started.set()
+    return create_app(settings, secrets, address=address)
 
 
-def _run_model(settings: Settings, secrets: Secrets, load: Load, address: str, beat: Any) -> None:
+def _run_model(settings: Settings, load: Load, address: str, beat: Any) -> None:
     """The model's process. It ends when its parent says so: signals are for those that answer callers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     log_to_stderr(settings.log_level)
     _end_with_parent()
     try:
-        model = load(settings, secrets)
+        model = load(settings)
     except ReactClipError as error:
         sys.stderr.write(f"react-clip: {error}\n")
         sys.exit(2)
@@ -241,11 +234,6 @@ def _end_with_parent() -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Log the service's own lines at this level."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    levels = {"react_clip.serve": level.upper(), "uvicorn": "ERROR", "PIL": "CRITICAL", "python_multipart": "CRITICAL"}
-    for name, chosen in levels.items():
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(chosen)
+    """Log the service's own lines at this level, and warnings of other packages."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level="WARNING")
+    logger.setLevel(level.upper())

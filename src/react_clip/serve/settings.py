@@ -148,27 +148,16 @@ def prompt_slots(prompts: int) -> int:
     return -(-prompts // PROMPTS_PER_SLOT)
 
 
-DROPPED = {
+_FIXED = ("max_wait", "demo_deadline", "grace", "max_buffered", "max_label_length", "max_connections", "label_cache")
+_FIXED += ("decoders", "body_timeout", "keep_alive", "constant_work")
+DROPPED = dict.fromkeys(_FIXED, "it has a fixed value now, so leave it out") | {
     "processes": "it is --workers now",
     "name": "callers see the model's own name, without folders",
-    "json": "--json is a flag of the command only",
-    "quiet": "--quiet is a flag of the command only",
     "calibrate_on": "run `react-clip calibrate` on these photos and give its file to --config",
-    "max_wait": "a batch takes what waits and waits for nothing",
-    "demo_deadline": "it is nine times --deadline now",
-    "grace": "accepted requests always have 45 s to finish after SIGTERM",
-    "max_buffered": "it is eight times --max-body now",
-    "max_label_length": "a label or template has 100 characters at most",
-    "max_connections": "256 requests a process are handled at once, and idle connections are closed",
-    "label_cache": "the 64 label lists used last are kept",
-    "decoders": "each process decodes with two threads",
-    "body_timeout": "a body must always arrive within 30 s",
-    "keep_alive": "idle connections are always closed after 5 s",
     "secret_file": "name the file react_clip_serve_secret and give its folder to --secrets-dir",
     "api_key_file": "name the file react_clip_serve_api_keys and give its folder to --secrets-dir",
     "open_metrics": "/metrics needs an API key, or --diagnostics where there are none",
     "suspicious": "it is part of --diagnostics now",
-    "constant_work": "a defence may always skip passes that cannot change its answer",
     "address": "Ray reads $RAY_ADDRESS",
     "replicas": "--workers is the number of replicas now",
     "max_replicas": "--workers is the number of replicas now",
