@@ -109,5 +109,6 @@ def pair(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = ("--workers", 2, "--secrets-dir", folder, "--deadline", 8)
     server = _launch(tiny_folder, folder, SECOND_LOOK, *flags, "--diagnostics")
     server.client.headers["authorization"] = f"Bearer {KEYS[0]}"
+    server.client.get("/readyz").raise_for_status()
     yield server
     server.end()

@@ -29,7 +29,7 @@ class Server:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.url = json.loads(command.read_line())["url"]
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=180)
 
     def end(self) -> None:
         """Kill the server if it is still running."""

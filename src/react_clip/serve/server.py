@@ -169,7 +169,7 @@ def _serve_in_processes(
             process.join()
             if ended.is_set():
                 return
-            if not beat.value:
+            if not ready.is_set():
                 code = process.exitcode or 1
                 supervisor.should_exit.set()
             logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
@@ -179,7 +179,8 @@ def _serve_in_processes(
         share_between_processes(folder)
         address = f"ipc://{folder}/model"
         listener.listen(128)
-        supervisor = Multiprocess(_config(partial(_worker, settings, secrets, address, started), settings), sockets=[listener])
+        config = _config(partial(_worker, settings, secrets, address, started), settings)
+        supervisor = Multiprocess(config, sockets=[listener])
         ready, ended = threading.Event(), threading.Event()
         keeper = threading.Thread(target=keep_model)
         keeper.start()
