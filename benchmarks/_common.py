@@ -21,7 +21,7 @@ import torch
 from react_clip.environment import versions
 
 RESULTS = Path(__file__).parent / "results"
-SERVICE = ("fastapi", "httptools", "uvicorn", "uvloop", "starlette", "pillow")
+SERVICE = ("fastapi", "h11", "pyzmq", "uvicorn", "uvloop", "starlette", "pillow")
 """Packages of the service, whose versions belong to its measurements."""
 
 
@@ -53,9 +53,12 @@ class Server:
         return cls(process, json.loads(line)["url"], shlex.join(["react-clip", *words]))
 
     def pids(self) -> list[int]:
-        """The server's process and those that it has started (--processes)."""
-        first = self.process.pid
-        return [first, *map(int, Path(f"/proc/{first}/task/{first}/children").read_text().split())]
+        """The server's process and those that it has started (--workers)."""
+        found = [self.process.pid]
+        for pid in found:  # it grows: children of all threads of each process
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+        return found
 
     def memory(self) -> int:
         """Resident bytes of all its processes; a page that several of them share counts once."""

@@ -2,7 +2,7 @@
 
     python benchmarks/serve_fuzz.py --count 5000 -- --model clip-vit-b-16
 
-Everything after ``--`` goes to ``react-clip serve``. The result is benchmarks/results/serve-fuzz.json.
+Everything after ``--`` goes to ``react-clip serve``. The result is the entry "fuzz" of benchmarks/results/serve.json.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from _common import SERVICE, Server, where, write
+from _common import RESULTS, SERVICE, Server, where, write
 from PIL import Image
 
+BEFORE_THE_SERVICE = (b"Invalid HTTP request received.", b"Invalid host header")
+"""Answers of uvicorn and Starlette to what does not reach the service."""
 ROUTES = ("/v1/classify", "/v1/embed")
 
 
@@ -44,7 +46,7 @@ class Case:
     def wire(self) -> bytes:
         if self.raw is not None:
             return self.raw
-        headers = {"host": "x", "connection": "close", "content-length": str(len(self.body)), **self.headers}
+        headers = {"host": "localhost", "connection": "close", "content-length": str(len(self.body)), **self.headers}
         lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{key}: {value}" for key, value in headers.items())]
         return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + self.body
 
@@ -146,9 +148,13 @@ def _raw(rng: random.Random) -> Case:
         return Case("raw", raw=flipped(rng, _json_fields(rng).wire()))
     if choice == 2:
         chunks = b"".join(b"%x\r\n" % len(data) + data + b"\r\n" for data in [rng.randbytes(20) for _ in range(3)])
-        head = b"POST /v1/classify HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        head = (
+            b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        )
         return Case("raw", raw=head + b"transfer-encoding: chunked\r\n\r\n" + flipped(rng, chunks + b"0\r\n\r\n"))
-    return Case("raw", raw=b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * rng.choice([10, 30_000]) + b"\r\n\r\n")
+    return Case(
+        "raw", raw=b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: " + b"y" * rng.choice([10, 30_000]) + b"\r\n\r\n"
+    )
 
 
 JSON = {"content-type": "application/json"}
@@ -184,7 +190,11 @@ def check(case: Case, status: int, body: bytes) -> str | None:
     """One line about a wrong answer, or None."""
     if status >= 500 and status != 503:
         return f"{case.kind}: status {status}"
-    if status >= 400 and body not in (b"Invalid HTTP request received.", b"Invalid host header") and case.method != "HEAD":
+    if (
+        status >= 400
+        and body not in (b"Invalid HTTP request received.", b"Invalid host header")
+        and case.method != "HEAD"
+    ):
         try:
             message = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -198,7 +208,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="serve-fuzz.json")
     parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
     args = parser.parse_args()
     served = Server.start(args.flags)
@@ -232,7 +241,8 @@ def main() -> int:
         "exit_code": code,
         "stop_seconds": round(stop_seconds, 2),
     }
-    write(args.out, result)
+    path = RESULTS / "serve.json"
+    write(path.name, (json.loads(path.read_text()) if path.exists() else {}) | {"fuzz": result})
     return int(bool(wrong) or first != last or code != 0)
 
 

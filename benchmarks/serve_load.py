@@ -1,0 +1,208 @@
+"""Load on the service: images a second of two versions by turns, or a long run in which parts hang and are killed.
+
+    python benchmarks/serve_load.py throughput --before OTHER/src --rounds 3 -- --model clip-vit-b-16
+    python benchmarks/serve_load.py throughput --small --workers 2
+    python benchmarks/serve_load.py soak --minutes 20 --workers 2 --harm 60 -- --model clip-vit-b-16
+
+Everything after ``--`` goes to ``react-clip serve``. ``--small`` takes a random tower of one layer instead of a model,
+so that the time around the model shows. Callers write prepared bytes to sockets, one photo a request, and share the
+machine with the server. Every ``--harm`` seconds of a soak the model's process, or one that answers, is stopped (it
+hangs) or killed. The result is an entry of benchmarks/results/serve.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from _common import RESULTS, SERVICE, Server, where, write
+from PIL import Image
+
+SECRET = "a secret of the benchmark, long enough"
+BOUNDARY = "a-boundary-of-the-benchmark"
+LATE = 60.0
+"""Seconds after which a caller gives up."""
+
+
+def as_request(photo: bytes) -> bytes:
+    """The bytes of an HTTP request with one photo in a form."""
+    part = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="images"; filename="photo.jpg"\r\n'
+    body = part.encode() + b"Content-Type: image/jpeg\r\n\r\n" + photo + f"\r\n--{BOUNDARY}--\r\n".encode()
+    head = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return f"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\n{head}".encode() + body
+
+
+def photos(count: int) -> list[bytes]:
+    """JPEG files of smooth random pictures, 500 pixels wide."""
+    files = []
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(0, 255, (12, 16, 3), np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(pixels).resize((500, 375), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
+        files.append(stream.getvalue())
+    return files
+
+
+async def load(url: str, requests: list[bytes], callers: int, seconds: float) -> tuple[Counter[str], list[float]]:
+    """Send requests from several callers for some seconds; the number of answers of each status, and their times."""
+    address, until = urlsplit(url), time.perf_counter() + seconds
+    statuses, times = Counter[str](), list[float]()
+
+    async def call(number: int) -> None:
+        stream: Any = None
+        for request in requests[number % len(requests) :] * 10**6:
+            began = time.perf_counter()
+            if began > until:
+                return
+            try:
+                stream = stream or await asyncio.open_connection(address.hostname, address.port)
+                stream[1].write(request)
+                async with asyncio.timeout(LATE):
+                    head = (await stream[0].readuntil(b"\r\n\r\n")).lower()
+                    await stream[0].readexactly(int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]))
+                statuses[head[9:12].decode()] += 1
+                times.append(time.perf_counter() - began)
+                if head[9:12] != b"200":
+                    await asyncio.sleep(1)  # as Retry-After says
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                statuses["closed" if not isinstance(error, TimeoutError) else "late"] += 1
+                if stream:
+                    stream[1].close()
+                stream = None
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*map(call, range(callers)))
+    return statuses, times
+
+
+@contextmanager
+def small_tower() -> Iterator[list[str]]:
+    """Flags for an image tower that costs next to nothing."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = CLIPVisionConfig(**shape, projection_dim=512, image_size=64, patch_size=8, hidden_act="quick_gelu")
+        CLIPVisionModelWithProjection(config).save_pretrained(folder)
+        Path(folder, "guard.json").write_text(json.dumps({"kind": "second_look", "threshold": 2.0}))
+        for name, data in zip(("one", "two"), photos(2), strict=True):
+            Path(folder, "photos", name).mkdir(parents=True)
+            Path(folder, "photos", name, "photo.jpg").write_bytes(data)
+        yield ["--model", folder, "--config", f"{folder}/guard.json", "--photos", f"{folder}/photos"]
+
+
+def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Images a second, latency and memory of this version, and of ``--before``, by turns."""
+    requests = [as_request(photo) for photo in photos(64)]
+    sources: dict[str, Path | None] = {"now": None} | ({"before": args.before} if args.before else {})
+    speeds: dict[str, list[float]] = {side: [] for side in sources}
+    latencies: dict[str, list[float]] = {side: [] for side in sources}
+    servers: dict[str, Server] = {}
+    try:
+        for side, source in sources.items():
+            number = [f"--{'processes' if source else 'workers'}", str(args.workers)]
+            servers[side] = Server.start([*flags, *number, "--deadline", "60"], source=source)
+            asyncio.run(load(servers[side].url, requests, args.callers, 3))
+        for turn in range(args.rounds):
+            for side in list(sources)[:: -1 if turn % 2 else 1]:
+                statuses, times = asyncio.run(load(servers[side].url, requests, args.callers, args.seconds))
+                if set(statuses) != {"200"}:
+                    sys.exit(f"{side}: {dict(statuses)}")
+                speeds[side].append(statuses["200"] / args.seconds)
+                latencies[side] += times
+                print(side, round(speeds[side][-1], 2), file=sys.stderr)
+        memory = {side: server.memory() for side, server in servers.items()}
+    finally:
+        codes = {side: server.stop()[0] for side, server in servers.items()}
+    medians = {side: statistics.median(values) for side, values in speeds.items()}
+    result = {
+        side: {
+            "images_per_second": round(medians[side], 2),
+            "rounds": [round(value, 2) for value in speeds[side]],
+            "latency_median": round(statistics.median(latencies[side]), 3),
+            "latency_most": round(max(latencies[side]), 3),
+            "memory": memory[side],
+            "exit_code": codes[side],
+        }
+        for side in sources
+    }
+    return result | ({"ratio": round(medians["now"] / medians["before"], 3)} if args.before else {})
+
+
+def soak(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Statuses, latency and memory of a long run; with ``--harm`` parts of the service hang or are killed meanwhile."""
+    requests, rng = [as_request(photo) for photo in photos(64)], random.Random(0)
+    server = Server.start([*flags, "--workers", str(args.workers), "--deadline", "10"])
+    total, times, harm, memory = Counter[str](), list[float](), Counter[str](), list[int]()
+    until = time.monotonic() + 60 * args.minutes
+    while time.monotonic() < until:
+        statuses, own = asyncio.run(load(server.url, requests, args.callers, args.harm or 60))
+        total, times, memory = total + statuses, times + own, [*memory, server.memory()]
+        if args.harm:
+            number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            with suppress(ProcessLookupError):
+                os.kill(rng.choice(server.pids()[1:]), number)
+            harm[number.name] += 1
+    time.sleep(30)
+    last, _ = asyncio.run(load(server.url, requests, args.callers, 60))
+    code, seconds = server.stop()
+    return {
+        "minutes": args.minutes,
+        "harm": dict(harm),
+        "statuses": dict(total),
+        "statuses_after": dict(last),
+        "latency_median": round(statistics.median(times), 3),
+        "memory_first_and_most": [memory[0], max(memory)],
+        "exit_code": code,
+        "stop_seconds": round(seconds, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("throughput", "soak"))
+    parser.add_argument("--small", action="store_true", help="a random tower of one layer instead of a model")
+    parser.add_argument("--before", type=Path, help="src folder of another version, measured by turns")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--callers", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--harm", type=float, default=0.0, help="seconds between two parts that hang or are killed")
+    parser.add_argument("--name", help="of the entry in serve.json (what was measured)")
+    parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
+    args = parser.parse_args()
+    os.environ["REACT_CLIP_SERVE_SECRET"] = SECRET
+    measure = {"throughput": throughput, "soak": soak}[args.what]
+    if args.small:
+        with small_tower() as flags:
+            result = measure(args, [*flags, *args.flags])
+    else:
+        result = measure(args, args.flags)
+    path = RESULTS / "serve.json"
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    entry = {**where(*SERVICE), "threads": torch.get_num_threads(), "flags": args.flags, **result}
+    write(path.name, entries | {args.name or args.what: entry})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
