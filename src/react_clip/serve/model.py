@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ LabelList = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass(eq=False)
 class _Ask:
-    """One request: its images, and the rows of their answers."""
+    """One request. All of its images are in one batch."""
 
     caller: bytes
     number: int
@@ -65,7 +65,9 @@ class _Ask:
     expires: float
     """Time (monotonic) at which images that still wait are dropped."""
     classes: ZeroShotClassifier | None = None
-    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 @dataclass(eq=False)
@@ -79,14 +81,14 @@ class _NewLabels:
 
     @property
     def slots(self) -> int:
-        return prompt_slots(len(self.prompts)) + sum(len(ask.keys) for ask in self.asks)
+        return prompt_slots(len(self.prompts))
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Images that the model computes, ``rows`` that are being copied to the host, and when that began."""
+    """Requests that the model computes, ``rows`` that are being copied to the host, and when that began."""
 
-    images: list[tuple[_Ask, int]]
+    asks: list[_Ask]
     rows: Tensor
     columns: list[str]
     copied: torch.cuda.Event | None
@@ -109,7 +111,7 @@ class Model:
         self.metrics = Metrics(shared=settings.workers > 1)
         self._on_gpu = encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
-        self._images: deque[tuple[_Ask, int]] = deque()
+        self._queue: deque[_Ask] = deque()
         self._new: dict[LabelList, _NewLabels] = {}
         self._known: OrderedDict[LabelList, ZeroShotClassifier] = OrderedDict()
         self._computing: _Batch | None = None
@@ -131,14 +133,15 @@ class Model:
                 on_turn()
 
     def _turn(self) -> None:
-        self._receive(0.0 if self._images or self._new or self._computing else BEAT)
+        self._receive(0.0 if self._queue or self._new or self._computing else BEAT)
+        earlier, self._computing = self._computing, None
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
-        if self._images and (not self._computing or len(self._images) >= self._batch_limit):
-            earlier, self._computing = self._computing, self._start(self._next_images())
-        else:
-            earlier, self._computing = self._computing, None
-        if earlier is None and not self._on_gpu:
-            earlier, self._computing = self._computing, None
+        if self._queue and (earlier is None or _images(self._queue) >= self._batch_limit):
+            batch = self._start(self._next_asks())
+            if self._on_gpu:
+                self._computing = batch
+            else:
+                earlier = batch
         if earlier is not None:
             self._finish(earlier)
         if self._new:
@@ -150,8 +153,8 @@ class Model:
     @property
     def free_slots(self) -> int:
         """Images that still fit into the queue."""
-        waiting = len(self._images) + sum(new.slots for new in self._new.values())
-        return self.settings.queue - waiting
+        new = sum(new.slots + _images(new.asks) for new in self._new.values())
+        return self.settings.queue - _images(self._queue) - new
 
     def _receive(self, timeout: float) -> None:
         """Read all messages that are there; wait up to ``timeout`` seconds for the first."""
@@ -181,7 +184,7 @@ class Model:
 
     def _admit(self, ask: _Ask, labels: list[list[str]] | None) -> None:
         """Queue a request, or raise: 503 where the queue is full, 422 where there are no features for its labels."""
-        if len(ask.keys) > self.free_slots:
+        if len(ask) > self.free_slots:
             raise busy("the queue is full; try again soon")
         if labels is None:
             self._enqueue(ask, self.preset)
@@ -197,14 +200,12 @@ class Model:
         if key not in self._new:
             # Not str.format, which would give a caller's template access to attributes.
             prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
-            slots, others = (
-                prompt_slots(len(prompts)),
-                sum(prompt_slots(len(new.prompts)) for new in self._new.values()),
-            )
+            new = _NewLabels(names, prompts)
             # Images must find room beside any number of label lists.
-            if slots + others > self.settings.queue // 2 or slots + len(ask.keys) > self.free_slots:
+            waiting = new.slots + sum(other.slots for other in self._new.values())
+            if waiting > self.settings.queue // 2 or new.slots + len(ask) > self.free_slots:
                 raise busy("too many new labels are waiting; try again soon, or send labels that were used before")
-            self._new[key] = _NewLabels(names, prompts)
+            self._new[key] = new
         self._new[key].asks.append(ask)
 
     def classes(self, labels: tuple[list[str], list[str]] | None) -> ZeroShotClassifier:
@@ -213,7 +214,7 @@ class Model:
 
     def _enqueue(self, ask: _Ask, classes: ZeroShotClassifier) -> None:
         ask.classes = classes
-        self._images.extend((ask, index) for index in range(len(ask.keys)))
+        self._queue.append(ask)
 
     def _cancel(self, caller: bytes, number: int) -> None:
         """Forget a request whose caller is gone, and prompts that nobody else waits for."""
@@ -221,7 +222,7 @@ class Model:
         def stays(ask: _Ask) -> bool:
             return (ask.caller, ask.number) != (caller, number)
 
-        self._images = deque(image for image in self._images if stays(image[0]))
+        self._queue = deque(filter(stays, self._queue))
         for key, new in list(self._new.items()):
             new.asks = list(filter(stays, new.asks))
             if not new.asks:
@@ -251,39 +252,36 @@ class Model:
         in_time = _BATCH_FRACTION * self.settings.deadline / self._seconds_per_image
         return max(1, min(self._largest, int(in_time)))
 
-    def _next_images(self) -> list[tuple[_Ask, int]]:
-        """Take a batch from the queue; images that have waited too long are refused."""
-        batch: list[tuple[_Ask, int]] = []
-        size = min(self._batch_limit, len(self._images))
+    def _next_asks(self) -> list[_Ask]:
+        """Take the requests of a batch from the queue; those that have waited too long are refused."""
+        batch: list[_Ask] = []
+        most = min(self._batch_limit, _images(self._queue))
         if self._on_gpu:
-            size = max(number for number in _GPU_BATCHES if number <= size)
-        while self._images and len(batch) < size:
-            ask, index = self._images.popleft()
+            most = max(size for size in _GPU_BATCHES if size <= most)
+        while self._queue and (not batch or _images(batch) + len(self._queue[0]) <= most):
+            ask = self._queue.popleft()
             if time.monotonic() < ask.expires:
-                batch.append((ask, index))
+                batch.append(ask)
             else:
                 self._refuse(ask, late(self.settings.deadline))
-                self._cancel(ask.caller, ask.number)
         return batch
 
-    def _start(self, images: list[tuple[_Ask, int]]) -> _Batch | None:
-        """Give images to the model; None if there is none or it fails, which their callers are told."""
-        if not images:
+    def _start(self, asks: list[_Ask]) -> _Batch | None:
+        """Give requests to the model; None if there is none or it fails, which their callers are told."""
+        if not asks:
             return None
-        began = time.monotonic()
+        began, copied = time.monotonic(), None
         try:
-            pixels = torch.stack([ask.pixels[index] for ask, index in images])
-            keys = [ask.keys[index] for ask, index in images]
-            out = self._run(pixels, keys, [ask.classes for ask, _ in images])
-            columns, rows = self._rows(out)
-            if not self._on_gpu:
-                return _Batch(images, rows, columns, None, began)
-            host = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            return _Batch(images, host, columns, copied, began)
+            classes = [ask.classes for ask in asks for _ in ask.keys]
+            keys = [key for ask in asks for key in ask.keys]
+            columns, rows = self._rows(self._run(torch.cat([ask.pixels for ask in asks]), keys, classes))
+            if self._on_gpu:
+                rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+            return _Batch(asks, rows, columns, copied, began)
         except Exception as error:
-            self._fail(images, error)
+            self._fail(asks, error)
             return None
 
     @torch.no_grad()
@@ -317,32 +315,27 @@ class Model:
             if not bool(torch.isfinite(batch.rows[:, :dim]).all()):
                 raise ArithmeticError("features are not finite")
         except Exception as error:
-            self._fail(batch.images, error)
+            self._fail(batch.asks, error)
             return
-        end = time.monotonic()
+        end, images = time.monotonic(), len(batch.rows)
         seconds, self._last_end = end - max(batch.began, self._last_end), end
-        self._seconds_per_image = (self._seconds_per_image + seconds / len(batch.images)) / 2
+        self._seconds_per_image = (self._seconds_per_image + seconds / images) / 2
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
-        self.metrics.count_batch(
-            *(numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes")),
-            seconds=seconds,
-        )
-        for row, (ask, index) in zip(batch.rows, batch.images, strict=True):
+        counted = (numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes"))
+        self.metrics.count_batch(*counted, seconds)
+        for ask, rows in zip(batch.asks, batch.rows.split([len(ask) for ask in batch.asks]), strict=True):
             assert ask.classes is not None, "only requests with classes are queued"
             # Other images of the batch may have more classes.
-            ask.rows[index] = row[: dim + len(names) + len(ask.classes.names)]
-            if len(ask.rows) == len(ask.keys):
-                rows = torch.stack([ask.rows[place] for place in range(len(ask.keys))])
-                self._send(ask.caller, {"id": ask.number, "images": len(rows), "columns": names}, rows.numpy())
+            own = rows[:, : dim + len(names) + len(ask.classes.names)].contiguous()
+            self._send(ask.caller, {"id": ask.number, "images": len(ask), "columns": names}, own.numpy())
 
-    def _fail(self, images: list[tuple[_Ask, int]], error: Exception) -> None:
+    def _fail(self, asks: list[_Ask], error: Exception) -> None:
         """Refuse the requests of a batch that failed."""
         trace = error if logger.isEnabledFor(logging.DEBUG) else None
-        logger.error("a batch of %d images failed: %s", len(images), type(error).__name__, exc_info=trace)
-        for ask in {id(ask): ask for ask, _ in images}.values():
+        logger.error("a batch of %d images failed: %s", _images(asks), type(error).__name__, exc_info=trace)
+        for ask in asks:
             self._refuse(ask, busy("the model could not answer this batch; try again", kind="unavailable"))
-            self._cancel(ask.caller, ask.number)
 
     def _warm_up(self) -> float:
         """Compute grey images, so that no request waits for what is prepared once; seconds of one image."""
@@ -394,3 +387,7 @@ class Model:
             for ask in new.asks:
                 self._enqueue(ask, classes)
         del self._new[key]
+
+
+def _images(asks: Iterable[_Ask]) -> int:
+    return sum(map(len, asks))

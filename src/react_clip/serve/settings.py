@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0)
     """CPU threads of the model; 0 for torch's own choice, or 1 where it is on a GPU"""
     batch: Count | None = None
-    """largest number of images in a batch (64 on a GPU, else 32)"""
+    """largest number of images in a batch, unless one request has more (64 on a GPU, else 32)"""
     queue: Count = 256
     """images that may wait for the model, and 16 new prompts count as one; beyond it callers get 503"""
     deadline: float = Field(20.0, ge=0.001, allow_inf_nan=False)
