@@ -27,7 +27,7 @@ from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.limits import RequestLimits
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.settings import GRACE, Secrets, Settings, allowed_hosts, digest
+from react_clip.serve.settings import GRACE, LABEL_LENGTH, Secrets, Settings, allowed_hosts, digest
 
 if TYPE_CHECKING:
     from react_clip.serve.model import Model
@@ -72,7 +72,7 @@ def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, An
             content = await request.body()
         elif kind == "multipart/form-data":
             # Four bytes a character at most, and a comma and a space between two labels.
-            longest = max(2**20, settings.max_labels * (4 * requests.LABEL_LENGTH + 2))
+            longest = max(2**20, settings.max_labels * (4 * LABEL_LENGTH + 2))
             form = await request.form(max_files=1000, max_fields=settings.max_labels + 100, max_part_size=longest)
             content = {}
             for name, value in form.multi_items():

@@ -61,7 +61,7 @@ class ModelClient:
 
     async def connect(self) -> None:
         """Reach the model and learn what it is; waits until it is loaded."""
-        self._socket = zmq.asyncio.Context(zmq.Context.instance()).socket(zmq.DEALER)
+        self._socket: Any = zmq.asyncio.Context(zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a model that is not there
         self._socket.sndhwm = _MESSAGES
@@ -98,7 +98,8 @@ class ModelClient:
         number = next(self._numbers)
         expires = time.monotonic() + _WAIT_FRACTION * self.settings.deadline
         message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires}
-        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         self._asked += len(keys)
         try:
             # It returns at once; a model that has not read for long is Again.

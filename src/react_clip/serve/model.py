@@ -125,7 +125,8 @@ class Model:
 
     def serve(self, address: str, on_turn: Callable[[], None] = lambda: None) -> None:
         """Answer requests until one says stop; ``on_turn`` is called after every turn."""
-        with zmq.Context.instance().socket(zmq.ROUTER) as self._socket:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        with self._socket:
             self._socket.linger = 0
             self._socket.bind(address)
             while not self._stopped:
@@ -277,7 +278,7 @@ class Model:
             columns, rows = self._rows(self._run(torch.cat([ask.pixels for ask in asks]), keys, classes))
             if self._on_gpu:
                 rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
             return _Batch(asks, rows, columns, copied, began)
         except Exception as error:
@@ -322,9 +323,9 @@ class Model:
         self._seconds_per_image = (self._seconds_per_image + seconds / images) / 2
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
-        counted = (numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes"))
-        self.metrics.count_batch(*counted, seconds)
-        for ask, rows in zip(batch.asks, batch.rows.split([len(ask) for ask in batch.asks]), strict=True):
+        gated, suspicious, passes = (numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes"))
+        self.metrics.count_batch(gated, suspicious, passes, seconds)
+        for ask, rows in zip(batch.asks, torch.split(batch.rows, [len(ask) for ask in batch.asks]), strict=True):
             assert ask.classes is not None, "only requests with classes are queued"
             # Other images of the batch may have more classes.
             own = rows[:, : dim + len(names) + len(ask.classes.names)].contiguous()

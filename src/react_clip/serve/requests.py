@@ -160,8 +160,10 @@ def prepare(
     if values > (most := settings.max_images + settings.max_labels * (LABEL_LENGTH + 1) + 100):
         raise RequestError(422, f"the body has about {values:,} values; the limit is {most:,}; send fewer")
     try:
-        form = not isinstance(content, bytes)
-        body = model.model_validate(_of_form(content)) if form else model.model_validate_json(content, strict=True)
+        if isinstance(content, bytes):
+            body = model.model_validate_json(content, strict=True)
+        else:
+            body = model.model_validate(_of_form(content))
     except ValidationError as error:
         raise _request_error(model, error) from None
     if len(body.images) > settings.max_images:

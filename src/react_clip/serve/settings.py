@@ -148,8 +148,10 @@ def prompt_slots(prompts: int) -> int:
     return -(-prompts // PROMPTS_PER_SLOT)
 
 
-_FIXED = ("max_wait", "demo_deadline", "grace", "max_buffered", "max_label_length", "max_connections", "label_cache")
-_FIXED += ("decoders", "body_timeout", "keep_alive", "constant_work")
+_FIXED = (
+    *("max_wait", "demo_deadline", "grace", "max_buffered", "max_label_length", "max_connections", "label_cache"),
+    *("decoders", "body_timeout", "keep_alive", "constant_work"),
+)
 DROPPED = dict.fromkeys(_FIXED, "it has a fixed value now, so leave it out") | {
     "processes": "it is --workers now",
     "name": "callers see the model's own name, without folders",
@@ -242,7 +244,7 @@ def read_secrets(settings: Settings) -> Secrets:
     """Secret and API keys (by lines or commas, # starts a comment) from ``secrets_dir`` or the environment."""
     if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
         raise ReactClipError(f"--secrets-dir {settings.secrets_dir} is no folder; check the path")
-    found = _SecretFiles(_secrets_dir=settings.secrets_dir)
+    found = _SecretFiles(_secrets_dir=settings.secrets_dir)  # type: ignore[call-arg]
     secret = found.secret.get_secret_value().encode() if found.secret else None
     text = found.api_keys.get_secret_value() if found.api_keys else ""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
