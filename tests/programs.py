@@ -89,4 +89,5 @@ def _run(words: list[str], env: dict[str, str], folder: str, stdout: Any, log: s
     os.dup2(stdout.fileno(), 1)
     stdout.close()
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stdin = os.fdopen(0)  # multiprocessing has put another file there, which uvicorn would look for in its workers
     sys.exit(main(words))
