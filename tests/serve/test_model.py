@@ -62,7 +62,8 @@ class Held:
                 await asyncio.wait_for(what(client), 60)
             finally:
                 self.free.set()
-                client.close(stop_model=True)
+                client.close()
+                self.model.stopped = True
 
         with ThreadPoolExecutor() as thread:
             thread.submit(asyncio.run, connected()).result()

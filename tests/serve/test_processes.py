@@ -46,24 +46,9 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def listens(pid: int, server: Any) -> bool:
-    """True if a process holds the socket of the server's port."""
-    port = f":{urlsplit(server.url).port:04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
-    files = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            files.add(str(path.readlink()))
-    return bool(inodes & files)
-
-
-def roles(server: Any) -> tuple[set[int], int]:
-    """Processes that answer callers, and the one with the model: it alone does not listen."""
-    spawned = {pid for pid, line in descendants(server.command.process.pid).items() if "spawn_main" in line}
-    workers = {pid for pid in spawned if listens(pid, server)}
-    [model] = spawned - workers
-    return workers, model
+def workers(server: Any) -> set[int]:
+    """Processes that answer callers; the one that has started them computes."""
+    return {pid for pid, line in descendants(server.command.process.pid).items() if "spawn_main" in line}
 
 
 def is_ready(server: Any) -> bool:
@@ -144,7 +129,7 @@ def test_the_log_contains_no_queries_and_no_keys(server: Any) -> None:
 
 
 def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list[bytes]) -> None:
-    wait_for(lambda: len(roles(pair)[0]) == 2, 240)
+    wait_for(lambda: len(workers(pair)) == 2, 240)
     before = metric(pair.client, "react_clip_images_total")
     body = as_json(photos)
 
@@ -162,37 +147,20 @@ def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list
         assert metric(pair.client, "react_clip_images_total") == before + 8 * len(photos)
 
 
-def test_a_hung_model_is_not_ready_until_it_is_replaced(pair: Any, photos: list[bytes]) -> None:
-    _, model = roles(pair)
+def test_a_hung_model_is_not_ready(pair: Any, photos: list[bytes]) -> None:
     assert is_ready(pair)
-    with stopped(model), ThreadPoolExecutor(2) as pool:
+    with stopped(pair.command.process.pid), ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:1])) for _ in range(2)]
         wait_for(lambda: not is_ready(pair), 20)  # the deadline is 8 seconds
         assert pair.client.get("/healthz").status_code == 200
-        check_error(pair.client.post("/v1/classify", **as_form(photos[:1])), 503)
+        check_error(pair.client.post("/v1/classify", **as_form(photos[:1])), 503, "does not answer")
         assert [answer.result().status_code for answer in waiting] == [503, 503]
-        wait_for(lambda: is_ready(pair), 240)
-    assert roles(pair)[1] != model
-    assert f"the model's process {model} hangs and is killed" in pair.command.log.read_text()
-    assert pair.client.post("/v1/classify", **as_form(photos[:1])).status_code == 200
-
-
-def test_a_killed_model_costs_its_requests_and_is_replaced(pair: Any, photos: list[bytes]) -> None:
-    _, model = roles(pair)
-    with stopped(model), ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:1])) for _ in range(2)]
-        wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") == 3)
-        os.kill(model, signal.SIGKILL)
-        for answer in waiting:
-            check_error(answer.result(), 503)
-            assert answer.result().headers["retry-after"] == "1"
-    wait_for(lambda: is_ready(pair), 240)
+    wait_for(lambda: is_ready(pair), 20)
     assert pair.client.post("/v1/classify", **as_form(photos[:1])).status_code == 200
 
 
 def test_a_killed_process_is_replaced_while_the_other_answers(pair: Any, photos: list[bytes]) -> None:
-    workers, _ = roles(pair)
-    victim = workers.pop()
+    victim = workers(pair).pop()
     images = metric(pair.client, "react_clip_images_total")
     os.kill(victim, signal.SIGKILL)
 
@@ -202,30 +170,28 @@ def test_a_killed_process_is_replaced_while_the_other_answers(pair: Any, photos:
         return False
 
     wait_for(answered)
-    wait_for(lambda: len(roles(pair)[0] - {victim}) == 2, 240)
+    wait_for(lambda: len(workers(pair) - {victim}) == 2, 240)
     assert metric(pair.client, "react_clip_images_total") >= images + 1
     assert metric(pair.client, "react_clip_requests_in_flight") == 1, "without those of the process that ended"
 
 
-def test_on_sigterm_accepted_requests_are_finished(pair: Any, photos: list[bytes]) -> None:
-    """It ends this server, so it is the last test."""
-    _, model = roles(pair)
-    with ThreadPoolExecutor(2) as pool:
-        with stopped(model):
-            accepted = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:4])) for _ in range(2)]
-            wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") == 3)
+def test_accepted_requests_are_finished_on_sigterm(pair: Any, photos: list[bytes]) -> None:
+    """It ends this server, so it comes last."""
+    with ThreadPoolExecutor(4) as pool:
+        with stopped(pair.command.process.pid):
+            accepted = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:4])) for _ in range(4)]
+            wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") >= 3)
             pair.command.signal(signal.SIGTERM)
-            time.sleep(1)
-        assert [answer.result().status_code for answer in accepted] == [200, 200]
+        assert {answer.result().status_code for answer in accepted} == {200}
     pair.command.process.join(60)
     assert pair.command.process.exitcode == 0
 
 
-def test_one_process_ends_cleanly_too(server: Any, photos: list[bytes]) -> None:
+def test_one_process_finishes_accepted_requests_too(server: Any, photos: list[bytes]) -> None:
     with ThreadPoolExecutor(4) as pool:
         accepted = [pool.submit(server.client.post, "/v1/classify", **as_form(photos)) for _ in range(4)]
         wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") > 2)
         server.command.signal(signal.SIGTERM)
-        assert {answer.result().status_code for answer in accepted} <= {200, 503}
+        assert {answer.result().status_code for answer in accepted} == {200}
     server.command.process.join(60)
     assert server.command.process.exitcode == 0

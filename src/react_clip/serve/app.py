@@ -162,10 +162,11 @@ async def info(request: Request) -> responses.Info:
 
 
 @about.get("/models")
-async def models(request: Request) -> responses.ModelList:
+async def models(request: Request) -> dict[str, Any]:
     """The served model, in the shape of OpenAI's list."""
     service = service_of(request)
-    return responses.ModelList(data=[responses.ServedModel(id=service.client.info.model, created=service.started)])
+    one = {"id": service.client.info.model, "object": "model", "created": service.started, "owned_by": "react-clip"}
+    return {"object": "list", "data": [one]}
 
 
 @state.head("/healthz", include_in_schema=False)
@@ -225,8 +226,9 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
         yield
         gc.unfreeze()
         service.threads.shutdown(wait=False, cancel_futures=True)
-        client.close(stop_model=model is not None)
-        if thread is not None:
+        client.close()
+        if model is not None and thread is not None:
+            model.stopped = True
             thread.join(GRACE)
 
     app = FastAPI(

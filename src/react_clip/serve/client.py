@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
 from react_clip.serve.errors import RequestError, busy
-from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.responses import Info
 from react_clip.serve.settings import BEAT, Settings
 
@@ -54,30 +52,24 @@ class ModelClient:
         self._address = address
         self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
         self._numbers = count()
-        self._process = self._free = 0
-        self._asked = 0
-        """Images of the requests that wait for an answer."""
+        self._free = self._asked = 0
         self._heard = 0.0
 
     async def connect(self) -> None:
         """Reach the model and learn what it is; waits until it is loaded."""
         self._socket: Any = zmq.asyncio.Context(zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.immediate = True  # nothing is queued for a model that is not there
         self._socket.sndhwm = _MESSAGES
         self._socket.connect(self._address)
         self._known = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
-        done, _ = await asyncio.wait([self._known, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        done.pop().result()
+        self._listening = asyncio.create_task(self._listen())
+        self._tell({"hello": True})
+        await asyncio.wait([self._known, self._listening], return_when=asyncio.FIRST_COMPLETED)
 
-    def close(self, *, stop_model: bool) -> None:
-        """Leave the model, or end it."""
-        for task in self._tasks:
-            task.cancel()
-        if stop_model:
-            self._tell({"stop": True})
-        self._socket.close(linger=1000)
+    def close(self) -> None:
+        """Leave the model."""
+        self._listening.cancel()
+        self._socket.close()
 
     def refusal(self, images: int) -> str | None:
         """Why a request with so many images would be refused now, or None."""
@@ -127,11 +119,10 @@ class ModelClient:
             if "free" in message:
                 self._free = message["free"]
             elif "hello" in message:
-                self._free, self._process = self.settings.queue, message["process"]
+                self._free = self.settings.queue
                 self.info = Info.model_validate(message["hello"])
                 self.preprocessing = Preprocessing(**message["preprocessing"])
-                if not self._known.done():
-                    self._known.set_result(None)
+                self._known.set_result(None)
             else:
                 answer = self._waiting.get(message["id"])
                 if answer is None or answer.done():
@@ -145,26 +136,3 @@ class ModelClient:
                     middle, end = values[:, dim : dim + len(columns)].tolist(), dim + len(columns)
                     rows = zip(values, middle, strict=True)
                     answer.set_result([Answer(row[:dim], row[end:], dict(zip(columns, own))) for row, own in rows])  # noqa: B905
-
-    async def _watch(self) -> None:
-        """Greet a model that is silent, and give up waiting for a process that has ended."""
-        for turn in count():
-            if time.monotonic() - self._heard > 2 * BEAT:
-                self._tell({"hello": True})
-                if self._process and not _lives(self._process):
-                    self._heard, self._process = 0.0, 0
-                    line = "the model's process has ended and is being replaced; try again soon"
-                    for answer in self._waiting.values():
-                        if not answer.done():
-                            answer.set_exception(busy(line, kind="unavailable"))
-            if turn % 20 == 0:
-                await asyncio.to_thread(return_freed_memory)
-            await asyncio.sleep(BEAT)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, Depends, Request
@@ -22,16 +22,17 @@ from react_clip.serve.model import Model
 
 AttackBody = Annotated[requests.Asked[requests.AttackRequest], Depends(read(requests.AttackRequest))]
 
+_IDLE = {"done": 0, "steps": 0}
 _DRAWN = 127.0 / 255.0
 """Largest change in the picture of a perturbation, around grey."""
 
 
 def routes(model: Model, secret: bytes) -> APIRouter:
     """The demo's routes."""
-    router, thread, steps = APIRouter(prefix="/v1/demo"), ThreadPoolExecutor(1), responses.AttackProgress()
+    router, thread, steps = APIRouter(prefix="/v1/demo"), ThreadPoolExecutor(1), _IDLE
 
     @router.post("/attack", openapi_extra=openapi.request_body(requests.AttackRequest, eps=4))
-    async def attack_photo(request: Request, asked: AttackBody) -> responses.AttackResponse:
+    async def attack_photo(request: Request, asked: AttackBody) -> dict[str, Any]:
         """Attack a photo and compare the answers of plain and defended CLIP; slows down all other requests."""
         nonlocal steps
         ended = False
@@ -41,16 +42,16 @@ def routes(model: Model, secret: bytes) -> APIRouter:
             nonlocal steps
             if ended:  # the page's slider leaves many attacks behind
                 raise asyncio.CancelledError
-            steps = responses.AttackProgress(done=done, steps=of)
+            steps = {"done": done, "steps": of}
 
         try:
             job = partial(compare, model, secret, asked, advance)
             return await asyncio.get_running_loop().run_in_executor(thread, job)
         finally:
-            ended, steps = True, responses.AttackProgress()
+            ended, steps = True, _IDLE
 
     @router.get("/progress")
-    async def progress() -> responses.AttackProgress:
+    async def progress() -> dict[str, int]:
         """Steps of the attack that runs now."""
         return steps
 
@@ -62,7 +63,7 @@ def compare(
     secret: bytes,
     asked: requests.Asked[requests.AttackRequest],
     progress: Callable[[int, int], None],
-) -> responses.AttackResponse:
+) -> dict[str, Any]:
     """Answers of plain and defended CLIP for a photo before and after an attack."""
     encoder, eps, labels = model.encoder, asked.body.eps / 255, asked.labels
     classes = model.classes(asked.label_list)
@@ -76,21 +77,22 @@ def compare(
         out = model.defense.run(encoder, pixels, noise.stream_keys(pixels, secret), classes)
     numbers = model.numbers(out)
 
-    def version(row: int) -> responses.Comparison:
-        return responses.Comparison(
-            image=data_uri(to_image(pixels[row])),
-            plain=responses.top(labels, plain[row], asked.body.top_k),
-            defended=responses.top(labels, out.probs[row].cpu(), asked.body.top_k),
-            diagnostics=responses.Diagnostics.of({name: float(values[row]) for name, values in numbers.items()}),
-        )
+    def version(row: int) -> dict[str, Any]:
+        measured = {name: float(values[row]) for name, values in numbers.items()}
+        return {
+            "image": data_uri(to_image(pixels[row])),  # as the model sees it
+            "plain": responses.top(labels, plain[row], asked.body.top_k),
+            "defended": responses.top(labels, out.probs[row].cpu(), asked.body.top_k),
+            "diagnostics": responses.Diagnostics.of(measured),
+        }
 
     scale = _DRAWN / eps if eps else 1.0
-    return responses.AttackResponse(
-        model=model.info.model,
-        eps=asked.body.eps,
-        attacked_label=labels[int(plain[0].argmax())],
-        clean=version(0),
-        attacked=version(1),
-        perturbation=data_uri(to_image(0.5 + scale * (attacked[0] - clean[0]))),
-        amplification=scale,
-    )
+    return {
+        "model": model.info.model,
+        "eps": asked.body.eps,
+        "attacked_label": labels[int(plain[0].argmax())],
+        "clean": version(0),
+        "attacked": version(1),
+        "perturbation": data_uri(to_image(0.5 + scale * (attacked[0] - clean[0]))),
+        "amplification": scale,  # of the change in that picture
+    }

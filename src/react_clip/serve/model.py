@@ -8,9 +8,10 @@ lists, and encodes some prompts of new label lists.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
-import os
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -27,7 +28,6 @@ from react_clip.errors import ReactClipError
 from react_clip.label_table import LabelTable
 from react_clip.preprocess import to_float
 from react_clip.serve.errors import RequestError, busy, late
-from react_clip.serve.memory import return_freed_memory
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
 from react_clip.serve.settings import BEAT, Settings, prompt_slots
@@ -47,7 +47,9 @@ _GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Sizes of batches on a GPU, which records a graph for each; images beyond such a size wait for the next batch."""
 _BATCH_FRACTION = 0.25
 """Most of the deadline that one batch may take."""
+
 _TRIM_SECONDS = 10.0
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 LabelList = tuple[tuple[str, ...], tuple[str, ...]]
 """Names and templates of a request."""
@@ -116,22 +118,21 @@ class Model:
         self._known: OrderedDict[LabelList, ZeroShotClassifier] = OrderedDict()
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
-        self._stopped = False
+        self.stopped = False
         self._last_end = self._trimmed = 0.0
         self._seconds_per_image = self._warm_up()
         size = encoder.image_size
         everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], skip_unneeded=False)
         self.info = Info.of(encoder, defense, list(preset.names), everything.passes.max().item(), settings)
 
-    def serve(self, address: str, on_turn: Callable[[], None] = lambda: None) -> None:
-        """Answer requests until one says stop; ``on_turn`` is called after every turn."""
+    def serve(self, address: str) -> None:
+        """Answer requests until ``stopped``."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         with self._socket:
             self._socket.linger = 0
             self._socket.bind(address)
-            while not self._stopped:
+            while not self.stopped:
                 self._turn()
-                on_turn()
 
     def _turn(self) -> None:
         self._receive(0.0 if self._queue or self._new or self._computing else BEAT)
@@ -169,10 +170,8 @@ class Model:
                 self._cancel(caller, message["cancel"])
             elif "hello" in message:
                 self._callers.add(caller)
-                about = {"process": os.getpid(), "preprocessing": asdict(self.encoder.preprocessing)}
-                self._send(caller, {"hello": self.info.model_dump(), **about})
-            elif "stop" in message:
-                self._stopped = True
+                how = asdict(self.encoder.preprocessing)
+                self._send(caller, {"hello": self.info.model_dump(), "preprocessing": how})
 
     def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
         size, keys = self.encoder.image_size, message["keys"]
@@ -241,9 +240,10 @@ class Model:
         self.metrics.waiting.set(self.settings.queue - self.free_slots)
         for caller in self._callers:
             self._send(caller, {"free": self.free_slots})
-        if time.monotonic() - self._trimmed > _TRIM_SECONDS:
+        if _malloc_trim and time.monotonic() - self._trimmed > _TRIM_SECONDS:
+            # glibc would keep what each thread has freed for later requests of that thread.
             self._trimmed = time.monotonic()
-            return_freed_memory()
+            _malloc_trim(0)
 
     # ------------------------------------------------------------------ images
 

@@ -127,39 +127,6 @@ class EmbedResponse(Schema):
     usage: Usage
 
 
-class Comparison(Schema):
-    """Answers of plain and of defended CLIP for one version of a photo."""
-
-    image: str
-    """The photo as the model sees it, a PNG data URI."""
-    plain: list[Scored]
-    defended: list[Scored]
-    diagnostics: Diagnostics
-
-
-class AttackResponse(Schema):
-    """A photo before and after an attack on plain CLIP that does not know the defence."""
-
-    model: str
-    eps: float
-    """In 255ths."""
-    attacked_label: str
-    """Plain CLIP's answer on the clean photo, which the attack changes."""
-    clean: Comparison
-    attacked: Comparison
-    perturbation: str
-    """The change as PNG data URI, grey where nothing changed."""
-    amplification: float
-    """Factor by which the change is enlarged in that picture."""
-
-
-class AttackProgress(Schema):
-    """Steps of the demo's attack that runs now; both are 0 while none runs."""
-
-    done: int = 0
-    steps: int = 0
-
-
 class Info(Schema):
     """Model, labels, limits and defence of this service."""
 
@@ -214,22 +181,6 @@ def label_source(encoder: Encoder) -> Literal["text", "bank", "preset"]:
     from react_clip.label_table import LabelTable
 
     return "text" if encoder.has_text else "bank" if LabelTable.load().encoder == encoder.feature_space else "preset"
-
-
-class ServedModel(Schema):
-    """The model, in the shape of OpenAI's API."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["react-clip"] = "react-clip"
-
-
-class ModelList(Schema):
-    """A list of the one model."""
-
-    object: Literal["list"] = "list"
-    data: list[ServedModel]
 
 
 class Status(Schema):

@@ -7,15 +7,12 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
-import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.synchronize import Event
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import h11
 import uvicorn
@@ -36,15 +33,11 @@ _HEAD_SECONDS = 10.0
 """Time for the head of a request to arrive."""
 _HEAD_BYTES = 2**14
 """Longest head of a request."""
-_HUNG = 3.0
-"""A model whose turn takes this many deadlines is replaced."""
 _START_SECONDS = 60
 """A process that says nothing for so long is replaced; one that starts is silent while it imports libraries."""
-_PAUSE = 1.0
-"""Seconds before a model that has ended is replaced, so that one that always fails does not keep a core busy."""
 
 Load: TypeAlias = "Callable[[Settings], Model]"
-"""Loads the model; a function of a module, so that another process can call it."""
+"""Loads the model."""
 
 
 class Connection(H11Protocol):
@@ -139,99 +132,42 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
     )
 
 
-# ---------------------------------------------------------------------- several processes
-
-
 def _serve_in_processes(
     settings: Settings, secrets: Secrets, load: Load, listener: socket.socket, announce: Callable[[str], None]
 ) -> int:
-    """uvicorn starts and replaces the processes that answer; a thread does so for the one with the model."""
+    """Compute in this process; uvicorn starts and replaces those that read, decode and answer requests."""
     # Several processes share the cores: threads of the model that wait must not keep theirs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    spawn = multiprocessing.get_context("spawn")
-    beat, started, code = spawn.Value("d", 0.0, lock=False), spawn.Event(), 0
-
-    def keep_model() -> None:
-        """Start the model's process, and replace it when it ends or hangs."""
-        nonlocal code
-        while not supervisor.should_exit.is_set():
-            beat.value = 0.0
-            process = spawn.Process(target=_run_model, args=(settings, load, address, beat))
-            process.start()
-            while process.is_alive() and not ended.wait(0.1):
-                if beat.value and started.is_set() and not ready.is_set():
-                    ready.set()
-                    announce(url_of(listener))
-                if beat.value and time.monotonic() - beat.value > _HUNG * settings.deadline:
-                    logger.error("the model's process %d hangs and is killed", process.pid)
-                    process.kill()
-            process.kill()
-            process.join()
-            if ended.is_set():
-                return
-            if not ready.is_set():
-                code = process.exitcode or 1
-                supervisor.should_exit.set()
-            logger.error("the model's process ended with exit code %d; another takes its place", process.exitcode)
-            time.sleep(_PAUSE)
-
     with tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
         share_between_processes(folder)
-        address = f"ipc://{folder}/model"
+        model, address = load(settings), f"ipc://{folder}/model"
+        thread = threading.Thread(target=model.serve, args=(address,))
+        thread.start()
         listener.listen(128)
-        config = _config(partial(_worker, settings, secrets, address, started), settings)
-        supervisor = Multiprocess(config, sockets=[listener])
-        ready, ended = threading.Event(), threading.Event()
-        keeper = threading.Thread(target=keep_model)
-        keeper.start()
-        supervisor.run()
-        ended.set()
-        keeper.join()
-    return code
+        announce(url_of(listener))
+        Multiprocess(_config(partial(_worker, settings, secrets, address), settings), sockets=[listener]).run()
+        model.stopped = True
+        thread.join()
+    return 0
 
 
-def _worker(settings: Settings, secrets: Secrets, address: str, started: Event) -> FastAPI:
-    """The application of one of several processes."""
+def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
+    """The application of a process that answers requests; it ends with the one that computes."""
     import torch
 
     from react_clip.serve.app import create_app
 
     torch.set_num_threads(1)
     log_to_stderr(settings.log_level)
-    _end_with_parent()
-    started.set()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     return create_app(settings, secrets, address=address)
 
 
-def _run_model(settings: Settings, load: Load, address: str, beat: Any) -> None:
-    """The model's process. It ends when its parent says so: signals are for those that answer callers."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    log_to_stderr(settings.log_level)
-    _end_with_parent()
-    try:
-        model = load(settings)
-    except ReactClipError as error:
-        sys.stderr.write(f"react-clip: {error}\n")
-        sys.exit(2)
-
-    def tell() -> None:
-        beat.value = time.monotonic()
-
-    tell()
-    model.serve(address, tell)
-
-
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def log_to_stderr(level: str) -> None:
