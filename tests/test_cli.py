@@ -402,6 +402,15 @@ def test_help_lists_what_is_registered() -> None:
     assert list(choices.dataset_names()) == rc.data.names()
 
 
+def test_a_missing_package_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for command in ("evaluate", "report", "rank"):
+        code, _, err = run(command, tmp_path)
+        assert code == 2, command
+        assert "needs pandas, which is missing; in the checkout of react-clip: pip install -e '.[eval]'" in err
+        assert err.count("\n") == 1
+
+
 # ---------------------------------------------------------------------- rank
 
 

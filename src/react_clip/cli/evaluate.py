@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from react_clip.cli import common, options
 from react_clip.errors import ReactClipError
+from react_clip.optional import require
 
 if TYPE_CHECKING:
     from react_clip.evaluation import Recipe
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Validate or run; tables are written beside the result."""
     options.check_cluster_options(args)
+    require("pandas", "evaluating", extra="eval")
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from react_clip.evaluation import Recipe, run_recipe, validate
