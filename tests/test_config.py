@@ -70,7 +70,9 @@ def test_json_gives_the_same_configuration_back(tmp_path: Path) -> None:
 
 def test_files_of_earlier_versions_are_read_if_they_mean_the_same() -> None:
     assert Camera.from_dict({"kind": "pinhole", "flash": False, "brand": "any"}) == Pinhole()
-    with pytest.raises(rc.ReactClipError, match=r"pinhole no longer has 'flash', .* flash True .*; remove it"):
+    with pytest.raises(
+        rc.ReactClipError, match=r"pinhole no longer has 'flash', which is True; .* as with False: remove it"
+    ):
         Pinhole.from_dict({"flash": True})
 
 

@@ -16,10 +16,9 @@ Function = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A graph, and the memory that it reads and writes."""
+    """A graph, and the memory that it writes."""
 
     graph: Any
-    inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
 
@@ -109,7 +108,7 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             outputs = function(*inputs)
         self._pool = graph.pool()
-        return Recording(graph, inputs, outputs)
+        return Recording(graph, outputs)
 
 
 def _space(tensor: Tensor) -> int:

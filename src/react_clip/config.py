@@ -16,8 +16,8 @@ a ``kind``, and ``{"kind": ..., field: value}`` describes one of the family.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -125,12 +125,12 @@ class Configuration:
 
         def write(value: Any, fields: Callable[[Any], Any]) -> Any:
             # A field may hold a subclass of its type, which has fields of its own.
-            return {**value._title(), **fields(value)} if type(value) is source else value.to_dict()
+            return {**value._head(), **fields(value)} if type(value) is source else value.to_dict()
 
         serialization = core_schema.wrap_serializer_function_ser_schema(write)
         return core_schema.no_info_before_validator_function(read, handler(source), serialization=serialization)
 
-    def _title(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
         """What :meth:`to_dict` writes before the fields."""
         return {}
 
@@ -153,8 +153,8 @@ class Configuration:
         for key, default in cls.removed.items():
             if key in values and (value := values.pop(key)) != default and default is not ...:
                 raise ReactClipError(
-                    f"{_title(cls)} no longer has {key!r}, and {key} {_short(value)} means what it cannot do any more; "
-                    f"remove it, which is {key} {_short(default)}"
+                    f"{_title(cls)} no longer has {key!r}, which is {_short(value)}; without it, it works as with "
+                    f"{_short(default)}: remove it"
                 )
         return cls(**values)
 
@@ -171,13 +171,11 @@ class Configuration:
 
     def __repr__(self) -> str:
         """The log line and the test id; fields that are ``None`` by default are shown only if they are set."""
-        written, fields = self.to_dict(), _fields(type(self)).items()
-        values = {
-            name: getattr(self, name) for name, field in fields if (getattr(self, name), field.default) != (None, None)
-        }
-        parts = [
-            f"{name}={value if isinstance(value, Configuration) else written[name]}" for name, value in values.items()
-        ]
+        written, parts = self.to_dict(), []
+        for name, field in _fields(type(self)).items():
+            value = getattr(self, name)
+            if value is not None or field.default is not None:
+                parts.append(f"{name}={value if isinstance(value, Configuration) else written[name]}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -194,7 +192,7 @@ def _explain(cls: type[Any], error: ValidationError) -> str:
     errors = error.errors(include_url=False)
     first, cause = errors[0], errors[0].get("ctx", {}).get("error")
     if not first["loc"]:  # a check of several fields
-        return first_line(cause)
+        return str(cause)
     position = first["loc"][0]
     name = position if isinstance(position, str) else [*_fields(cls), "a further value"][position]
     if isinstance(cause, ReactClipError):  # a configuration in this field
@@ -231,16 +229,12 @@ def find_offered(group: str, name: str, family: str) -> Any:
     """The object of an entry point, or of ``module:object``; ``None`` for a name that is neither."""
     point = offered(group).get(name)
     reference = point.value if point else name
-    module, colon, path = reference.partition(":")
-    if not (colon and group):
+    if not (group and ":" in reference):
         return None
     try:
-        found: Any = importlib.import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        return pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         raise ReactClipError(f"{family} {name!r} cannot be imported: {first_line(error)}") from error
-    return found
 
 
 # ---------------------------------------------------------------------- families
@@ -332,7 +326,7 @@ class Registered(Configuration):
         """Short name for tables: the kind, to which a class may add what tells its configurations apart."""
         return self.kind
 
-    def _title(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
         return {"kind": self.registry.name_of(type(self))}
 
     @classmethod

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -239,12 +239,12 @@ def as_pixels(images: Images, how: Preprocessing, limits: Limits = DEFAULT_LIMIT
         )
     if not images:
         raise ReactClipError("the list of images is empty; give at least one")
-    if wrong := [source for source in images if not isinstance(source, ImageSource)]:
+    if wrong := [source for source in images if not isinstance(source, Image.Image | Path | str | bytes)]:
         raise ReactClipError(
             f"an image is of type {type(wrong[0]).__name__}; lists hold PIL images, paths or bytes (stack tensors "
             "into one [B, 3, H, W] batch)"
         )
-    return torch.stack([to_float(to_8bit(source, how, limits)) for source in images])
+    return torch.stack([to_float(to_8bit(source, how, limits)) for source in cast("Sequence[ImageSource]", images)])
 
 
 def check_range(pixels: Tensor) -> None:

@@ -102,9 +102,11 @@ class AddNorm(nn.Module):
         """The sum and its normalisation; without an update the rows and theirs."""
         if update is None:
             return rows, F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps)
-        gradients = torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad)
-        function = compiled_add_norm() if self.compiled and rows.is_cuda and not gradients else add_norm
-        result: tuple[Tensor, Tensor] = function(rows, update, self.weight, self.bias, self.eps)
+        arguments = rows, update, self.weight, self.bias, self.eps
+        if not (self.compiled and rows.is_cuda) or rows.requires_grad or self.weight.requires_grad:
+            return add_norm(*arguments)
+        with torch.no_grad():
+            result: tuple[Tensor, Tensor] = compiled_add_norm()(*arguments)
         return result
 
 
@@ -128,7 +130,9 @@ def can_compile() -> bool:
     rows = torch.zeros(2, 8, device="cuda")
     try:
         compiled_add_norm()(rows, rows, rows[0], rows[0], 1e-5)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of PyTorch's compilers
         warnings.warn(f"layers are not compiled, which costs a tenth of the speed: {first_line(error)}", stacklevel=3)
         return False
     return True
