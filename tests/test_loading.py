@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import react_clip as rc
 from react_clip import encoders
 from react_clip.encoders import offline
-from toys import patch_encoder
 
 
 def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
@@ -178,11 +177,3 @@ def test_mps_is_refused_in_one_line_where_there_is_none(device: str, monkeypatch
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(rc.ReactClipError, match="this machine has none; use cpu"):
         rc.load("clip-vit-b-16", device=device)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
-    with pytest.warns(UserWarning, match="PYTORCH_ENABLE_MPS_FALLBACK=1 is not set"):
-        assert encoders.resolve_device(device).type == "mps"
-
-
-def test_toys_have_a_tower_of_ours() -> None:
-    assert patch_encoder().tower.extra_repr() == "size=32, dim=12, heads=2, activation=quick_gelu, eps=1e-05"

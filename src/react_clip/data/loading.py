@@ -6,14 +6,13 @@ torchvision's own format: it checks their MD5 before it opens them.
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from react_clip.config import find_offered
 from react_clip.data.dataset import ImageDataset
 from react_clip.data.formats import Labelled, build_dataset, find_tables, load_folder, load_tables
 from react_clip.data.registry import DatasetSpec, default_root, registry
@@ -56,26 +55,13 @@ def load(
         dataset = _on_disk(root / name, name, root, split, spec) or _official(spec, root, split, download)
         if split == "test":
             dataset = _as_in_the_paper(dataset, spec, seed)
-    elif function := _function_outside(name):
+    elif not name.startswith(_FOLDER) and (function := find_offered(GROUP, name, "data set")) is not None:
         dataset = function(root, split)
         if not isinstance(dataset, ImageDataset):
             raise ReactClipError(f"data set {name!r} returned a {type(dataset).__name__}; it must be an ImageDataset")
     else:
         dataset = _own(name, root, split)
     return dataset if limit is None else dataset.take(limit, seed)
-
-
-def _function_outside(name: str) -> Callable[[Path, str], ImageDataset] | None:
-    """The function of an entry point, or of ``module:function``."""
-    reference = next((point.value for point in entry_points(group=GROUP, name=name)), name)
-    module, _, function = reference.partition(":")
-    if name.startswith(_FOLDER) or not function or not module.replace(".", "").isidentifier():
-        return None
-    try:
-        loaded: Callable[[Path, str], ImageDataset] = pkgutil.resolve_name(reference)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ReactClipError(f"data set {name!r} cannot be imported: {first_line(error)}") from error
-    return loaded
 
 
 def _own(name: str, root: Path, split: str) -> ImageDataset:

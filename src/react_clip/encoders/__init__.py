@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from react_clip.config import find_offered, offered
+from react_clip.config import find_offered
 from react_clip.encoders import checkpoints, exported, offline, openclip
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import load_hf
@@ -111,15 +111,9 @@ def pull(name: str, *, force: bool = False, say: Callable[[str], None] = lambda 
         return pull(parts[0], force=force, say=say)
     if name == offline.NAME:
         return str(offline.pull(force=force, say=say))
-    if (folder := exported.folder_of(name)) is not None:
-        load(name)
-        return str(folder)
-    outside = name in offered(GROUP) or ":" in name
-    if not outside and not Path(name).is_dir():
-        _hub_id(name)
     say(f"fetching {name}")
     load(name, device="cpu")
-    return "the model hub's cache" if not Path(name).is_dir() else name
+    return name if Path(name).is_dir() or name.startswith(exported.PREFIX) else "the cache of its library"
 
 
 def _hub_id(name: str | Path) -> tuple[str, str | None]:

@@ -163,7 +163,7 @@ class Encoder(nn.Module):
         """``function(*tensors)``; on an accelerated GPU a small batch without gradients becomes one CUDA graph.
 
         The function must be pure, hashable and free of host synchronisation, as is one that makes views and calls
-        :meth:`encode`.
+        :meth:`encode`; passes inside it are not counted when a graph replays them.
         """
         if self._graphs is None or not self._graphs.take(tensors):
             return function(*tensors)
@@ -187,7 +187,7 @@ class Encoder(nn.Module):
 
     def _features(self, *views: Tensor) -> list[Tensor]:
         """Projected features of views, in at least fp32."""
-        few = len(views[0]) <= (self.most_packed if views[0].is_cuda else 1)
+        few = max(map(len, views)) <= (self.most_packed if views[0].is_cuda else 1)
         # With gradients each size has a pass of its own, which needs less memory.
         gradients = torch.is_grad_enabled() and any(view.requires_grad for view in views)
         if len(views) > 1 and few and not gradients and isinstance(self.tower, VisionTower):

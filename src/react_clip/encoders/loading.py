@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,16 +37,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError:
         raise ReactClipError(f"device {device!r} is unknown; use cpu, cuda, cuda:0 or mps") from None
-    if resolved.type == "mps":
-        if not torch.backends.mps.is_available():
-            raise ReactClipError(f"device {device!r} was asked for, but this machine has none; use cpu")
-        if os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK") != "1":
-            # PyTorch reads it when it is imported, too early for us to set it.
-            warnings.warn(
-                "PYTORCH_ENABLE_MPS_FALLBACK=1 is not set: an operation that mps lacks will fail instead of running on "
-                "the CPU; set it before Python starts",
-                stacklevel=3,
-            )
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise ReactClipError(f"device {device!r} was asked for, but this machine has none; use cpu")
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ReactClipError(f"device {device!r} was asked for, but this machine has no CUDA device; use cpu")
     return resolved
