@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +103,7 @@ def defend_dataset(
                 device, pool, share = resources(ray, workers, device)
                 ray.data.DataContext.get_current().enable_progress_bars = progress
                 read = partial(read_and_decode, column=column, how=clf.encoder.preprocessing)
-                job = (clf, guard, seed, top, device, versions())
+                job = (deepcopy(clf).cpu(), guard, seed, top, device, versions())
                 (
                     ray.data.from_items(items, override_num_blocks=min(len(items), 1000))
                     .flat_map(read, num_cpus=_IO_CPUS)
