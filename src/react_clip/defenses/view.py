@@ -76,8 +76,7 @@ class Copies:
             return self.make(images, *values)
         keys = keys if self.stream is None else noise.fork(keys, self.stream)
         if self.numbers is not None:
-            numbers = torch.arange(self.numbers.start, self.numbers.stop, device=keys.device)
-            keys = noise.fork(keys[:, None], numbers).flatten()
+            keys = noise.fork(keys[:, None], torch.tensor(self.numbers, device=keys.device)).flatten()
             images, *values = (each.repeat_interleave(len(self.numbers), 0) for each in (images, *values))
         return self.make(images, keys, *values)
 
@@ -355,11 +354,9 @@ class View:
 
     def _once(self, given: tuple[Tensor, ...], compute: Callable[[], Result]) -> Result:
         """The result of ``compute``, or that of the earlier run at this place if it was computed from the same."""
-        result: Any = None
-        if self._replay:
-            before, result = self._replay.pop(0)
-            result = result if len(before) == len(given) and all(map(torch.equal, before, given)) else None
-        result = compute() if result is None else result
+        before, result = self._replay.pop(0) if self._replay else (None, None)
+        if before is None or len(before) != len(given) or not all(map(torch.equal, before, given)):
+            result = compute()
         if self.force is not None:
             self.recorded.append((given, result))
         return result
