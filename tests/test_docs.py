@@ -119,18 +119,20 @@ def test_the_example_of_the_readme_runs(tiny_folder: Path) -> None:
 
 @pytest.mark.usefixtures("in_folder")
 def test_the_tutorial_for_production_runs(tiny_folder: Path) -> None:
-    space = run_examples("docs/tutorial-production.md", tiny_folder)
+    space = run_examples("docs/production.md", tiny_folder)
     assert (space["attacked"] - space["pixels"]).abs().max() <= 4 / 255 + 1e-6
     assert len(space["answer"].names) == 2
 
 
 @pytest.mark.usefixtures("in_folder")
 def test_the_tutorial_for_research_runs(tiny_folder: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "docs/tutorial-research.md"
-    make_photos, show, defense = blocks("python", name)
+    name = "docs/research.md"
+    make_photos, show, defense, attack = blocks("python", name)
     exec(make_photos, {})
+    exec(attack, {})
     Path("my_defense.py").write_text(defense)
-    for file, recipe in zip(("first.yaml", "adaptive.yaml"), blocks("yaml", name), strict=True):
+    first, _, adaptive = blocks("yaml", name)
+    for file, recipe in (("first.yaml", first), ("adaptive.yaml", adaptive)):
         small = recipe.replace("clip-vit-b-16", str(tiny_folder))
         Path(file).write_text(
             small.replace("second_look,", f"second_look, {NO_SMALL_COPY.replace('=None', ': null')},")
