@@ -15,12 +15,14 @@ from torch import Tensor
 
 from react_clip import linf
 from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defended_logits
-from react_clip.attacks.losses import LOSSES, ranked_targets, target_margin
+from react_clip.attacks.losses import cross_entropy, ranked_targets, target_margin
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient, on_8_bits, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
 from react_clip.defenses.base import DefendedModule, Forced
 from react_clip.defenses.view import Gradients
-from react_clip.errors import ReactClipError
+
+_INSTABILITY_TEMPERATURE = 10.0
+"""Divides the logits of which the gradient of J is taken; at 1 it vanishes where the answer is clear."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,20 +33,17 @@ class Aim:
     """``[n]``"""
     features: Tensor
     """Plain features ``[n, D]`` of the images before the attack."""
-    targets: Tensor | None
+    targets: Tensor | None = None
     """Class ``[n]`` that a targeted search wants as the answer."""
-    loss: str
-    """Loss of an answer where there is no target class."""
 
     def take(self, rows: Tensor) -> Aim:
         """The aims of some of the images."""
-        targets = None if self.targets is None else self.targets[rows]
-        return Aim(self.labels[rows], self.features[rows], targets, self.loss)
+        return Aim(self.labels[rows], self.features[rows], None if self.targets is None else self.targets[rows])
 
-    def loss_of(self, logits: Tensor) -> Tensor:
-        """The loss ``[n]`` of an answer: the margin of the target class, if there is one."""
+    def loss(self, logits: Tensor) -> Tensor:
+        """The loss ``[n]`` of an answer: cross-entropy, or the margin of the target class if there is one."""
         if self.targets is None:
-            return LOSSES[self.loss](logits, self.labels)
+            return cross_entropy(logits, self.labels)
         return target_margin(logits, self.labels, self.targets)
 
     def distance(self, features: Tensor) -> Tensor:
@@ -72,8 +71,8 @@ class Adaptive(DefendedAttack):
 
     A search keeps the iterate whose defended answer is wrong in most of its K draws and, among these, has the largest
     loss; iterates are rounded to 8 bits for both. The draws are those of the gradient at that iterate, hence new to it:
-    one lucky draw does not decide. An image rests once ten such draws in a row were wrong. Searches (lambdas, restarts,
-    target classes) take turns on images that are still right in one of ten more draws, and are compared on these.
+    one lucky draw does not decide. An image rests once ten such draws in a row were wrong. Searches (lambdas, target
+    classes) take turns on images that are still right in one of ten more draws, and are compared on these.
 
     >>> Adaptive(objective="evade", steps=10).name
     'adaptive-evade-10'
@@ -86,38 +85,24 @@ class Adaptive(DefendedAttack):
     """Gradient steps per search."""
     eot: Count = 4
     """Draws of the noise per gradient."""
-    loss: Literal["ce", "margin", "dlr"] = "ce"
-    """Loss of an answer: cross-entropy, margin of the logits, or difference of logits ratio."""
-    restarts: Count = 1
-    """Starts of each search."""
     targets: Annotated[int, Field(ge=0)] = 0
     """Searches for one wrong class each, of those that plain CLIP finds most likely; they climb z_t - z_y. With 0 any
     wrong class will do."""
-    sigma: Literal["differentiated", "detached"] = "differentiated"
-    """The anchor's noise scale depends on the pixels; ``detached`` leaves that out of the gradient."""
-    instability_temperature: Positive = 10.0
-    """Divides the logits of which the gradient of J is taken; at 1 it vanishes where the answer is clear."""
     checkpoint: bool = True
     """Encode again in the backward pass instead of keeping activations; off is a third faster where memory allows."""
     views: Count | None = None
     """Most views of the copy of the defence that gradients are taken of; all of them by default."""
-    lambdas: tuple[Positive, ...] = (1.0, 10.0, 100.0)
+    lambdas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0, 10.0, 100.0)
     """Weights of the penalty of ``evade``, one search each."""
     margin: NonNegative = 0.05
     """m of ``evade``, how far below the threshold the score must be to cost nothing."""
     temperature: Positive = 0.1
     """Temperature T of the soft gate of ``bpda``; a smaller one is closer to the hard gate."""
 
-    def __post_init__(self) -> None:
-        if not self.lambdas:
-            raise ReactClipError("lambdas is empty; give at least one number > 0, such as [1, 10]")
-
     @property
     def name(self) -> str:
-        """The objective with the number of steps and what differs from the default: ``adaptive-both-100-margin``."""
-        options = [option for option in (self.loss, self.sigma) if option not in ("ce", "differentiated")]
-        targeted = ["targeted"] if self.targets else []
-        return "-".join([self.kind, self.objective, str(self.steps), *options, *targeted])
+        """The objective with the number of steps: ``adaptive-both-100``, ``adaptive-bpda-100-targeted``."""
+        return f"{self.kind}-{self.objective}-{self.steps}" + ("-targeted" if self.targets else "")
 
     def why_not(self, module: DefendedModule) -> str:
         """To evade a gate there must be one."""
@@ -136,61 +121,55 @@ class Adaptive(DefendedAttack):
             features = clf.encoder(problem.x)
         wrong_classes = ranked_targets(clf.logits(features), problem.y, self.targets)
         weights = self.lambdas if self.objective == "evade" else (0.0,)
-        choices = list(itertools.product(weights, range(self.restarts), range(self.targets) or [None]))
+        choices = list(itertools.product(weights, range(self.targets) or [None]))
 
-        def attempt(weight: float, label: str, target: int | None, part: Problem, rows: Tensor) -> Candidates:
+        def attempt(number: int, part: Problem, rows: Tensor) -> Candidates:
+            (weight, target), label = choices[number], f"{self.kind} {self.objective} {number}"
             classes = None if target is None else wrong_classes[rows, min(target, wrong_classes.shape[1] - 1)]
-            images = self._climb(part, label, Aim(part.y, features[rows], classes, self.loss), weight)
-            if len(choices) == 1:
-                return Candidates(images, *torch.zeros(2, len(images), device=images.device))
+            images = self._climb(part, label, Aim(part.y, features[rows], classes), weight)
             return Draws(problem.defended, f"{label} compared").judge(part, images)
 
-        attempts = [
-            partial(attempt, weight, f"{self.kind} {self.objective} {number}", target)
-            for number, (weight, _, target) in enumerate(choices)
-        ]
+        attempts = [partial(attempt, number) for number in range(len(choices))]
         return run_in_turn(problem, Candidates.none(problem.x), attempts).images
 
     def _climb(self, problem: Problem, label: str, aim: Aim, weight: float) -> Tensor:
         """The best iterates of one search, whose random numbers follow from the label."""
-        how = Gradients(self.checkpoint, self.sigma == "detached", self.instability_temperature)
+        how = Gradients(self.checkpoint, instability_temperature=_INSTABILITY_TEMPERATURE)
         draws = Draws(problem.defended, label, views=self.views, how=how)
         problem = problem.on(problem.target, draws.seed)
         best, images = Candidates.none(problem.x), problem.random_start()
         wrong_in_a_row = torch.zeros_like(problem.y)
-        for step in range(self.steps + 1):
+        for step in range(self.steps):
             active = (wrong_in_a_row < JUDGE_DRAWS).nonzero().squeeze(1)
             if not len(active):
                 break
-            part, last = problem.take(active), step == self.steps
+            part = problem.take(active)
             # At the image that a file would hold; rounding counts as the identity for the gradient.
             rounded = on_8_bits(images[active], part.ball)
-            found, gradient = self._evaluate(part, rounded, draws, aim.take(active), weight, last=last)
+            found, gradient = self._evaluate(part, rounded, draws, aim.take(active), weight)
             best = best.put(active, best.take(active).or_better(found))
-            if not last:
-                size = part.ball.eps * (1 + math.cos(math.pi * step / self.steps)) / 2
-                images = images.index_copy(0, active, part.ball.step(images[active], gradient, size))
-                problem.tick()
+            size = part.ball.eps * (1 + math.cos(math.pi * step / self.steps)) / 2
+            images = images.index_copy(0, active, part.ball.step(images[active], gradient, size))
             wrong_in_a_row[active] = torch.where(found.wrong == 1, wrong_in_a_row[active] + self.eot, 0)
+            problem.tick()
         return best.images
 
     def _evaluate(
-        self, problem: Problem, images: Tensor, draws: Draws, aim: Aim, weight: float, *, last: bool
+        self, problem: Problem, images: Tensor, draws: Draws, aim: Aim, weight: float
     ) -> tuple[Candidates, Tensor]:
         """The images with their fraction of wrong answers over ``eot`` draws, and the gradient summed over these."""
         gradient = torch.zeros_like(images)
         wrong, loss = torch.zeros(2, len(images), device=images.device)
         with problem.counted():
             for _ in range(self.eot):
-                with torch.set_grad_enabled(not last):
-                    pixels = images.detach().requires_grad_(not last)
+                with torch.enable_grad():
+                    pixels = images.detach().requires_grad_()
                     draw = draws.forced(pixels)
-                    if not last:
-                        value = self.value(draw, aim, weight)
-                        gradient += checked_gradient(linf.gradient(value, pixels), "adaptive-square")
+                    value = self.value(draw, aim, weight)
+                    gradient += checked_gradient(linf.gradient(value, pixels), "adaptive-square")
                 wrong = wrong + self.is_wrong(draw, aim)
                 loss = loss + self.answer_loss(draw, aim).detach().float()
-        return Candidates(images.detach(), wrong / self.eot, loss / self.eot), gradient
+        return Candidates(images, wrong / self.eot, loss / self.eot), gradient
 
     def value(self, draw: Forced, aim: Aim, weight: float) -> Tensor:
         """The objective ``[n]``; ``weight`` is the lambda of ``evade``."""
@@ -198,22 +177,22 @@ class Adaptive(DefendedAttack):
         if self.objective == "feature":
             return aim.distance(closed.features) + aim.distance(opened.features)
         if self.objective == "through":
-            return aim.loss_of(opened.logits)
+            return aim.loss(opened.logits)
         if self.objective == "both":
-            return (aim.loss_of(closed.logits) + aim.loss_of(opened.logits)) / 2
+            return (aim.loss(closed.logits) + aim.loss(opened.logits)) / 2
         if self.objective == "evade":
-            return aim.loss_of(closed.logits) - weight * torch.relu(draw.score - draw.threshold + self.margin)
+            return aim.loss(closed.logits) - weight * torch.relu(draw.score - draw.threshold + self.margin)
         if not bool(draw.threshold.isfinite().all()):  # bpda without a gate
-            return aim.loss_of(opened.logits)
+            return aim.loss(opened.logits)
         soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
         gate = (draw.score >= draw.threshold).to(soft.dtype) + (soft - soft.detach())
-        return aim.loss_of(closed.logits + gate[:, None] * (opened.logits - closed.logits))
+        return aim.loss(closed.logits + gate[:, None] * (opened.logits - closed.logits))
 
     def answer_loss(self, draw: Forced, aim: Aim) -> Tensor:
         """The loss ``[n]`` of the defended answer, by which iterates are compared."""
         if self.objective == "feature":
             return aim.distance(torch.where(draw.gated[:, None], draw.opened.features, draw.closed.features))
-        return aim.loss_of(defended_logits(draw))
+        return aim.loss(defended_logits(draw))
 
     def is_wrong(self, draw: Forced, aim: Aim) -> Tensor:
         """Mask ``[n]``: whose defended answer is wrong; without labels it is not known, so none is."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from react_clip.attacks import losses
 from react_clip.attacks.base import Attack
-from react_clip.attacks.losses import Loss
+from react_clip.attacks.losses import LOSSES, Loss
 from react_clip.attacks.problem import Candidates, Problem, run_in_turn, select
 from react_clip.config import Count
 
@@ -70,7 +70,7 @@ class APGD(Attack):
 
     def _attempt(self, targets: Tensor | None, problem: Problem, rows: Tensor) -> Candidates:
         if targets is None:
-            return self._climb(problem, self.own_loss)
+            return self._climb(problem, LOSSES[self.loss])
         return self._climb(problem, partial(losses.dlr_targeted, targets=targets[rows]))
 
     def _climb(self, problem: Problem, loss: Loss) -> Candidates:

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from react_clip import linf, noise
-from react_clip.attacks.losses import LOSSES
 from react_clip.attacks.problem import (
     Candidates,
     Model,
     Problem,
     Progress,
     budgets,
-    check_images,
     check_in_ball,
-    check_labels,
+    check_input,
     encoder_of,
     on_8_bits,
 )
@@ -57,7 +55,7 @@ class AttackResult:
     crafted: Tensor
     """``[B]`` bool: the attack on a plain model had succeeded before its images were rounded."""
     loss: Tensor
-    """``[B]`` fp32: the attack's own loss, or for a defended classifier the mean margin, over the judging answers."""
+    """``[B]`` fp32: mean margin of the best wrong class over the judging answers."""
     queries: Tensor
     """``[B]``: forward passes of the encoder, judging included; a view of another size counts as its tokens."""
     backward: Tensor
@@ -94,10 +92,6 @@ class Attack(Registered, ABC):
     def search(self, problem: Problem) -> Tensor:
         """The best adversarial images ``[n, C, H, W]`` inside ``problem.ball``; called with gradients enabled."""
 
-    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss ``[B]`` in the result: the one that the field ``loss`` names, or the margin."""
-        return LOSSES[getattr(self, "loss", "margin")](logits, labels)
-
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
         return clf
@@ -119,8 +113,7 @@ class Attack(Registered, ABC):
         ``eps`` overrides the configured budget, with one number or a ``[B]`` tensor. ``progress(done_steps)`` is called
         after every step.
         """
-        check_images(x)
-        check_labels(y, len(x))
+        check_input(x, y)
         radius = budgets(self.eps if eps is None else eps, x)
         # Copies, so that the result never shares memory with the input and inference tensors can be differentiated.
         pixels, labels = x.detach().float().clone(), y.detach().to(x.device, torch.int64, copy=True)
@@ -154,10 +147,7 @@ class Attack(Registered, ABC):
         """Search, round to 8 bits, then judge; returns the images, ``crafted`` and ``parts`` of the result."""
         found = self.found(problem)
         rounded = found if self.natural else on_8_bits(found, problem.ball)
-        crafted = problem.candidates(found).wrong > 0.5
-        logits = problem.logits(rounded)
-        judged = Candidates(rounded, (logits.argmax(1) != problem.y).float(), self.own_loss(logits, problem.y))
-        return judged, crafted, {}
+        return problem.candidates(rounded), problem.candidates(found).wrong > 0.5, {}
 
     def found(self, problem: Problem) -> Tensor:
         """The images of the search, checked."""

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageEnhance, ImageFilter
 from pydantic import Field
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from react_clip import augment, noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import to_image
 
 _LARGEST = {"shot": 1000.0, "fog": 1.0, "pixelate": 1.0}
 """Largest severity of some types; 100 for the others."""
@@ -30,7 +28,7 @@ class Corruption(Attack):
     - ``noise``: standard deviation of Gaussian noise, for pixels in [0, 1];
     - ``shot``: photons that a white pixel collects (Poisson noise; fewer are worse);
     - ``jpeg``: quality of the file, 1 to 100;
-    - ``blur``, ``defocus``: radius in pixels of a Gaussian, of a disk;
+    - ``blur``, ``defocus``: standard deviation of a Gaussian, radius of a disk, in pixels;
     - ``motion``: length in pixels of a straight movement in a random direction;
     - ``contrast``, ``brightness``: factor (1 changes nothing);
     - ``fog``: largest fraction of the light that comes from an uneven white haze;
@@ -89,17 +87,15 @@ class Corruption(Attack):
             coarse = 0.5 + 0.5 * noise.uniform(keys, 49).to(x.dtype).reshape(-1, 1, 7, 7)
             haze = severity * F.interpolate(coarse, x.shape[2:], mode="bicubic").clamp(0.5, 1.0)
             return x * (1.0 - haze) + haze
-        photos = [np.asarray(self._edited(to_image(pixels))) for pixels in x]
-        return torch.from_numpy(np.stack(photos)).permute(0, 3, 1, 2).div(255.0).to(x)
-
-    def _edited(self, photo: Image.Image) -> Image.Image:
-        if self.type == "blur":
-            return photo.filter(ImageFilter.GaussianBlur(self.severity))
+        if self.type == "brightness":
+            return x * severity
+        if self.type == "contrast":
+            grey = x.mean((1, 2, 3), keepdim=True)
+            return grey + severity * (x - grey)
         if self.type == "pixelate":
-            side = max(1, round(self.severity * photo.width))
-            return photo.resize((side, side), Image.Resampling.BOX).resize(photo.size, Image.Resampling.NEAREST)
-        enhance = ImageEnhance.Contrast if self.type == "contrast" else ImageEnhance.Brightness
-        return enhance(photo).enhance(self.severity)
+            side = max(1, round(severity * x.shape[3]))
+            return F.interpolate(F.interpolate(x, (side, side), mode="area"), x.shape[2:])
+        return augment.filtered(x, _gaussian(severity).expand(len(x), -1, -1), "replicate")
 
 
 def _shot_noise(x: Tensor, keys: Tensor, photons: float) -> Tensor:
@@ -109,6 +105,13 @@ def _shot_noise(x: Tensor, keys: Tensor, photons: float) -> Tensor:
         for pixels, key in zip(x, keys, strict=True)
     ]
     return torch.from_numpy(np.stack(counted)).to(x).div(photons)
+
+
+def _gaussian(sigma: float) -> Tensor:
+    """A Gaussian of sum 1, cut off at three standard deviations."""
+    at = torch.arange(-math.ceil(3 * sigma), math.ceil(3 * sigma) + 1.0)
+    line = torch.exp(-0.5 * (at / sigma) ** 2)
+    return torch.outer(line, line) / line.sum() ** 2
 
 
 def _disk(radius: float) -> Tensor:

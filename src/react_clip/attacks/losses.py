@@ -71,20 +71,10 @@ def target_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return _pick(logits, targets) - _pick(logits, labels)
 
 
-def best_dlr_targeted(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Largest targeted DLR over all targets :math:`t \ne y`: the denominator is the same for all.
-
-    >>> best_dlr_targeted(torch.tensor([[4.0, 1.0, 3.0, 0.0]]), torch.tensor([0]))
-    tensor([-0.2857])
-    """
-    return margin(logits, labels) / _spread(logits, depth=4)
-
-
 LOSSES: dict[str, Loss] = {
     "ce": cross_entropy,
     "margin": margin,
     "dlr": dlr,
-    "dlr-targeted": best_dlr_targeted,
 }
 """Losses by the names that the field ``loss`` of an attack takes."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from react_clip import linf
 from react_clip.attacks.base import Attack
-from react_clip.attacks.losses import margin
+from react_clip.attacks.losses import LOSSES, margin
 from react_clip.attacks.problem import Problem
 from react_clip.config import Count, NonNegative, PositiveLength
 
@@ -58,7 +58,7 @@ class PGD(Attack):
 
         def gradient_at(images: Tensor) -> Tensor:
             problem.tick()
-            logits, _, gradient = problem.gradient(images, self.own_loss)
+            logits, _, gradient = problem.gradient(images, LOSSES[self.loss])
             if self.stop == "success":
                 # A zero gradient moves no pixel.
                 gradient = gradient * (margin(logits, problem.y) < self.margin)[:, None, None, None]

@@ -15,6 +15,7 @@ from react_clip.attacks.losses import Loss, margin
 from react_clip.defenses.base import DefendedModule
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import check_range
 from react_clip.zeroshot import ZeroShotClassifier
 
 Model = Callable[[Tensor], Tensor]
@@ -189,55 +190,43 @@ def run_in_turn(
 # ---------------------------------------------------------------------- checks
 
 
-def check_images(x: Tensor) -> None:
-    """Refuse anything but ``[B, C, H, W]`` floats in [0, 1]."""
-    if not isinstance(x, Tensor) or x.ndim != 4:
-        raise ReactClipError(f"images have {_shape(x)}, but an attack takes [batch, channels, height, width]")
-    if not x.is_floating_point():
-        raise ReactClipError(f"images are {x.dtype}, but an attack takes floats in [0, 1]; divide bytes by 255")
-    if x.numel() and not (x.min() >= 0.0 and x.max() <= 1.0):  # refuses NaN as well
+def check_input(x: Tensor, y: Tensor) -> None:
+    """Refuse anything but ``[B, C, H, W]`` floats in [0, 1] and ``[B]`` non-negative integers."""
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         raise ReactClipError(
-            f"pixels lie in [{x.min().item():.4g}, {x.max().item():.4g}], but an attack takes [0, 1]; divide bytes by "
-            "255, and leave mean/std normalisation to the model"
+            f"images have {_shape(x)}, but an attack takes floats in [0, 1] of shape [batch, channels, height, width]; "
+            "divide bytes by 255"
         )
-
-
-def check_labels(y: Tensor, count: int) -> None:
-    """Refuse anything but ``[B]`` non-negative integers."""
-    if not isinstance(y, Tensor) or y.shape != (count,):
-        raise ReactClipError(f"labels have {_shape(y)}, but {count} images need shape ({count},): one class index each")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise ReactClipError(f"labels are {y.dtype}, but class indices are integers; use labels.long()")
-    if count and int(y.min()) < 0:
-        raise ReactClipError(f"a label is {int(y.min())}, but class indices start at 0; drop images without a label")
+    if x.numel():
+        check_range(x)
+    if not isinstance(y, Tensor) or y.shape != (len(x),):
+        raise ReactClipError(
+            f"labels have {_shape(y)}, but {len(x)} images need shape ({len(x)},): one class index each"
+        )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or (len(y) and int(y.min()) < 0):
+        raise ReactClipError(f"labels are {y.tolist()!r:.60}, but class indices are integers from 0")
 
 
 def budgets(eps: Tensor | float, x: Tensor) -> Tensor:
     """One checked budget per image, ``[B, 1, 1, 1]``, from a number or a ``[B]`` tensor."""
     if not isinstance(eps, Tensor | int | float):
         raise ReactClipError(f"eps is {eps!r}, but it must be a number from 0 to 1, such as 4/255")
-    values = eps.detach() if isinstance(eps, Tensor) else torch.tensor(float(eps))
+    values = torch.as_tensor(eps, dtype=torch.float32, device=x.device)
     if values.ndim != 0 and values.shape != (len(x),):
-        raise ReactClipError(
-            f"eps has shape {tuple(values.shape)}, but {len(x)} images need one number or shape ({len(x)},)"
-        )
-    values = values.to(x.device, torch.float32).expand(len(x))
-    for value in values[~((values >= 0) & (values <= 1))].tolist():
+        raise ReactClipError(f"eps has shape {tuple(values.shape)}, but {len(x)} images need one number or ({len(x)},)")
+    for value in values[~((values >= 0) & (values <= 1))].flatten().tolist():
         way_out = f"write {value:g}/255" if value > 1 else "write for example 4/255"
         raise ReactClipError(f"eps is {value:g}, but pixels lie in [0, 1], so it must be from 0 to 1; {way_out}")
-    return values.reshape(-1, 1, 1, 1).clone()
+    return values.detach().expand(len(x)).reshape(-1, 1, 1, 1).clone()
 
 
 def checked_gradient(gradient: Tensor | None, way_out: str) -> Tensor:
     """The gradient, refused if it is missing or not finite; ``way_out`` names an attack that needs none."""
-    if gradient is None:
+    if gradient is None or not bool(gradient.isfinite().all()):
+        problem = "logits carry no gradient to the pixels" if gradient is None else "gradient holds NaN"
         raise ReactClipError(
-            "the target's logits carry no gradient to the pixels, which this attack needs; remove the no_grad or "
-            f"detach inside the model, or use {way_out}, which needs none"
-        )
-    if not bool(gradient.isfinite().all()):
-        raise ReactClipError(
-            f"the target's gradient holds NaN or infinite values; run the model in float32, or use {way_out}"
+            f"the target's {problem}; remove no_grad and detach inside the model and run it in float32, or use "
+            f"{way_out}, which needs no gradient"
         )
     return gradient
 
@@ -248,14 +237,11 @@ def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
         raise ReactClipError(f"{name} returned {_shape(images)}, but it must return {_shape(ball.centre)}")
     excess = ((images - ball.centre).abs() - ball.eps).nan_to_num(torch.inf).flatten(1).amax(1)
     worst = int(excess.argmax())
-    if excess[worst] > 1e-5:
-        budget = torch.as_tensor(ball.eps).expand(len(images), 1, 1, 1)[worst].item()
+    if excess[worst] > 1e-5 or images.min() < 0.0 or images.max() > 1.0:
         raise ReactClipError(
-            f"{name} moved a pixel of photo {worst} of the batch by {budget + excess[worst].item():.4g}, but the "
-            f"budget is {budget:.4g}; return problem.ball.project(images)"
+            f"{name} left its budget or [0, 1]: photo {worst} of the batch exceeds the budget by {excess[worst]:.4g}; "
+            "return problem.ball.project(images)"
         )
-    if not (images.min() >= 0.0 and images.max() <= 1.0):
-        raise ReactClipError(f"{name} returned pixels outside [0, 1]; return problem.ball.project(images)")
 
 
 def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
@@ -274,16 +260,12 @@ def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:
     """The logits as floats, refused unless they are finite, ``[n, K]``, and cover the labels."""
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(y):
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(y) or logits.shape[1] < 2:
         raise ReactClipError(
-            f"the model answered {len(y)} images with {_shape(logits)}, but an attack needs logits [{len(y)}, K]"
+            f"the model answered {len(y)} images with {_shape(logits)}, but an attack needs logits [{len(y)}, K] of at "
+            "least 2 classes"
         )
-    classes = logits.shape[1]
-    if classes < 2:
-        raise ReactClipError(
-            f"the model has {classes} class, but an attack needs at least 2; add a class to confuse it with"
-        )
-    if int(y.max()) >= classes:
+    if int(y.max()) >= (classes := logits.shape[1]):
         raise ReactClipError(f"a label is {int(y.max())}, but the model has {classes} classes (0 to {classes - 1})")
     if not bool(logits.isfinite().all()):
         raise ReactClipError(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from react_clip.attacks.adaptive import Adaptive
 from react_clip.attacks.apgd import APGD
-from react_clip.attacks.base import Attack
 from react_clip.attacks.defended import DefendedAttack, Draws, defended_logits
 from react_clip.attacks.pgd import PGD
 from react_clip.attacks.problem import Candidates, Problem, run_in_turn
@@ -111,7 +110,7 @@ class Suite(DefendedAttack):
     """
 
     kind: ClassVar[str] = "adaptive-suite"
-    members: tuple[Attack, ...] = (
+    members: Annotated[tuple[DefendedAttack, ...], Field(min_length=1)] = (
         Transfer(),
         Adaptive(objective="both"),
         Adaptive(objective="through"),
@@ -125,30 +124,22 @@ class Suite(DefendedAttack):
     """Attack with a member only the images that the members before it left right."""
 
     def __post_init__(self) -> None:
-        if not self.members:
-            raise ReactClipError("a suite has no members; give at least one, such as adaptive-both")
         names = [member.name for member in self.members]
         for member in self.members:
-            if not isinstance(member, DefendedAttack) or isinstance(member, Suite):
+            if isinstance(member, Suite) or member.eps != DefendedAttack.eps or names.count(member.name) > 1:
                 raise ReactClipError(
-                    f"suite member {member.name!r} is a suite or does not know the defence; choose others, such as "
-                    "adaptive-both"
+                    f"suite member {member.name!r} is a suite, listed twice or has an eps of its own; list single "
+                    "attacks once each, and give eps to the suite"
                 )
-            if names.count(member.name) > 1:
-                raise ReactClipError(f"suite member {member.name!r} is listed twice; list each once")
 
     @property
     def name(self) -> str:
         """``adaptive-suite-8``: the number of members."""
         return f"{self.kind}-{len(self.members)}"
 
-    def members_for(self, module: DefendedModule) -> list[DefendedAttack]:
-        """The members that make sense on a defence."""
-        return [one for one in self.members if isinstance(one, DefendedAttack) and not one.why_not(module)]
-
     def why_not(self, module: DefendedModule) -> str:
         """Only if every member has a reason."""
-        reasons = [one.why_not(module) for one in self.members if isinstance(one, DefendedAttack)]
+        reasons = [member.why_not(module) for member in self.members]
         return reasons[0] if all(reasons) else ""
 
     def search(self, problem: Problem) -> Tensor:
@@ -157,7 +148,7 @@ class Suite(DefendedAttack):
 
     def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
         """The worst images over the members, and each member's fraction of wrong answers."""
-        members = self.members_for(problem.defended)
+        members = [member for member in self.members if not member.why_not(problem.defended)]
         parts = {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in members}
 
         def attempt(member: DefendedAttack, part: Problem, rows: Tensor) -> Candidates:
@@ -168,16 +159,3 @@ class Suite(DefendedAttack):
         attempts = [partial(attempt, member) for member in members]
         worst = run_in_turn(problem, Candidates.none(problem.x), attempts, spare_broken=self.in_turn)
         return worst, worst.wrong > 0.5, parts
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; members have no budget of their own."""
-        values = super().to_dict()
-        return {**values, "members": [{k: v for k, v in member.items() if k != "eps"} for member in values["members"]]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The suite from plain values; a member is a kind or a mapping."""
-        entries = data.get("members", ())
-        if isinstance(entries, list) and any(isinstance(entry, Mapping) and "eps" in entry for entry in entries):
-            raise ReactClipError("a suite member has an eps of its own; give eps to the suite")
-        return super().from_dict(data)

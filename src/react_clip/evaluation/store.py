@@ -2,7 +2,7 @@
 
 A shard is a safetensors file that is written whole or not at all. Its header (one JSON text, ``react-clip``) says what
 it was computed from and holds the SHA-256 of its tensors. Reading compares both: a truncated file, a flipped bit or a
-shard of other weights, data or settings is logged and computed again.
+shard of other weights, data, settings or code is logged and computed again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ PIXELS = "images"
 """Name of shards that hold pixels, and of the pixels in them."""
 
 Tensors = dict[str, Tensor]
-_LOG = "run.log"
-_FORMAT = "react-clip shard 4"
 _HEADER = "react-clip"
 
 
@@ -58,8 +55,21 @@ def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
         store = ShardStore(folder / SHARDS)
         _check_or_write_recipe(folder, recipe)
         store.remove_leftovers()
-        with _logging_to(folder / _LOG):
+        handler = _LogFile(folder / "run.log", encoding="utf-8", delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
             yield store
+        finally:
+            log.removeHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose write errors (a full disk) are ignored."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Drop the line."""
 
 
 def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
@@ -68,45 +78,17 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
     ``self_check`` may differ: it decides whether a result is reported, and changes no shard.
     """
     path, asked = folder / RECIPE, recipe.to_dict()
-    if not path.exists():
-        if existing := [name for name in (RESULT, IMAGES) if (folder / name).exists()]:
-            raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
-        recipe.save(path)
-        return
-    try:
+    if path.exists():
         stored = read_yaml(path)
-    except ReactClipError as error:
-        raise ReactClipError(f"{error}; the file is damaged: remove it to continue, or choose another --out") from None
-    if stored | {"self_check": recipe.self_check} != asked:
-        keys = [key for key in asked if stored.get(key) != asked[key]]
-        raise ReactClipError(
-            f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}; "
-            "ask for the same values to continue it, or choose another --out"
-        )
-    if stored != asked:
-        recipe.save(path)
-
-
-class _QuietFile(logging.FileHandler):
-    """A log file whose write errors (a full disk) are ignored."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        """Drop the line."""
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    handler, level = _QuietFile(path, encoding="utf-8", delay=True), log.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        with suppress(OSError):
-            handler.close()
+        keys = [key for key in asked if stored.get(key) != asked[key] and key != "self_check"]
+        if keys or stored.keys() != asked.keys():
+            raise ReactClipError(
+                f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}"
+                "; ask for the same values to continue it, or choose another --out"
+            )
+    elif existing := [name for name in (RESULT, IMAGES) if (folder / name).exists()]:
+        raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
+    recipe.save(path)
 
 
 # ---------------------------------------------------------------------- shards
@@ -132,26 +114,29 @@ class ShardStore:
         if not file.is_file():
             return None
         try:
-            shard, stored = _read(file)
+            with safe_open(file, framework="pt") as stored:
+                header = json.loads((stored.metadata() or {})[_HEADER])
+                tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
+            if storage.tensor_digest(tensors) != header["sha256"]:
+                raise ValueError("its content does not match its hash")
+            before, about = dict(header["about"]), json.loads(json.dumps(about))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             log.warning("%s is damaged (%s); it is computed again", file, first_line(error))
             return None
-        about = json.loads(json.dumps(about))
-        if changed := sorted(key for key in {*stored, *about} if stored.get(key) != about.get(key)):
-            log.warning(
-                "%s was computed from something else (other %s); it is computed again", file, ", ".join(changed)
-            )
+        if changed := sorted(key for key in {*before, *about} if before.get(key) != about.get(key)):
+            others = ", ".join(changed)
+            log.warning("%s was computed from something else (other %s); it is computed again", file, others)
             return None
-        return shard
+        return Shard(tensors, header["sha256"])
 
     def write(self, path: tuple[str, ...], about: dict[str, Any], tensors: Tensors) -> Shard:
         """Write a finished shard."""
         # Clones, because safetensors refuses tensors that share memory, as unmeasured diagnostics may.
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
         digest = storage.tensor_digest(tensors)
-        header = {"format": _FORMAT, "about": about, "sha256": digest}
         # One entry, because safetensors writes several in no fixed order and equal content must give equal files.
-        storage.write_tensors(self._file(path), tensors, {_HEADER: json.dumps(header, sort_keys=True)})
+        header = json.dumps({"about": about, "sha256": digest}, sort_keys=True)
+        storage.write_tensors(self._file(path), tensors, {_HEADER: header})
         return Shard(tensors, digest)
 
     def remove_leftovers(self) -> None:
@@ -174,50 +159,31 @@ def slug(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _read(file: Path) -> tuple[Shard, dict[str, Any]]:
-    """A shard, and the description of what it was computed from."""
-    with safe_open(file, framework="pt") as stored:
-        header = json.loads((stored.metadata() or {})[_HEADER])
-        tensors = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
-    if header["format"] != _FORMAT:
-        raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
-    if storage.tensor_digest(tensors) != header["sha256"]:
-        raise ValueError("its content does not match its hash")
-    return Shard(tensors, header["sha256"]), dict(header["about"])
-
-
-# ---------------------------------------------------------------------- stored images
-
-
 class Pictures:
     """The images that a run stored, one at a time; ``None`` where it has none or a shard cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._shards = Path(folder) / SHARDS
-        self._files = cache(self._list)
 
     def clean(self, dataset: str, index: int) -> Tensor | None:
         """The clean photo at the encoder's size, ``[3, S, S]`` in [0, 1]."""
         return self._read(index, dataset, CLEAN)
 
     def attacked(self, dataset: str, attack: str, eps: float, index: int, defense: str | None = None) -> Tensor | None:
-        """The adversarial photo as stored, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.
+        """The adversarial photo, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.
 
         An attack that knows the defence makes images for each, so name the ``defense``.
         """
         return self._read(index, dataset, f"{attack} {format_eps(eps)}", *([] if defense is None else [defense]))
 
     def _read(self, index: int, *path: str) -> Tensor | None:
-        file = next((file for start, file in reversed(self._files(*path)) if start <= index), None)
-        if file is None:
+        folder = self._shards.joinpath(*map(slug, path), PIXELS)
+        files = [file for file in sorted(folder.glob("*.safetensors")) if int(file.stem) <= index]
+        if not files:
             return None
         try:
-            with safe_open(file, framework="pt") as stored:
+            with safe_open(files[-1], framework="pt") as stored:
                 row = (stored.get_tensor("index") == index).nonzero().flatten()
                 return to_float(stored.get_slice(PIXELS)[int(row[0])]) if len(row) else None
         except (OSError, SafetensorError, ValueError, KeyError):
             return None
-
-    def _list(self, *path: str) -> list[tuple[int, Path]]:
-        folder = self._shards.joinpath(*(slug(part) for part in path), PIXELS)
-        return sorted((int(file.stem), file) for file in folder.glob("*.safetensors") if file.stem.isdigit())
