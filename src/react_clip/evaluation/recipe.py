@@ -108,10 +108,6 @@ class LabelledDefense(Configuration):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", self.family or self.label)
-        config = self.defense.to_dict()
-        for name, value in self.params.items():
-            if (actual := value_at(config, name)) != value:
-                raise ReactClipError(f"params of {self.label!r} says that {name} is {value!r}; it is {actual!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """The defence's entry in a recipe."""
@@ -345,7 +341,7 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
         for name, value in point.items():
             _set_at(config, name, value)
         chosen = defense_room.from_dict(config)
-        values = {name: value_at(chosen.to_dict(), name) for name in point}
+        values = {name: read_length(value) if "/" in str(value) else value for name, value in point.items()}
         swept.append(LabelledDefense(_grid_label(label or kind, point), chosen, family, values))
     return swept
 
@@ -388,14 +384,3 @@ def _grid_label(label: str, point: dict[str, Any]) -> str:
         raise ReactClipError(
             f"label {label!r} cannot be filled in ({error!r}); the grid sweeps {', '.join(point)}"
         ) from None
-
-
-def value_at(config: Any, name: str) -> Any:
-    """The value of a dotted field, or ``None`` if the configuration has no such field; ``"4/255"`` becomes a number.
-
-    >>> value_at({"mapping": {"sigma": 0.1}}, "mapping.sigma")
-    0.1
-    """
-    for part in name.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return read_length(config) if isinstance(config, str) and config.endswith("/255") else config

@@ -137,7 +137,7 @@ def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
     notes = runner.unrepeatable() if subject.name == runner.recipe.datasets[0] else []
     for note in notes:
         log.warning("%s", note)
-    return SetOutcome(subject.info(), device, images, extra, notes)
+    return SetOutcome(subject.info, device, images, extra, notes)
 
 
 def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool) -> EvaluationResult:

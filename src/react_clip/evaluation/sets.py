@@ -37,16 +37,18 @@ _HEAD_SUFFIXES = (".npz", ".safetensors")
 class EvaluationSet:
     """One set with its classifiers, as the runner needs it."""
 
-    name: str
+    info: SetInfo
     clf: ZeroShotClassifier
     attack_clf: ZeroShotClassifier
     """The classifier that attacks are crafted on: the same classes, perhaps in another precision."""
     pixels: Tensor
     """uint8 ``[N, 3, S, S]``, on the CPU."""
     labels: Tensor
-    fingerprint: str
-    class_source: str
-    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the set."""
+        return self.info.name
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -58,8 +60,8 @@ class EvaluationSet:
     def identity(self) -> dict[str, str]:
         """Fingerprints of everything that all results on this set depend on."""
         return {
-            "data": self.fingerprint,
-            "model": _model_fingerprint(self.clf),
+            "data": self.info.fingerprint,
+            "model": self.info.model_fingerprint,
             "attacked_model": _model_fingerprint(self.attack_clf),
             "device": device_name(self.clf.device),
         }
@@ -68,43 +70,36 @@ class EvaluationSet:
         """Digest of the code of both encoders and of some attacks and defences."""
         return code_digest(*map(type, (self.clf.encoder, self.attack_clf.encoder, *parts)))
 
-    def info(self) -> SetInfo:
-        """The description of the set in a result."""
-        return SetInfo(
-            name=self.name,
-            images=len(self),
-            classes=len(self.clf.names),
-            fingerprint=self.fingerprint,
-            class_source=self.class_source,
-            model_fingerprint=_model_fingerprint(self.clf),
-            notes=self.notes,
-            class_names=tuple(self.clf.names),
-        )
-
 
 def _model_fingerprint(clf: ZeroShotClassifier) -> str:
     """Identity of the weights, the precision and the class features."""
     return f"{clf.encoder.fingerprint()}-{tensor_digest(clf.class_features)[:16]}"
 
 
+def _from_photos(
+    dataset: ImageDataset, clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, source: str, progress: bool
+) -> EvaluationSet:
+    pixels, labels = dataset.pixels(clf.encoder.preprocessing, progress=progress), torch.tensor(dataset.labels)
+    about = (dataset.fingerprint(), source, _model_fingerprint(clf), dataset.notes, tuple(clf.names))
+    return EvaluationSet(SetInfo(dataset.name, len(dataset), len(clf.names), *about), clf, attack_clf, pixels, labels)
+
+
 def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Data, progress: bool) -> EvaluationSet:
     """The set of :func:`react_clip.evaluation.evaluate`: data that must fit a given classifier."""
+    source = "the caller's classifier"
     if isinstance(data, ImageDataset):
-        _check_classes(clf, data)
-        pixels, labels = data.pixels(clf.encoder.preprocessing, progress=progress), torch.tensor(data.labels)
-        name, fingerprint, notes = data.name, data.fingerprint(), data.notes
-    else:
-        pixels, labels = _checked_pair(clf, data)
-        name, notes = "data", ()
-        fingerprint = hashlib.sha256(f"{tensor_digest(pixels)}{tensor_digest(labels)}".encode()).hexdigest()
-    if not len(pixels):
-        raise ReactClipError(f"{name} has no images; give at least one")
-    if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
-        raise ReactClipError(
-            f"labels span {int(labels.min())} to {int(labels.max())}; the classifier has {len(clf.names)} classes, so "
-            f"they must lie in 0 to {len(clf.names) - 1}"
-        )
-    return EvaluationSet(name, clf, attack_clf, pixels, labels, fingerprint, "the caller's classifier", notes)
+        if tuple(clf.names) != data.class_names and sorted(clf.names) == sorted(data.class_names):
+            raise ReactClipError(f"the classifier has the classes of {data.name} in another order; build it from them")
+        if len(clf.names) != len(data.class_names):
+            raise ReactClipError(
+                f"the classifier has {len(clf.names)} classes and {data.name} has {len(data.class_names)}; build it "
+                "from the set's class_names, or fit the set with dataset.align(class_features)"
+            )
+        return _from_photos(data, clf, attack_clf, source, progress)
+    pixels, labels = _checked_pair(clf, data)
+    digest = hashlib.sha256(f"{tensor_digest(pixels)}{tensor_digest(labels)}".encode()).hexdigest()
+    about = (digest, source, _model_fingerprint(clf), (), tuple(clf.names))
+    return EvaluationSet(SetInfo("data", len(pixels), len(clf.names), *about), clf, attack_clf, pixels, labels)
 
 
 def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
@@ -127,16 +122,8 @@ def from_recipe(
         clf, dataset = source.classifier(encoder, progress=progress)
         # The limit counts photos that have a class, so it is applied after labels were matched to classes.
         dataset = dataset if recipe.limit is None else dataset.take(recipe.limit)
-        yield EvaluationSet(
-            name=name,
-            clf=clf,
-            attack_clf=_attacked_classifier(recipe, clf, attack_encoder, source, progress),
-            pixels=dataset.pixels(encoder.preprocessing, progress=progress),
-            labels=torch.tensor(dataset.labels),
-            fingerprint=dataset.fingerprint(),
-            class_source=source.description,
-            notes=dataset.notes,
-        )
+        attack_clf = _attacked_classifier(recipe, clf, attack_encoder, source, progress)
+        yield _from_photos(dataset, clf, attack_clf, source.description, progress)
 
 
 def _attacked_classifier(
@@ -168,27 +155,19 @@ def check_replayable(source: Encoder, target: Encoder) -> None:
         )
 
 
-def _check_classes(clf: ZeroShotClassifier, dataset: ImageDataset) -> None:
-    if len(clf.names) != len(dataset.class_names):
-        raise ReactClipError(
-            f"the classifier has {len(clf.names)} classes and {dataset.name} has {len(dataset.class_names)}; build it "
-            "from the set's class_names, or fit the set with dataset.align(class_features)"
-        )
-    if tuple(clf.names) != dataset.class_names and sorted(clf.names) == sorted(dataset.class_names):
-        raise ReactClipError(
-            f"the classifier has the classes of {dataset.name} in another order; build it from the set's class_names"
-        )
-
-
 def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Pixels in 8 bits, as files hold them, and labels."""
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Tensor) for part in data):
         raise ReactClipError("data is no ImageDataset and no pair of tensors; give (pixels [N, 3, S, S], labels [N])")
     pixels, labels = (part.detach().cpu() for part in data)
     clf.encoder.check(pixels)
-    if labels.shape != (len(pixels),) or labels.is_floating_point() or labels.dtype == torch.bool:
+    if labels.shape != (len(pixels),) or labels.is_floating_point() or labels.dtype == torch.bool or not len(pixels):
         raise ReactClipError(
             f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need one class index each"
+        )
+    if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
+        raise ReactClipError(
+            f"labels span {int(labels.min())} to {int(labels.max())}; they must lie in 0 to {len(clf.names) - 1}"
         )
     return pixels.mul(255.0).round().byte(), labels.long()
 

@@ -9,22 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from react_clip import data as data_room
-from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.sets import check_replayable, class_source, load_encoders
-
-
-@dataclass(frozen=True)
-class SetReport:
-    """One set before the run; ``problem`` is empty if it can be run."""
-
-    name: str
-    images: int = 0
-    classes: int = 0
-    class_source: str = ""
-    notes: tuple[str, ...] = ()
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,7 +20,8 @@ class Validation:
 
     title: str
     model: str
-    sets: tuple[SetReport, ...]
+    sets: dict[str, str]
+    """For each set that can be run: images, classes and where the class features come from."""
     crafted: int
     """Adversarial images to craft."""
     answers: int
@@ -53,15 +41,11 @@ class Validation:
 
     def lines(self) -> list[str]:
         """One line per set, then the totals; problems are listed apart."""
-        lines = [
-            f"{report.name}: {report.images:,} images, {report.classes:,} classes, {report.class_source}"
-            for report in self.sets
-            if not report.problem
+        return [
+            *(f"{name}: {text}" for name, text in self.sets.items()),
+            f"work: at most {self.crafted:,} adversarial images and {self.answers:,} defended answers",
+            f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free",
         ]
-        if lines:
-            lines.append(f"work: at most {self.crafted:,} adversarial images and {self.answers:,} defended answers")
-            lines.append(f"disk: at most {_size(self.disk_bytes)} of {_size(self.disk_free)} free")
-        return lines
 
 
 def validate(
@@ -75,43 +59,37 @@ def validate(
     """Check everything a run needs. Problems are collected, not raised one at a time."""
     root = data_room.default_root() if root is None else root
     recipe = recipe.with_sets_under(root)
-    encoder, problems = None, list[str]()
+    problems, sets, images, size = list[str](), dict[str, str](), 0, 0
     try:
         encoder, attacked = load_encoders(recipe, device)
+        size = encoder.image_size
         check_replayable(attacked, encoder)
         for item in recipe.defenses:
             item.defense.check(encoder)
     except ReactClipError as error:
         problems.append(str(error))
-    reports = tuple(_set_report(recipe, name, encoder, root, heads) for name in recipe.datasets)
-    problems += [report.problem for report in reports if report.problem]
-    images = sum(report.images for report in reports)
+    for name in recipe.datasets if size else ():
+        try:
+            source = class_source(encoder, data_room.load(name, root=root, split="test"), heads, root)
+        except ReactClipError as error:
+            problems.append(str(error) if str(error).startswith(name) else f"{name}: {error}")
+            continue
+        dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
+        images += len(dataset)
+        sets[name] = f"{len(dataset):,} images, {len(dataset.class_names):,} classes, {source.description}"
     crafted = images * sum(len(recipe.defenses) if item.adaptive else 1 for item in recipe.attacks)
     answers = images * len(recipe.defenses) * recipe.draws * (1 + len(recipe.attacks))
     # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet. A
     # shard has a header, and all shards but the last of a set hold a whole batch.
-    stored = 0 if encoder is None or recipe.images.store == "none" else 3 * encoder.image_size**2
-    shards = (2 * images + crafted + answers) // recipe.batch + 2 * len(reports) * len(recipe.defenses) * recipe.draws
+    stored = 0 if recipe.images.store == "none" else 3 * size**2
+    shards = (2 * images + crafted + answers) // recipe.batch + 2 * len(sets) * len(recipe.defenses) * recipe.draws
     needed, free = stored * (images + crafted) + 120 * answers + 4096 * (shards + 16), _free(Path(folder))
     if needed > free:
         problems.append(
             f"the run may need {_size(needed)} in {folder}, but {_size(free)} are free; free some, choose another "
             "--out, or set images: {store: none}"
         )
-    return Validation(recipe.title, recipe.model, reports, crafted, answers, needed, free, tuple(problems))
-
-
-def _set_report(recipe: Recipe, name: str, encoder: Encoder | None, root: Path, heads: Path | None) -> SetReport:
-    try:
-        dataset = data_room.load(name, root=root, split="test")
-        if encoder is None:
-            return SetReport(name, len(dataset), len(dataset.class_names), "no model to check them with")
-        source = class_source(encoder, dataset, heads, root)
-    except ReactClipError as error:
-        line = str(error)
-        return SetReport(name, problem=line if line.startswith(name) else f"{name}: {line}")
-    dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
-    return SetReport(name, len(dataset), len(dataset.class_names), source.description, dataset.notes)
+    return Validation(recipe.title, recipe.model, sets, crafted, answers, needed, free, tuple(problems))
 
 
 def _free(folder: Path) -> int:
