@@ -128,7 +128,7 @@ def test_a_constant_encoder_has_no_drift() -> None:
     ("text", "says"),
     [
         ("{", "is no valid JSON"),
-        ("[1, 2]", "holds a list"),
+        ("[1, 2]", r"the defence is \[1, 2\]; give its kind"),
         ('{"tau": 0.7, "taau": 1}', "taau is 1: .*the fields of react are"),
         ('{"mapping": {"kind": "linear", "a": "x"}}', "a is 'x'"),
     ],

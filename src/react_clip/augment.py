@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import math
-from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -211,13 +210,5 @@ def _hue_matrices(angle: Tensor) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
-    from_yiq, to_yiq = _colour_matrices(angle.device, angle.dtype)
-    return from_yiq @ turn @ to_yiq
-
-
-@cache
-def _colour_matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """From YIQ to RGB and back, sent to a device once."""
-    # The first call may be in inference mode, a later one may need gradients.
-    with torch.inference_mode(False):
-        return _YIQ_TO_RGB.to(device, dtype), _RGB_TO_YIQ.to(device, dtype)
+    turned: Tensor = _YIQ_TO_RGB.to(angle) @ turn @ _RGB_TO_YIQ.to(angle)
+    return turned

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import mappings, noise
-from react_clip.defenses.view import Gradients, View
+from react_clip.defenses.batch import Gradients
+from react_clip.defenses.view import View
 from toys import toy_classifier, toy_images
 
 F64 = torch.float64

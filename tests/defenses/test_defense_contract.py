@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip import defenses
-from react_clip.defenses import Defended, Defense, view
-from react_clip.defenses.base import forced_answers
+from react_clip import defenses, noise
+from react_clip.defenses import Defended, Defense, batch
+from react_clip.defenses.base import _names, _SmallBatch, forced_answers
 from toys import toy_classifier, toy_images
 
 from .prompt_toys import classifier, photos
@@ -101,8 +101,8 @@ def test_an_image_gets_the_same_answer_alone_in_any_batch_and_in_parts(
         assert_same(trial.run(images[i : i + 1]), whole, [i], atol)
     order = [3, 0, 6, 5, 1, 2, 4]
     assert_same(trial.run(images[order]), whole, order, atol)
-    monkeypatch.setattr(view, "VIEWS", 4)
-    monkeypatch.setattr(view, "VIEWS_WITH_GRADIENTS", 3)
+    monkeypatch.setattr(batch, "VIEWS", 4)
+    monkeypatch.setattr(batch, "VIEWS_WITH_GRADIENTS", 3)
     assert_same(trial.run(images), whole, atol=atol)
 
 
@@ -178,7 +178,7 @@ def test_images_may_have_classes_of_their_own_and_no_view_need_be_skipped(name: 
     trial = Trial(name, dtype=F64)
     three = toy_classifier(F64, classes=3)
     lists = [trial.clf, three, trial.clf, three, trial.clf, trial.clf, three]
-    keys = rc.noise.stream_keys(trial.images, 5)
+    keys = noise.stream_keys(trial.images, 5)
     out = trial.guard.run(trial.clf.encoder, trial.images, keys, lists)
     assert out.logits.isinf().sum() == 3 * 2
     for clf in (trial.clf, three):
@@ -204,6 +204,19 @@ def test_gradients_reach_the_pixels(name: str, differentiable: bool) -> None:
     slope = torch.autograd.grad(logits[:, 0].sum(), pixels)[0]
     assert torch.isfinite(slope).all()
     assert (slope.flatten(1).abs().sum(1) > 0).all()
+
+
+def test_a_small_batch_as_one_function_is_the_defence_without_skipping() -> None:
+    trial = Trial("second_look", dtype=F64)
+    whole = trial.guard.run(trial.clf.encoder, trial.images, 3, trial.clf, skip_unneeded=False)
+    function = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, 3)
+    computed = function(trial.images)
+    values = dict(zip(_names[type(trial.guard)], computed, strict=True))
+    assert values.keys() == fields(whole).keys()
+    assert all(torch.equal(value, fields(whole)[name]) for name, value in values.items() if name != "instability")
+    by_keys = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, None)
+    assert torch.equal(by_keys(trial.images, noise.stream_keys(trial.images, 3))[0], whole.features)
+    assert hash(function) == hash(_SmallBatch(trial.guard.replace(), trial.clf.encoder, trial.clf, 3))
 
 
 @every_defense

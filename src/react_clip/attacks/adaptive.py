@@ -19,7 +19,7 @@ from react_clip.attacks.losses import cross_entropy, ranked_targets, target_marg
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient, on_8_bits, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
 from react_clip.defenses.base import DefendedModule, Forced
-from react_clip.defenses.view import Gradients
+from react_clip.defenses.batch import Gradients
 
 _INSTABILITY_TEMPERATURE = 10.0
 """Divides the logits of which the gradient of J is taken; at 1 it vanishes where the answer is clear."""

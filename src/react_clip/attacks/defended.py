@@ -20,7 +20,7 @@ from react_clip.attacks.base import ADAPTIVE, Attack
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Candidates, Model, Problem, on_8_bits
 from react_clip.defenses.base import DefendedModule, Defense, Forced, derived_seed, forced_answers
-from react_clip.defenses.view import Gradients
+from react_clip.defenses.batch import Gradients
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.zeroshot import ZeroShotClassifier

@@ -17,7 +17,7 @@ from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.attacks.square import Square
 from react_clip.config import Count
 from react_clip.defenses.base import DefendedModule, derived_seed
-from react_clip.defenses.view import Gradients
+from react_clip.defenses.batch import Gradients
 from react_clip.errors import ReactClipError
 
 

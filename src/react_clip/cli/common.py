@@ -80,7 +80,7 @@ def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
 
 def diagnostics(out: Defended) -> list[dict[str, Any]]:
     """For each image the values that decided whether it was corrected, for JSON; None where one was not measured."""
-    from react_clip.defenses.base import MEASUREMENTS
+    from react_clip.defenses.result import MEASUREMENTS
 
     unmeasured = dict.fromkeys(MEASUREMENTS)
     answer = ("name", "probability")

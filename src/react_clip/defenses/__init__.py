@@ -10,7 +10,6 @@ from react_clip.defenses.agc import AGC as AGC
 from react_clip.defenses.anti_adv import AntiAdv as AntiAdv
 from react_clip.defenses.aom import AOM as AOM
 from react_clip.defenses.aom import DefendCLIP as DefendCLIP
-from react_clip.defenses.base import Defended as Defended
 from react_clip.defenses.base import Defense as Defense
 from react_clip.defenses.base import Undefended as Undefended
 from react_clip.defenses.base import as_module as as_module
@@ -24,6 +23,7 @@ from react_clip.defenses.mac import MAC as MAC
 from react_clip.defenses.prompt_tuning import RTPT as RTPT
 from react_clip.defenses.prompt_tuning import SSTPT as SSTPT
 from react_clip.defenses.react import ReACT as ReACT
+from react_clip.defenses.result import Defended as Defended
 from react_clip.defenses.second_look import SecondLook as SecondLook
 from react_clip.defenses.ttc import TTC as TTC
 from react_clip.defenses.tte import TTE as TTE

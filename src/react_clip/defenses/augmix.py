@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from react_clip import noise
-from react_clip.config import Configuration, Count, Range, Whole
+from react_clip.config import Configuration, Range, Whole
 from react_clip.errors import ReactClipError
 
+ASPECT = (3 / 4, 4 / 3)
+"""Width over height of a crop, drawn uniformly on the logarithmic scale."""
+DEPTH = 3
+"""Most operations in a chain. Each has a level of 10, drawn from U(0.1, 1)."""
 _ATTEMPTS = 10
 """Crops drawn until one fits, as in torchvision; if none fits, the whole image is used."""
 
@@ -45,16 +48,12 @@ class AugMix(Configuration):
     (torch.Size([2, 3, 32, 32]), True, True)
     """
 
+    removed: ClassVar[dict[str, Any]] = {"aspect": (3 / 4, 4 / 3), "depth": 3, "severity": 1.0}
+
     area: Range = (0.08, 1.0)
     """Fraction of the image that a crop covers."""
-    aspect: Range = (3 / 4, 4 / 3)
-    """Width over height of a crop, drawn uniformly on the logarithmic scale."""
     chains: Whole = 3
     """The published code sets 3 on ordinary data sets and 0 on ImageNet and its variants."""
-    depth: Count = 3
-    """Most operations in a chain."""
-    severity: Annotated[float, Field(ge=0.1, le=10)] = 1.0
-    """Largest level of an operation, of 10; each level is drawn from U(0.1, severity)."""
 
     def __post_init__(self) -> None:
         if self.area[1] > 1:
@@ -78,7 +77,7 @@ class AugMix(Configuration):
     def _crop_and_flip(self, images: Tensor, draw: Tensor) -> Tensor:
         side = images.shape[-1]
         area = self.area[0] + (self.area[1] - self.area[0]) * draw[:, :_ATTEMPTS]
-        low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
+        low, high = map(math.log, ASPECT)
         aspect = torch.exp(low + (high - low) * draw[:, _ATTEMPTS : 2 * _ATTEMPTS])
         sizes = (side * torch.stack([(area * aspect).sqrt(), (area / aspect).sqrt()], 2)).round().clamp_min(1.0)
         fits = (sizes <= side).all(2)
@@ -94,13 +93,13 @@ class AugMix(Configuration):
         return _sample(images, theta.reshape(-1, 2, 3), "border")
 
     def _chain(self, views: Tensor, keys: Tensor) -> Tensor:
-        """One to ``depth`` operations in a row, each with its own kind, level and sign."""
-        draw = noise.uniform(keys, 1 + 3 * self.depth)
-        depth = 1 + (draw[:, 0] * self.depth).long()
-        for step in range(self.depth):
+        """One to three operations in a row, each with its own kind, level and sign."""
+        draw = noise.uniform(keys, 1 + 3 * DEPTH)
+        depth = 1 + (draw[:, 0] * DEPTH).long()
+        for step in range(DEPTH):
             kind, level, sign = draw[:, 1 + 3 * step : 4 + 3 * step].unbind(1)
             chosen = torch.where(step < depth, (kind * _OPERATIONS).long(), -1)
-            level = 0.1 + (self.severity - 0.1) * level
+            level = 0.1 + 0.9 * level
             views = self._apply(views, chosen, level, torch.where(sign < 0.5, -1.0, 1.0))
         return views
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -13,100 +13,20 @@ from torch import Tensor, nn
 
 from react_clip import noise
 from react_clip.config import Registered, Registry
-from react_clip.defenses.view import PLAIN_GRADIENTS, Classes, Gradients, View, straight_through
+from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients, straight_through
+from react_clip.defenses.result import Defended
+from react_clip.defenses.view import Classes, View, single
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.functional import Similarity
 from react_clip.noise import Seed
-from react_clip.optional import require
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
-MEASUREMENTS = ("drift", "instability", "score", "sigma")
-"""Diagnostics that :class:`Defended` has of every defence; NaN where a defence does not measure them."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Defended:
-    """Defended answers and diagnostics, one row per image.
-
-    A diagnostic is also an attribute: ``out.drift`` is ``out.diagnostics["drift"]``.
-    """
-
-    features: Tensor
-    """Unit features ``[B, D]``; they serve retrieval too."""
-    scores: Tensor | None
-    """:attr:`logits`, or ``None`` without classes."""
-    gated: Tensor
-    """Mask ``[B]``: true exactly where the feature of the answer is not the image's own."""
-    passes: Tensor
-    """Encoder forward passes of each image ``[B]``; a view of another size counts as its fraction of the tokens."""
-    backward_passes: Tensor
-    """Backward passes of each image ``[B]``; 0 for all defences without optimisation."""
-    diagnostics: dict[str, Tensor]
-    """Why an image was corrected or not: tensors ``[B]``, NaN where a value was not measured. ``gate_open`` is the
-    decision of defences that have a gate."""
-    class_names: Sequence[tuple[str, ...]] = ()
-    """Names of the classes of each image."""
-    similarity: Similarity = field(default=Similarity())
-    """From logits to probabilities."""
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits ``[B, K]``; -inf for classes that an image does not have. Raises without classes."""
-        if self.scores is None:
-            raise ReactClipError("these features were computed without classes, so there are no answers")
-        return self.scores
-
-    @property
-    def labels(self) -> Tensor:
-        """The answer of each image as the index of a class ``[B]``; :attr:`names` has the words."""
-        return self.logits.argmax(-1)
-
-    @property
-    def names(self) -> list[str]:
-        """The answer of each image as a word."""
-        return [names[label] for names, label in zip(self.class_names, self.labels.tolist(), strict=True)]
-
-    @property
-    def probs(self) -> Tensor:
-        """Class probabilities ``[B, K]``; those of a model with a sigmoid (SigLIP) do not add up to 1."""
-        return self.similarity.probabilities(self.logits)
-
-    def __getattr__(self, name: str) -> Tensor:
-        diagnostics = self.__dict__.get("diagnostics", {})
-        if name in diagnostics:
-            value: Tensor = diagnostics[name]
-            return value
-        if name in MEASUREMENTS and "passes" in self.__dict__:
-            return torch.full_like(self.passes, torch.nan)
-        raise AttributeError(f"{name!r} is no field or diagnostic; there are {', '.join(diagnostics)}")
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __repr__(self) -> str:
-        """Number of images, the first answers and how many were changed."""
-        names = [] if self.scores is None else self.names[:4]
-        shown = ", ".join(names) + (", ..." if len(self) > len(names) > 0 else "")
-        return f"{type(self).__name__}({len(self)} images: {shown}; {int(self.gated.sum())} corrected)"
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """JSON values of each image: answer, probability, ``gated``, passes, diagnostics (``None`` for NaN)."""
-        columns: dict[str, list[Any]] = {}
-        if self.scores is not None:
-            columns = {"name": self.names, "probability": self.probs.max(-1).values.tolist()}
-        measured = {"gated": self.gated, "passes": self.passes, **self.diagnostics}
-        columns |= {name: [None if x != x else x for x in value.tolist()] for name, value in measured.items()}
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-    def to_pandas(self) -> pd.DataFrame:
-        """:meth:`to_dict` as a table with one row per image; needs pandas (extra ``eval``)."""
-        table: pd.DataFrame = require("pandas", "to_pandas", extra="eval").DataFrame(self.to_dict())
-        return table
+SMALL_BATCH = 16
+"""Images that leave most of a GPU idle: encoding one more view of each takes less time than waiting for a decision."""
 
 
 class Defense(Registered, ABC):
@@ -121,6 +41,10 @@ class Defense(Registered, ABC):
     removed: ClassVar[Mapping[str, Any]] = {
         **{"lazy": True, "max_batch": ..., "sequential": None, "jitter": 0.0, "alpha_closed": 0.0}
     }
+
+    at_once: ClassVar[bool] = False
+    """True where a small batch on a GPU is defended faster by encoding all views of all images than by skipping some:
+    with ``skip_unneeded=False`` the defence must not wait for the GPU."""
 
     @abstractmethod
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,24 +88,66 @@ class Defense(Registered, ABC):
             skip_unneeded: leave out views that cannot change an answer; without, every image takes the same time.
             how: gradients for an attacker, where the pixels require them.
         """
+        self.check(encoder)
+        classes = single(classes)
+        if self.at_once and pixels.is_cuda and len(pixels) <= SMALL_BATCH and not isinstance(keys, bytes):
+            skip_unneeded = False
+            gradients = torch.is_grad_enabled() and pixels.requires_grad
+            if not (gradients or encoder.is_counted or isinstance(classes, Sequence)):
+                seed, tensors = (None, [pixels, keys]) if isinstance(keys, Tensor) else (keys, [pixels])
+                values = encoder.record(_SmallBatch(self, encoder, classes, seed), tensors)
+                return _defended(dict(zip(_names[type(self)], values, strict=True)), encoder, classes)
         return self._answer(View(encoder, pixels, keys, classes, skip_unneeded=skip_unneeded, how=how))
 
     def _answer(self, x: View) -> Defended:
-        self.check(x.encoder)
+        return _defended(self._compute(x), x.encoder, x.classes)
+
+    def _compute(self, x: View) -> dict[str, Tensor]:
+        """Fields and diagnostics of :class:`Defended`."""
         differentiable = torch.is_grad_enabled() and x.pixels.requires_grad
         with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             features, diagnostics = self.defend(x)
-            logits = diagnostics.pop("logits", None)
-            if logits is None and x.classes is not None:
-                logits = x.logits(features)
+            values = {"features": features}
+            if "logits" in diagnostics:
+                values["logits"] = diagnostics.pop("logits")
+            elif x.classes is not None:
+                values["logits"] = x.logits(features)
             if x.decision is not None:
                 diagnostics["gate_open"] = x.decision.open
-            gated = torch.ones_like(features[:, 0], dtype=torch.bool)
+            changed = torch.ones_like(features[:, 0], dtype=torch.bool)
             if x.known_plain is not None:
-                gated = (features != x.known_plain).any(1)
-            measured = {name: value.detach() for name, value in diagnostics.items()}
-            names = [clf.names for clf in x.classifiers]
-            return Defended(features, logits, gated, x.passes, x.backward_passes, measured, names, x.encoder.similarity)
+                changed = (features != x.known_plain).any(1)
+            values |= {"gated": changed, "passes": x.passes, "backward_passes": x.backward_passes}
+            return values | {name: value.detach() for name, value in diagnostics.items()}
+
+
+def _defended(values: dict[str, Tensor], encoder: Encoder, classes: Classes) -> Defended:
+    features, logits = values.pop("features"), values.pop("logits", None)
+    gated, passes, backward_passes = (values.pop(name) for name in ("gated", "passes", "backward_passes"))
+    several = classes if isinstance(classes, Sequence) else [] if classes is None else [classes] * len(features)
+    names = [clf.names for clf in several]
+    return Defended(features, logits, gated, passes, backward_passes, values, names, encoder.similarity)
+
+
+_names: dict[type[Defense], tuple[str, ...]] = {}
+"""What :class:`_SmallBatch` returns for a defence."""
+
+
+@dataclass(frozen=True)
+class _SmallBatch:
+    """A defence as a function of pixels ``[B, 3, S, S]``, and of keys ``[B]`` where there is no seed."""
+
+    defense: Defense
+    encoder: Encoder
+    classes: ZeroShotClassifier | None
+    seed: int | None
+
+    def __call__(self, pixels: Tensor, *keys: Tensor) -> list[Tensor]:
+        """The values that :data:`_names` lists."""
+        x = View(self.encoder, pixels, keys[0] if self.seed is None else self.seed, self.classes, skip_unneeded=False)
+        values = self.defense._compute(x)
+        _names[type(self.defense)] = tuple(values)
+        return list(values.values())
 
 
 class Undefended(Defense):
@@ -228,7 +194,7 @@ def forced_answers(
     of undefended CLIP (BPDA with the identity).
     """
     given = clf.encoder, clf.encoder.prepare(pixels), seed, clf
-    x = View(*given, skip_unneeded=False, how=how, force=False)
+    x = View(*given, skip_unneeded=False, how=how, force=False, replay=())
     first = defense._answer(x)
     if x.decision is not None:
         opened = defense._answer(View(*given, skip_unneeded=False, how=how, force=True, replay=x.recorded))

@@ -30,8 +30,9 @@ from react_clip.augment import filtered, jpeg
 from react_clip.config import NonNegative
 from react_clip.defenses.augmix import AugMix
 from react_clip.defenses.base import Defense
+from react_clip.defenses.batch import straight_through
 from react_clip.defenses.prompt_tuning import most_confident
-from react_clip.defenses.view import View, straight_through
+from react_clip.defenses.view import View
 from react_clip.functional import normalize
 
 NOISE = 0.1

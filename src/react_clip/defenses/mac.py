@@ -11,8 +11,9 @@ from react_clip import noise
 from react_clip.augment import JitterFirst
 from react_clip.config import Count, PixelLength, Positive
 from react_clip.defenses.base import Defense
+from react_clip.defenses.batch import straight_through
 from react_clip.defenses.counterattack import ascend, distance_from, relative_distance
-from react_clip.defenses.view import View, straight_through
+from react_clip.defenses.view import View
 from react_clip.functional import normalize
 from react_clip.linf import Ball
 

@@ -31,7 +31,8 @@ from react_clip.augment import JitterFirst
 from react_clip.config import Count, Fraction, NonNegative, Positive, Whole
 from react_clip.defenses.augmix import AugMix
 from react_clip.defenses.base import Defense
-from react_clip.defenses.view import View, straight_through
+from react_clip.defenses.batch import straight_through
+from react_clip.defenses.view import View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity, normalize

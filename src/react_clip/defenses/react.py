@@ -23,7 +23,7 @@ from react_clip.augment import WeakAugmentation
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View
-from react_clip.encoders.base import Encoder
+from react_clip.encoders import OPENAI_VIT_B_16, Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import MAX_INSTABILITY, drift, extrapolate, intervention_score, relative_drift
 from react_clip.mappings import Linear, Mapping
@@ -32,12 +32,8 @@ LOW, HIGH, AUGMENT, ANCHOR = range(4)
 """Branches of an image's random stream: weak noise, strong noise, augmented view, anchor views. Each purpose has its
 own, so that skipping one does not change the others."""
 
-# The calibration of each encoder: None is the paper's own, a name is a file of ours.
-_CALIBRATIONS = {
-    **dict.fromkeys(("openai/clip-vit-base-patch32", "open_clip:ViT-B-32/openai"), None),
-    "open_clip:ViT-B-32-quickgelu/openai": None,
-    **dict.fromkeys(("clip-vit-b-16", "openai/clip-vit-base-patch16"), "clip-vit-b-16"),
-    **dict.fromkeys(("open_clip:ViT-B-16/openai", "open_clip:ViT-B-16-quickgelu/openai"), "clip-vit-b-16"),
+_OPENAI_VIT_B_32 = {
+    *("openai/clip-vit-base-patch32", "open_clip:ViT-B-32/openai", "open_clip:ViT-B-32-quickgelu/openai")
 }
 
 
@@ -105,16 +101,15 @@ class ReACT(Defense):
         True
         """
         name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
-        if name not in _CALIBRATIONS:
-            raise ReactClipError(
-                f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
-                f"calibrate --defense react folder:PHOTOS --model {name}` and load its result, or take the paper's "
-                "constants knowingly (rc.ReACT(), --config paper)"
-            )
-        calibration = _CALIBRATIONS[name]
-        if calibration is None:
+        if name in _OPENAI_VIT_B_32:
             return cls()
-        return cls.load(Path(str(files("react_clip") / "assets" / "calibrations" / f"{calibration}.json")))
+        if name in OPENAI_VIT_B_16:
+            return cls.load(Path(str(files("react_clip") / "assets" / "calibrations" / "clip-vit-b-16.json")))
+        raise ReactClipError(
+            f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
+            f"calibrate --defense react folder:PHOTOS --model {name}` and load its result, or take the paper's "
+            "constants knowingly (rc.ReACT(), --config paper)"
+        )
 
 
 def probe(x: View, sigma_low: float, sigma_high: float, samples: int) -> tuple[Tensor, Tensor, Tensor]:

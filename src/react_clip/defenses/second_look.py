@@ -32,7 +32,7 @@ from react_clip.augment import Motion, smaller_copy
 from react_clip.config import NonNegative
 from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View
-from react_clip.encoders.base import Encoder
+from react_clip.encoders import OPENAI_VIT_B_16, Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import drift, extrapolate
 from react_clip.preprocess import Images
@@ -53,12 +53,6 @@ KEEP, BLEND, CORRECT = range(3)
 LEAST_PATCHES = 4
 """Fewest patches on a side of the small copy."""
 
-# The default threshold was measured on these weights.
-_CALIBRATED = {
-    *("clip-vit-b-16", "openai/clip-vit-base-patch16"),
-    *("open_clip:ViT-B-16/openai", "open_clip:ViT-B-16-quickgelu/openai"),
-}
-
 
 class SecondLook(Defense):
     """Compare the image with a smaller copy of itself, and correct it where they differ.
@@ -77,6 +71,7 @@ class SecondLook(Defense):
 
     kind = "second_look"
     colour = "#332288"
+    at_once = True
 
     copy_size: Size | None = 176 / 224
     """Side of the small copy as a fraction of the image's, rounded to whole patches. ``None`` compares with moved views
@@ -135,7 +130,7 @@ class SecondLook(Defense):
         True
         """
         name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
-        if name not in _CALIBRATED:
+        if name not in OPENAI_VIT_B_16:
             raise ReactClipError(
                 f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on "
                 "some hundred clean photos: --calibrate-on PHOTOS, or rc.SecondLook.calibrate(clip, photos).config"

@@ -216,6 +216,11 @@ class Encoder(nn.Module):
         finally:
             _counts.reset(token)
 
+    @property
+    def is_counted(self) -> bool:
+        """True inside :meth:`counting`."""
+        return any(encoder is self for encoder, _ in _counts.get())
+
     def _count(self, size: int, features: Tensor) -> None:
         """Add features of images of this size to the counts of this thread."""
         counts = [count for encoder, count in _counts.get() if encoder is self]

@@ -22,7 +22,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from react_clip.defenses.base import Defended, Defense
+from react_clip.defenses.base import Defense
+from react_clip.defenses.result import Defended
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.label_table import LabelTable

@@ -1,0 +1,218 @@
+"""A batch of images whose views are encoded: in parts of bounded memory, with counted passes and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from react_clip import linf, noise
+from react_clip.encoders.base import Encoder
+from react_clip.errors import ReactClipError
+
+VIEWS = 128
+"""Most views in one encoder call, if it has several images: bounds the memory."""
+VIEWS_WITH_GRADIENTS = 64
+"""The same where the encoder keeps activations for a backward pass."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients through a defence, for an attacker who differentiates it; answers do not depend on these options."""
+
+    checkpoint: bool = False
+    """Recompute encoder activations in the backward pass instead of keeping them: one call bounds the memory."""
+    detach_sigma: bool = False
+    """Treat the noise scale of anchor views as a constant instead of a function of the pixels."""
+    instability_temperature: float = 1.0
+    """The gradient of J is that of logits divided by this: at CLIP's own scale it vanishes where an answer is clear."""
+
+
+PLAIN_GRADIENTS = Gradients()
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Views of each image that can be encoded: ``make(images, *values)`` makes one per row.
+
+    With ``stream`` or ``numbers`` they are drawn at random: ``make(images, keys, *values)``.
+    """
+
+    make: Callable[..., Tensor]
+    values: tuple[Tensor, ...] = ()
+    """What else they depend on, one value per image ``[B, ...]``."""
+    stream: int | None = None
+    """Branch of an image's random stream; ``None`` for the stream itself."""
+    numbers: range | None = None
+    """Numbers of the views, each with a branch of that stream; ``None`` for a single view on the stream itself."""
+
+    @property
+    def drawn(self) -> bool:
+        """True if ``make`` needs random streams."""
+        return self.stream is not None or self.numbers is not None
+
+    def views(self, images: Tensor, keys: Tensor | None, values: Sequence[Tensor]) -> Tensor:
+        """Views ``[n * count, 3, s, s]`` of images ``[n, 3, S, S]``: those of the first image, then of the second."""
+        if keys is None or not self.drawn:
+            return self.make(images, *values)
+        keys = keys if self.stream is None else noise.fork(keys, self.stream)
+        if self.numbers is not None:
+            numbers = torch.arange(self.numbers.start, self.numbers.stop, device=keys.device)
+            keys = noise.fork(keys[:, None], numbers).flatten()
+            images, *values = (each.repeat_interleave(len(self.numbers), 0) for each in (images, *values))
+        return self.make(images, keys, *values)
+
+
+class Batch:
+    """Images, their random streams, and the encoder.
+
+    Args:
+        encoder: the image encoder.
+        pixels: ``[B, 3, S, S]`` in [0, 1], on the encoder's device.
+        keys: a seed, or the random stream of each image ``[B]`` (:func:`react_clip.noise.stream_keys`).
+        how: gradients, where the pixels require them.
+        replay: what :attr:`recorded` of an earlier run holds; features of the same views are taken over from it.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        pixels: Tensor,
+        keys: Tensor | noise.Seed,
+        how: Gradients = PLAIN_GRADIENTS,
+        replay: Sequence[Any] | None = None,
+    ) -> None:
+        self.encoder, self.how = encoder, how
+        with torch.inference_mode(False):  # defences take gradients and count in place, which inference mode forbids
+            self.pixels = pixels.clone() if pixels.is_inference() else pixels
+            self.passes, self.backward_passes = torch.zeros(2, len(pixels), device=pixels.device)
+        self.recorded: list[Any] = []
+        self._keys = keys
+        self._replay = None if replay is None else list(replay)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def keys(self, stream: int) -> Tensor:
+        """A branch of the random stream of each image ``[B]``."""
+        return noise.fork(self.streams(None), stream)
+
+    def streams(self, rows: Tensor | None) -> Tensor:
+        """Random streams of all images, or of those with these numbers; a seed is hashed with these images alone."""
+        if isinstance(self._keys, Tensor):
+            return self._keys if rows is None else self._keys[rows]
+        if rows is not None:
+            return noise.stream_keys(self.pixels[rows], self._keys)
+        self._keys = noise.stream_keys(self.pixels, self._keys)
+        return self._keys
+
+    def features(self, copies: tuple[Copies, ...], rows: Tensor | None = None) -> list[Tensor]:
+        """Unit features of views of all images, or of those with these numbers ``[n]``."""
+        given = tuple(value for each in copies for value in each.values)
+        return self._once(given, lambda: self._encode(copies, rows))
+
+    def raw(self, images: Tensor) -> Tensor:
+        """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
+        self.passes += 1
+        with torch.no_grad():
+            parts = torch.split(images.detach(), VIEWS)
+            return self._once((images,), lambda: torch.cat([self.encoder.raw(part) for part in parts]))
+
+    def gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw features of images ``[B, D]``, and the gradient ``[B, 3, S, S]`` of an objective in their pixels.
+
+        ``objective`` maps raw features ``[B, D]`` to values ``[B]``; a value may depend on its own row alone. One
+        forward and one backward pass.
+        """
+        self.passes += 1
+        self.backward_passes += 1
+        return self._once((at,), lambda: self._gradient(objective, at.detach()))
+
+    def _gradient(self, objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+        parts = []
+        for start in range(0, len(at), VIEWS_WITH_GRADIENTS):
+            with torch.enable_grad():
+                pixels = at[start : start + VIEWS_WITH_GRADIENTS].requires_grad_()
+                raw = self.encoder.raw(pixels)
+                stop = start + len(raw)
+                # The objective sees all rows; those of other parts are zero here, and their values are left out.
+                values = objective(F.pad(raw, (0, 0, start, len(at) - stop)))[start:stop]
+                gradient = linf.gradient(values, pixels)
+            if gradient is None:
+                raise ReactClipError(
+                    f"features of {self.encoder.name!r} carry no gradient to the pixels, which this defence needs; use "
+                    "an encoder that runs in torch, or a defence without gradients such as SecondLook"
+                )
+            parts.append((raw.detach(), gradient))
+        features, gradients = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(gradients)
+
+    def _once(self, given: tuple[Tensor, ...], compute: Callable[[], Result]) -> Result:
+        """The result of ``compute``, or that of the earlier run at this place if it was computed from the same."""
+        before, known = self._replay.pop(0) if self._replay else ((), None)
+        same = known is not None and len(before) == len(given) and all(map(torch.equal, before, given))
+        result = cast("Result", known) if same else compute()
+        if self._replay is not None:
+            self.recorded.append((given, result))
+        return result
+
+    def _encode(self, copies: tuple[Copies, ...], rows: Tensor | None) -> list[Tensor]:
+        limit = VIEWS_WITH_GRADIENTS if torch.is_grad_enabled() else VIEWS
+        step = max(1, limit // sum(1 if each.numbers is None else len(each.numbers) for each in copies))
+        keys = self.streams(rows) if any(each.drawn for each in copies) else None
+        parts = []
+        for start in range(0, len(self) if rows is None else len(rows), step):
+            part = slice(start, start + step)
+            arguments = copies, part if rows is None else rows[part], None if keys is None else keys[part]
+            if self.how.checkpoint and torch.is_grad_enabled():
+                # Noise follows from keys, so views that are made again have the same bits.
+                options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+                parts.append(checkpoint(self._make_and_encode, *arguments, **options))
+            else:
+                parts.append(self._make_and_encode(*arguments))
+        features, passes = zip(*parts, strict=True)
+        self.passes[slice(None) if rows is None else rows] += passes[0]
+        return [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*features, strict=True)]
+
+    def _make_and_encode(
+        self, copies: tuple[Copies, ...], rows: Tensor | slice, keys: Tensor | None
+    ) -> tuple[list[Tensor], float]:
+        """Unit features of views of some images, one tensor for each of ``copies``, and the passes of one image."""
+        images = self.pixels[rows]
+        views = [each.views(images, keys, [value[rows] for value in each.values]) for each in copies]
+        features = _encode(self.encoder, views)
+        passes = sum(len(each) * self.encoder.token_fraction(each.shape[-1]) for each in views) / len(images)
+        numbered = [each.reshape(len(images), -1, each.shape[-1]) for each in features]
+        single = [copy.numbers is None for copy in copies]
+        return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)], passes
+
+
+def straight_through(values: Tensor, source: Tensor) -> Tensor:
+    r"""``values`` with the gradient of ``source`` (BPDA with the identity).
+
+    .. math:: z = v, \qquad \partial z := \partial s
+
+    >>> source = torch.tensor([1.0], requires_grad=True)
+    >>> answer = straight_through(torch.tensor([5.0]), 3.0 * source)
+    >>> answer.detach(), torch.autograd.grad(answer, source)[0]
+    (tensor([5.]), tensor([3.]))
+    """
+    return values.detach() + (source - source.detach())
+
+
+def _encode(encoder: Encoder, views: Sequence[Tensor]) -> list[Tensor]:
+    """Unit features of views; those of one size are joined."""
+    sizes: dict[int, list[Tensor]] = {}
+    for each in views:
+        sizes.setdefault(each.shape[-1], []).append(each)
+    joined = encoder.encode([torch.cat(group) for group in sizes.values()])
+    pairs = zip(sizes, joined, strict=True)
+    features = {size: list(torch.split(each, [len(view) for view in sizes[size]])) for size, each in pairs}
+    return [features[each.shape[-1]].pop(0) for each in views]
