@@ -55,11 +55,6 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
         return _to_rgb(image, name)
 
 
-def check_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> None:
-    """Raise what :func:`read_image` raises for a file by its length and header; no pixel is decoded."""
-    open_image(path, limits)
-
-
 def open_image(source: Path | str | bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[str, Image.Image]:
     """The name for messages and the image, of which only the header has been read."""
     name, data = _read_bytes(source, limits)
