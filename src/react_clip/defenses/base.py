@@ -96,7 +96,7 @@ class Defense(Registered, ABC):
             if not (gradients or encoder.is_counted or isinstance(classes, Sequence)):
                 seed, tensors = (None, [pixels, keys]) if isinstance(keys, Tensor) else (keys, [pixels])
                 values = encoder.record(_SmallBatch(self, encoder, classes, seed), tensors)
-                return _defended(dict(zip(_names[type(self)], values, strict=True)), encoder, classes)
+                return _defended(dict(zip(_names[type(self), classes is None], values, strict=True)), encoder, classes)
         return self._answer(View(encoder, pixels, keys, classes, skip_unneeded=skip_unneeded, how=how))
 
     def _answer(self, x: View) -> Defended:
@@ -129,8 +129,8 @@ def _defended(values: dict[str, Tensor], encoder: Encoder, classes: Classes) -> 
     return Defended(features, logits, gated, passes, backward_passes, values, names, encoder.similarity)
 
 
-_names: dict[type[Defense], tuple[str, ...]] = {}
-"""What :class:`_SmallBatch` returns for a defence."""
+_names: dict[tuple[type[Defense], bool], tuple[str, ...]] = {}
+"""What :class:`_SmallBatch` returns for a defence, with classes and without (``True``)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _SmallBatch:
         """The values that :data:`_names` lists."""
         x = View(self.encoder, pixels, keys[0] if self.seed is None else self.seed, self.classes, skip_unneeded=False)
         values = self.defense._compute(x)
-        _names[type(self.defense)] = tuple(values)
+        _names[type(self.defense), self.classes is None] = tuple(values)
         return list(values.values())
 
 
