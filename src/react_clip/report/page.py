@@ -14,7 +14,7 @@ from pathlib import Path
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.optional import require
-from react_clip.report.tables import SCORINGS, Table, all_tables, calibration_table, conditions, over
+from react_clip.report.tables import SCORINGS, Table, all_tables, conditions, over
 from react_clip.storage import write_text
 
 Progress = Callable[[str, int, int], None]
@@ -152,7 +152,7 @@ def write_report(
         missing = ["photos were not kept in this folder; run the evaluation with `images: {store: uint8}`"]
     sections = [
         Section("Figures", figures=figures),
-        Section("Tables", tables=[*all_tables(result), *([calibration_table(fitted)] if fitted else [])]),
+        Section("Tables", tables=all_tables(result)),
         Section(
             "Image by image",
             text=[f"{len(rows)} of {sum(info.images for info in result.sets):,} images, under the strongest attack."],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -15,9 +15,6 @@ from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import format_eps
 from react_clip.evaluation.results import EvaluationResult, Row
 from react_clip.storage import write_text
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Calibration
 
 SCORINGS = {
     "leakage_free": "only images that undefended CLIP classifies correctly are attacked; accuracy counts all images",
@@ -177,28 +174,6 @@ def _attack_table(result: EvaluationResult) -> Table:
     header = ("data set", "attack", "defence that it knows", "part of the suite", "attacked", "success in %")
     what = "what the attacks do to undefended CLIP, or to the defence that they know"
     return Table("attacks", caption(result, what), (*header, "lost to rounding", "forward passes"), lines)
-
-
-def calibration_table(calibration: Calibration) -> Table:
-    """The measurements of a calibration at each budget."""
-    lines = tuple(
-        (
-            (format_eps(point.eps),),
-            (
-                Cell(point.mean_drift, digits=3),
-                Cell(point.best_sigma, digits=3),
-                Cell(100 * point.accuracy.get(f"{point.best_sigma:g}", math.nan)),
-                Cell(point.images, digits=0),
-            ),
-        )
-        for point in calibration.points
-    )
-    words = (
-        f"Calibration of {calibration.provenance.get('model', 'a model')}: the drift r of attacked photos, the anchor "
-        f"scale sigma with the highest defended accuracy, and that accuracy in % of the attacked photos; the threshold "
-        f"is {calibration.threshold:g}. Only photos that plain CLIP gets right; the attacker knows no defence."
-    )
-    return Table("calibration", words, ("budget", "mean r", "best sigma", "accuracy there", "photos"), lines)
 
 
 def caption(result: EvaluationResult, what: str) -> str:
