@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import react_clip as rc
 from react_clip.cli import main
+from react_clip.cli.rank import check_defense, load_defense
 from react_clip.report.ranking import ALL, Ranking, rank
 from synthetic_runs import CLIP, DEFENSES, REACT, SECOND, save_run, synthetic_run
 
@@ -154,3 +158,97 @@ def test_the_page_and_the_command_hold_the_same_numbers(
     assert "&#34;threshold&#34;: 0.4" in text
     assert [labels[0] for labels, _ in ranking.entries[0].sets.rows] == ["cars", "pets"]
     assert SECOND["label"] in ranking.table.markdown()
+
+
+# ---------------------------------------------------------------------- a defence of one's own
+
+RECIPE = """
+title: Tiny
+model: {model}
+datasets: [toys]
+attacks: [{{kind: pgd, steps: 2, eps: 8/255}}]
+defenses: [{{kind: undefended, label: CLIP}}]
+batch: 4
+self_check: false
+"""
+MINE = """
+from react_clip.defenses.base import Defense
+
+class {name}(Defense):
+    kind = "{name}"
+
+    def defend(self, x):
+        features = x.plain
+        {line}
+        return features, {{}}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_new_classes: None) -> Callable[[str], str]:
+    """Write a defence with one line of code; returns its reference."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def write(line: str) -> str:
+        name = "Mine" + re.sub(r"\W", "", line)
+        (tmp_path / f"{name.lower()}.py").write_text(MINE.format(name=name, line=line))
+        return f"{tmp_path / name.lower()}.py:{name}"
+
+    return write
+
+
+def test_a_defence_of_ones_own_is_measured_and_ranked(
+    mine: Callable[[str], str],
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE.format(model=tiny_folder))
+    for number in range(8):
+        place = Path("data", "toys", "test", f"class {number % 2}")
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (32, 32, 3), np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    words = [mine("features = -features"), "--recipe", "tiny.yaml", "--data", "data", "--json", "--quiet"]
+    assert main(["rank", *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["defenses"]) == {"CLIP", "Minefeaturesfeatures"}
+    [run_dir] = Path("runs").iterdir()
+    assert main(["rank", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main(["rank", str(run_dir), "my:Mine"]) == 2
+    assert "my:Mine is a defence to measure; give it alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("features = features * float('nan')", "NaN or infinite"),
+        ("raise ZeroDivisionError('no luck')", r"fails on two images \(ZeroDivisionError: no luck\)"),
+    ],
+)
+def test_wrong_answers_are_refused_before_a_run(
+    mine: Callable[[str], str], tiny_clip: rc.Encoder, line: str, problem: str
+) -> None:
+    clf = rc.ZeroShotClassifier.from_features(tiny_clip, ["a", "b"], np.eye(2, tiny_clip.dim))
+    with pytest.raises(rc.ReactClipError, match=problem):
+        check_defense(load_defense(mine(line)), clf)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("import no_such_package", "cannot be imported: No module named 'no_such_package'"),
+        ("1 / 0", r"cannot be loaded \(ZeroDivisionError: division by zero\)"),
+        ("Mine = 3", "is no defence"),
+    ],
+)
+def test_files_that_hold_no_defence_get_one_line(
+    mine: Callable[[str], str], content: str, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / ("file" + re.sub(r"\W", "", content) + ".py")
+    file.write_text(content)
+    with pytest.raises(rc.ReactClipError, match=problem):
+        load_defense(f"{file}:Mine")
