@@ -230,9 +230,10 @@ def test_a_defence_of_ones_own_is_measured_and_ranked(
     ],
 )
 def test_wrong_answers_are_refused_before_a_run(
-    mine: Callable[[str], str], tiny_clip: rc.Encoder, line: str, problem: str
+    mine: Callable[[str], str], tiny_folder: Path, line: str, problem: str
 ) -> None:
-    clf = rc.ZeroShotClassifier.from_features(tiny_clip, ["a", "b"], np.eye(2, tiny_clip.dim))
+    encoder = rc.load(tiny_folder, device="cpu")
+    clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], np.eye(2, encoder.dim))
     with pytest.raises(rc.ReactClipError, match=problem):
         check_defense(load_defense(mine(line)), clf)
 

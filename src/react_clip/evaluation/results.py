@@ -289,23 +289,29 @@ def write_images(path: Path, tables: Sequence[pd.DataFrame]) -> None:
 def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]:
     """The rows of a table; ``worst_of`` names attacks whose worst case per image has rows of its own."""
     for table in (images, _worst_case(images, worst_of)):
-        for key, group in table.groupby(KEY, sort=False, observed=True):
-            dataset, attack, eps, defense = key
-            yield _row(dataset, attack, eps, defense, group)
+        # Sorted once and cut by row numbers: runs may have thousands of groups.
+        table = table.sort_values(["draw", "index"], kind="stable")
+        values = {name: table[name].to_numpy() for name in _COUNTED}
+        for key, rows in table.groupby(KEY, sort=False, observed=True).indices.items():
+            yield _row(*key, {name: column[rows] for name, column in values.items()})
 
 
-def _row(dataset: str, attack: str, eps: float, defense: str, group: pd.DataFrame) -> Row:
-    """The numbers of one defence under one attack on one set, from all its draws."""
-    draws, group = group["draw"].nunique(), group.sort_values(["draw", "index"])
-    n = len(group) // draws
-    first = group.iloc[:n]
-    right = (first["clean_prediction"] == first["label"]).to_numpy()
-    attacked = first["attacked"].to_numpy()
-    correct, robust, gated = (group[name].to_numpy().reshape(draws, n) for name in ("correct", "robust", "gated"))
+_COUNTED = (
+    *("draw", "label", "clean_prediction", "threat", "scoring", "attacked", "correct", "robust", "gated"),
+    *("passes", "backward_passes"),
+)
+
+
+def _row(dataset: str, attack: str, eps: float, defense: str, group: dict[str, Any]) -> Row:
+    """The numbers of one defence under one attack on one set, from the columns of all its draws."""
+    n = int((group["draw"] == group["draw"][0]).sum())
+    right = group["clean_prediction"][:n] == group["label"][:n]
+    attacked = group["attacked"][:n]
+    correct, robust, gated = (group[name].reshape(-1, n) for name in ("correct", "robust", "gated"))
     leaked = metrics.leakage(right, attacked, correct)
     return Row(
         *(str(dataset), str(attack), float(eps), str(defense)),
-        *(str(first["threat"].iloc[0]), str(first["scoring"].iloc[0])),
+        *(str(group["threat"][0]), str(group["scoring"][0])),
         n,
         int(attacked.sum()),
         *metrics.wilson(float(robust.mean()), n),
