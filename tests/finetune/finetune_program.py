@@ -19,12 +19,12 @@ import torch
 import torch._dynamo  # optimisers import it when they are made: once here instead of once in every child
 
 import react_clip as rc
-from react_clip.finetune import PMGAFT, InnerAttack, Optimiser, Settings, finetune
+from react_clip.finetune import Settings, finetune
 
 STEPS = 9
-ATTACK = InnerAttack(eps=4 / 255, step=4 / 255)
-SETTINGS = Settings(steps=STEPS, batch=4, accumulate=2, augment="crop", save_every=2, attack=ATTACK)
-METHOD = PMGAFT(optimiser=Optimiser("sgd", lr=1e-2))
+SETTINGS = Settings(
+    steps=STEPS, batch=8, lr=1e-3, crop=0.6, average=0.5, save_every=2, eps=4 / 255, eps_start=1 / 255, cutmix=0.5
+)
 Progress = Callable[[int, int, float], None]
 
 
@@ -36,8 +36,7 @@ def child(encoder: rc.Encoder, out: Path, progress: Progress | None = None) -> i
     code = 1
     try:
         pixels = torch.rand(10, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
-        labels, classes = torch.arange(10) % 3, torch.eye(3, encoder.dim)
-        finetune(encoder, METHOD, pixels, labels, classes, out=out, settings=SETTINGS, progress=progress)
+        finetune(encoder, "fare", pixels, out=out, settings=SETTINGS, progress=progress)
         code = 0
     except rc.ReactClipError as error:
         print(f"{out.name} refused: {error}", flush=True)

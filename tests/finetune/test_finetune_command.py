@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,8 +23,24 @@ from react_clip.cli import main
 from react_clip.storage import sha256_of
 
 NAMES = ("reed", "brick", "cloth", "sand")
-SGD = {"algorithm": "sgd", "weight_decay": 0.0, "momentum": 0.9}
 JSON = ("--json", "--quiet")
+RECIPE = (
+    *(
+        "--eps",
+        "2/255",
+        "--eps-start",
+        "1/255",
+        "--ramp",
+        "0.5",
+        "--attack-steps",
+        3,
+        "--clean",
+        "0.5",
+        "--crop",
+        "0.5",
+    ),
+    *("--cutmix", "0.5", "--average", "0.9"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +86,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     }
     record = json.loads((tuned / "finetune.json").read_text())
     expected = {
-        "method": {"kind": "tecoa", "optimiser": {**SGD, "lr": 1e-3}},
+        "method": "tecoa",
         "model": str(tiny_folder),
         "weights": rc.load(tiny_folder, device="cpu").fingerprint(),
         "sha256": sha256_of(tuned / "tower.safetensors"),
@@ -84,26 +99,12 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert record["command"].startswith("react-clip finetune tecoa stripes")
     assert (record["settings"]["steps"], record["settings"]["batch"]) == (6, 8)
     assert record["final_loss"] < record["first_loss"]
-    assert record["notes"] == []
+    assert record["photos_per_second"] > 0
     with (tuned / "log.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert float(rows[0]["loss"]) == record["first_loss"]
     assert Image.open(tuned / "loss.png").size[0] > 300
-
-
-def test_a_training_that_has_not_converged_says_so(root: Path, tiny_folder: Path, tmp_path: Path, run: Run) -> None:
-    arguments = ["stripes", "--data", root, "--model", tiny_folder, "--steps", 1, "--batch", 8, "--device", "cpu"]
-    code, out, err = run("finetune", "tecoa", *arguments, "--out", tmp_path / "tecoa")
-    assert code == 0, err
-    loss = out.rpartition(" ")[2].strip()
-    assert float(loss) > math.log(len(NAMES))
-    assert f"note: the loss ended at {float(loss):.3g}, above 1.39, that of equal answers for all 4 classes" in err
-    record = json.loads((tmp_path / "tecoa" / "finetune.json").read_text())
-    assert ["has not converged" in note for note in record["notes"]] == [True]
-    code, _, err = run("finetune", "fare", *arguments, "--out", tmp_path / "fare")  # whose loss has no such limit
-    assert code == 0, err
-    assert "converged" not in err
 
 
 def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, tiny_folder: Path, run: Run) -> None:
@@ -115,7 +116,7 @@ def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, ti
     assert sha256_of(tuned / "finetune.json") == before
     code, _, err = run("finetune", *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
     assert code == 2
-    assert err.startswith(f"react-clip: {tuned} holds another run (other method.optimiser.lr);")
+    assert err.startswith(f"react-clip: {tuned} holds another run (other settings.lr);")
     assert err.count("\n") == 1
 
 
@@ -123,16 +124,15 @@ def test_fare_needs_neither_text_nor_heads(
     tuned: Path, root: Path, tiny_folder: Path, tmp_path: Path, run: Run
 ) -> None:
     arguments = ["fare", f"folder:{root / 'stripes'}", "--model", tiny_folder, "--out", tmp_path / "fare"]
-    arguments += ["--epochs", "1.5", "--batch", 8, "--accumulate", 2, "--limit", 20, "--device", "cpu"]
-    code, out, err = run(
-        "finetune", *arguments, "--dtype", "bf16", "--half", "--augment", "crop", "--lr", "2e-5", *JSON
-    )
+    arguments += ["--epochs", "1.5", "--batch", 16, "--limit", 20, "--device", "cpu"]
+    code, out, err = run("finetune", *arguments, "--dtype", "bf16", "--half", "--lr", "2e-5", *RECIPE, *JSON)
     assert code == 0, err
     record = json.loads(out)
     assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
     assert record["class_source"] == "none needed"
     assert record["tower"]["dtype"] == "fp16"
-    assert record["method"]["optimiser"] == {**SGD, "algorithm": "adamw", "lr": 2e-5, "weight_decay": 1e-4}
+    expected = {"eps": "2/255", "eps_start": "1/255", "clean": 0.5, "crop": 0.5, "cutmix": 0.5, "average": 0.9}
+    assert {name: record["settings"][name] for name in expected} == expected
     assert record["was_finished"] is False
     assert rc.load(tmp_path / "fare", device="cpu", dtype="bf16").dtype == torch.bfloat16
 
@@ -154,12 +154,10 @@ def test_heads_come_first_from_a_folder_or_a_file(
     losses = []
     for given in (heads, heads / "stripes.npz"):
         arguments = ["pmg-aft", "stripes", "--data", root, "--heads", given, "--model", tiny_folder]
-        arguments += ["--out", tmp_path / given.name, "--clean-weight", "0.5", "--steps", 1, "--json", "--quiet"]
+        arguments += ["--out", tmp_path / given.name, "--steps", 1, "--json", "--quiet"]
         code, out, err = run("finetune", *arguments, "--device", "cpu")
         assert code == 0, err
         record = json.loads(out)
-        assert record["method"].pop("optimiser") == {**SGD, "lr": 5e-5}
-        assert record["method"] == {"kind": "pmg-aft", "clean_weight": 0.5, "original_weight": 1.0}
         assert record["class_source"] == "head stripes.npz"
         losses.append(record["first_loss"])
     assert losses[0] == losses[1]
@@ -170,16 +168,16 @@ def test_heads_come_first_from_a_folder_or_a_file(
     [
         (["pgd", "stripes"], "method 'pgd' does not exist; choose one of clip-ft, fare, pmg-aft, tecoa"),
         (["tecoa", "nothing"], "data set 'nothing' is not known"),
-        (["tecoa", "folder:empty"], "no photo under empty"),
+        (["tecoa", "folder:empty"], "empty has no train photos"),
         (["tecoa", "stripes", "--split", "test"], "has no test photos"),
         (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
-        (["tecoa", "stripes", "--limit", "0"], "--limit is 0"),
-        (["tecoa", "stripes", "--epochs", "-1"], "--epochs is -1"),
-        (["tecoa", "stripes", "--eps", "much"], "eps is 'much'; it must be a number such as 4/255"),
-        (["tecoa", "stripes", "--dtype", "fp16"], "must be one of fp32, bf16"),
-        (["tecoa", "stripes", "--clean-weight", "1"], "--clean-weight belongs to pmg-aft, not tecoa"),
-        (["tecoa", "stripes", "--heads", "empty.npz"], "is not a head"),
-        (["tecoa", "stripes", "--optimiser", "lion"], "algorithm is 'lion'; it must be one of sgd, adamw"),
+        (["tecoa", "stripes", "--limit", "0"], "--limit"),
+        (["tecoa", "stripes", "--epochs", "-1"], "--epochs"),
+        (["tecoa", "stripes", "--eps", "much"], "eps is 'much'"),
+        (["tecoa", "stripes", "--dtype", "fp16"], "dtype is 'fp16'"),
+        (["tecoa", "stripes", "--cutmix", "0.5"], "cutmix mixes photos of several classes"),
+        (["tecoa", "stripes", "--heads", "empty.npz"], "holds no class features"),
+        (["tecoa", "stripes", "--crop", "0"], "crop is 0"),
     ],
 )
 def test_mistakes_are_one_line(

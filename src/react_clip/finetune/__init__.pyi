@@ -1,12 +1,10 @@
-from .methods import CLIPFT as CLIPFT
-from .methods import FARE as FARE
-from .methods import PMGAFT as PMGAFT
+from .methods import METHODS as METHODS
 from .methods import Method as Method
-from .methods import TeCoA as TeCoA
-from .methods import get as get
+from .methods import clip_ft as clip_ft
+from .methods import fare as fare
 from .methods import names as names
-from .optimiser import Optimiser as Optimiser
-from .settings import InnerAttack as InnerAttack
+from .methods import pmg_aft as pmg_aft
+from .methods import tecoa as tecoa
 from .settings import Settings as Settings
 from .training import Finetuned as Finetuned
 from .training import finetune as finetune

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from react_clip import storage
 from react_clip.encoders.checkpoints import RECORD, SETTINGS, TOWER
 from react_clip.errors import ReactClipError, first_line
 
 _CHECKPOINT = "checkpoint.safetensors"
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,20 @@ class RunFolder:
         return complete
 
     def save(
-        self, step: int, seconds: float, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer
+        self, step: int, seconds: float, weights: Weights, average: Weights, optimiser: torch.optim.Optimizer
     ) -> None:
         """Write everything that the next step depends on into one file."""
         tensors = {f"weights/{name}": weight.detach().cpu() for name, weight in weights.items()}
-        keys: set[str] = set()
-        for name, weight in weights.items():
-            state = {key: value for key, value in optimiser.state[weight].items() if isinstance(value, Tensor)}
-            tensors |= {f"{key}/{name}": value.cpu() for key, value in state.items()}
-            keys |= state.keys()
-        header = {"step": step, "seconds": seconds, "state": sorted(keys), "identity": self._digest()}
+        tensors |= {f"average/{name}": mean.cpu() for name, mean in average.items()}
+        # The optimiser knows the weights by their order.
+        state = optimiser.state_dict()["state"]
+        tensors |= {f"{number}/{key}": value.cpu() for number, each in state.items() for key, value in each.items()}
+        header = {"step": step, "seconds": seconds, "identity": self._digest()}
         # One entry, because safetensors writes several in no fixed order.
         storage.write_tensors(self.path / _CHECKPOINT, tensors, {"react-clip": json.dumps(header)})
 
-    def restore(self, weights: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer) -> tuple[int, float]:
-        """Set weights and optimiser to the last checkpoint; returns its step and the seconds spent until then.
+    def restore(self, weights: Weights, average: Weights, optimiser: torch.optim.Optimizer) -> tuple[int, float]:
+        """Set weights, their average and the optimiser to the last checkpoint; returns its step and the seconds so far.
 
         Without a checkpoint they stay as they are, and both numbers are 0.
         """
@@ -88,11 +88,14 @@ class RunFolder:
                 header = json.loads((stored.metadata() or {})["react-clip"])
                 if header["identity"] != self._digest():
                     raise ReactClipError(f"{path} belongs to another run; remove it, or choose another --out")
-                state = {}
-                for number, (name, weight) in enumerate(weights.items()):
-                    with torch.no_grad():
-                        weight.copy_(stored.get_tensor(f"weights/{name}"))
-                    state[number] = {key: stored.get_tensor(f"{key}/{name}") for key in header["state"]}
+                state: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(weights))}
+                for name in stored.keys():  # noqa: SIM118 (no mapping)
+                    kind, _, key = name.partition("/")
+                    tensor = stored.get_tensor(name)
+                    if kind.isdigit():
+                        state[int(kind)][key] = tensor
+                    else:
+                        (weights if kind == "weights" else average)[key].data.copy_(tensor)
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
             return int(header["step"]), float(header["seconds"])
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:

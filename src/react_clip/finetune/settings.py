@@ -3,60 +3,44 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from react_clip.config import Configuration, Count, PositiveLength, Whole
+from react_clip.config import Configuration, Count, Fraction, NonNegative, PositiveLength, Whole
 from react_clip.errors import ReactClipError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from react_clip.finetune.methods import Batch, Method
-
-
-class InnerAttack(Configuration):
-    """Sign-gradient ascent on a method's objective within ``eps`` of each image, from a uniform start."""
-
-    eps: PositiveLength = 1 / 255
-    step: PositiveLength = 1 / 255
-    steps: Count = 2
-
-    def __call__(self, method: Method, batch: Batch, keys: Tensor) -> Tensor:
-        """Attacked pixels ``[B, 3, S, S]``; ``keys`` are random streams ``[B]``."""
-        import torch
-
-        from react_clip import linf
-
-        ball, objective = linf.Ball(batch.clean, self.eps), method.objective(batch)
-
-        def slope_at(pixels: Tensor) -> Tensor:
-            with torch.enable_grad():
-                moved = pixels.detach().requires_grad_()
-                slope = linf.slope(objective(batch.student(moved)), moved)
-            assert slope is not None, "image towers are differentiable"
-            return slope
-
-        return linf.ascend(slope_at, ball.random_start(keys), ball, steps=self.steps, step_size=self.step)
 
 
 class Settings(Configuration):
-    """Everything but the method with its optimiser and the data. One step uses ``batch * accumulate`` photos."""
+    """Everything but the method and the photos."""
 
     steps: Count = 300
+    """Updates of the weights."""
     batch: Count = 64
-    accumulate: Count = 1
-    """Batches whose gradients are added before the weights are updated."""
+    """Photos of an update."""
+    lr: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Largest learning rate; the method's published one by default."""
     warmup: Whole | None = None
-    """Steps until the full learning rate; a tenth of all by default."""
+    """Steps until the largest learning rate; a tenth of all by default."""
+    eps: PositiveLength = 1 / 255
+    """Largest change of a pixel in the attack at the end of the run."""
+    eps_start: PositiveLength | None = None
+    """The same at the start; from there it rises in a line. By default it is ``eps`` throughout."""
+    ramp: Fraction = 0.2
+    """Fraction of the run in which the budget rises."""
+    attack_steps: Count = 2
+    """Steps of the attack, each of ``2 eps / attack_steps``, so that they reach across the ball."""
+    clean: NonNegative = 0.0
+    """Weight of the same loss on a quarter of the photos without an attack."""
+    crop: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest side of the random crops, as a fraction of the photo's; 1 crops nothing."""
+    cutmix: Fraction = 0.0
+    """Fraction of the batches in which every photo gets a rectangle of another one; for methods without labels."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The result is the moving average of the weights with this decay; 0 takes the last weights."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the towers compute; the weights are fp32 in either case."""
-    augment: Literal["none", "flip", "crop"] = "flip"
-    """``flip``: mirror half of the photos; ``crop``: a random crop as well."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    attack: InnerAttack = field(default_factory=InnerAttack)
     half: bool = False
     """Write the finished tower in fp16."""
     save_every: Count = 50
@@ -64,26 +48,31 @@ class Settings(Configuration):
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup >= self.steps:
-            raise ReactClipError(
-                f"warmup is {self.warmup}; it lies in 0 to {self.steps - 1}, below the {self.steps} steps"
-            )
+            limit = self.steps - 1
+            raise ReactClipError(f"warmup is {self.warmup}; it lies in 0 to {limit}, below the {self.steps} steps")
 
-    @property
-    def photos_per_step(self) -> int:
-        """Photos that one step uses."""
-        return self.batch * self.accumulate
-
-    def schedule(self, step: int) -> float:
-        """Share of the full learning rate: linear warm-up, then half a cosine down to zero; steps count from 0.
+    def rate(self, step: int) -> float:
+        """Fraction of the largest learning rate: linear warm-up, then half a cosine to zero; steps count from 0.
 
         >>> settings = Settings(steps=20, warmup=2)
-        >>> [round(settings.schedule(step), 4) for step in (0, 1, 2, 11, 19)]
+        >>> [round(settings.rate(step), 4) for step in (0, 1, 2, 11, 19)]
         [0.5, 1.0, 1.0, 0.5, 0.0076]
         """
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         if step < warmup:
             return (step + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup)))
+
+    def budget(self, step: int) -> float:
+        """The attack's largest change of a pixel at a step.
+
+        >>> settings = Settings(steps=10, eps_start=0.25, eps=0.75, ramp=0.4)
+        >>> [settings.budget(step) for step in (0, 2, 4, 9)]
+        [0.25, 0.5, 0.75, 0.75]
+        """
+        start = self.eps if self.eps_start is None else self.eps_start
+        risen = min(1.0, step / (self.ramp * self.steps)) if self.ramp else 1.0
+        return start + (self.eps - start) * risen
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide the outcome, as JSON values: all but ``save_every``."""

@@ -1,21 +1,23 @@
 """``finetune``: from an encoder and photos to a folder with a finetuned tower.
 
-Every step attacks the photos of a batch and then descends the method's loss.
+Every step attacks the photos of a batch and then descends the method's loss. All random numbers of a step come from the
+seed and the step, so a run that continues from a checkpoint goes on as if it had not stopped.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip.encoders import Encoder
@@ -24,8 +26,8 @@ from react_clip.environment import device_name, versions
 from react_clip.errors import ReactClipError
 from react_clip.finetune.folder import Row, RunFolder, read_log, write_log
 from react_clip.finetune.methods import Batch, Method, Tower, get
-from react_clip.finetune.photos import Photos, augmented, checked_photos, stream_keys, upload
 from react_clip.finetune.settings import Settings
+from react_clip.linf import Ball, gradient
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -46,9 +48,24 @@ class Finetuned:
     """The folder was finished before this call, which did nothing."""
 
 
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Models, method, photos and settings of a run; training changes the student's image tower only."""
+
+    student: Encoder
+    original: Encoder
+    method: Method
+    pixels: Tensor
+    """uint8 ``[N, 3, S, S]``, on the device where they fit there."""
+    labels: Tensor
+    class_features: Tensor
+    """Unit features ``[K, D]``; without labels there is one row of zeros."""
+    settings: Settings
+
+
 def finetune(
     encoder: Encoder,
-    method: Method | str,
+    method: str,
     pixels: Tensor,
     labels: Tensor | None = None,
     class_features: Tensor | None = None,
@@ -65,179 +82,215 @@ def finetune(
 
     Args:
         encoder: from :func:`react_clip.load`, in fp32.
-        method: ``"tecoa"``, ``"pmg-aft"``, ``"fare"``, ``"clip-ft"``, or one of their classes with other values.
+        method: ``"tecoa"``, ``"pmg-aft"``, ``"fare"`` or ``"clip-ft"``.
         pixels: photos ``[N, 3, S, S]``, as uint8 or as floats in [0, 1]; they are kept as uint8.
         labels: a class index per photo; FARE needs none.
         class_features: ``[K, dim]``, fixed throughout; FARE needs none.
         out: the folder.
-        settings: how long, in which precision, against which attack; the learning rate belongs to the method.
+        settings: how long, in which precision, against which attack.
         about: plain values for ``finetune.json``, such as the data set's name.
         progress: called after each step.
     """
-    method = get(method) if isinstance(method, str) else method
-    settings, folder = settings or Settings(), Path(out)
-    features = _checked_classes(encoder, method, labels, class_features)
-    photos = checked_photos(encoder, pixels, labels if method.needs_labels else None, len(features))
-    if encoder.dtype != torch.float32:
-        raise ReactClipError(
-            f"{encoder.name!r} is loaded in {encoder.dtype}; small steps vanish in it: load fp32, and compute in bf16 "
-            "with Settings(dtype='bf16')"
-        )
-    run = RunFolder(folder, _identity(encoder, method, photos, features, settings))
+    settings = settings or Settings()
+    task = _task(encoder, method, pixels, labels, class_features, settings)
+    identity = {
+        "method": method,
+        "settings": settings.identity(),
+        "weights": encoder.fingerprint(),
+        "data": {"photos": tensor_digest(task.pixels.cpu()), "labels": tensor_digest(task.labels.cpu())},
+        "classes": tensor_digest(task.class_features.cpu()),
+    }
+    run = RunFolder(Path(out), identity)
     with run.held():
-        student = copy.deepcopy(encoder).eval()
         record = run.record()
         was_finished = record is not None
         if record is None:
-            task = Task(student, encoder, method, photos, features, settings)
             seconds = train(task, run, progress)
-            tower = {key: tensor.half() if settings.half else tensor for key, tensor in image_tower(student).items()}
-            record = run.finish(tower, _record(task, run, seconds, about or {}))
+            losses = [row.loss for row in read_log(run.log)]
+            last = losses[-math.ceil(len(losses) / 10) :]
+            record = {
+                "method": method,
+                "model": lasting_name(encoder.name),
+                "weights": identity["weights"],
+                "photos": len(task.pixels),
+                "classes": len(task.class_features) if task.method.needs_labels else 0,
+                "data": identity["data"],
+                "settings": settings.to_dict(),
+                "first_loss": losses[0],
+                "final_loss": sum(last) / len(last),
+                "seconds": round(seconds, 2),
+                "photos_per_second": round(settings.steps * settings.batch / seconds, 1),
+                "device": device_name(encoder.device),
+                "versions": versions(),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                **(about or {}),
+                "tower": {"file": TOWER, "layout": "openai", "dtype": "fp16" if settings.half else "fp32"},
+            }
+            tower = {key: each.half() if settings.half else each for key, each in image_tower(task.student).items()}
+            record = run.finish(tower, record)
         # Read back, so that the returned encoder is bit for bit the one that rc.load gives.
-        load_tower(student, folder / TOWER)
-    student.name = str(folder)
-    return Finetuned(student, folder, record, was_finished)
+        load_tower(task.student, run.path / TOWER)
+    task.student.name = str(run.path)
+    return Finetuned(task.student, run.path, record, was_finished)
 
 
-def _checked_classes(encoder: Encoder, method: Method, labels: Tensor | None, class_features: Tensor | None) -> Tensor:
-    """Unit class features ``[K, D]`` on the encoder's device; one row of zeros for methods without labels."""
-    if not method.needs_labels:
-        return torch.zeros(1, encoder.dim, device=encoder.device)
-    if labels is None or class_features is None:
-        missing = "labels" if labels is None else "class_features"
-        raise ReactClipError(f"{method.kind} needs {missing}; give them, or use fare, which needs none")
-    names = [f"class {number}" for number in range(len(class_features))]
-    return ZeroShotClassifier.from_features(encoder, names, class_features.float()).class_features
-
-
-def _identity(
-    encoder: Encoder, method: Method, photos: Photos, class_features: Tensor, settings: Settings
-) -> dict[str, Any]:
-    """All values that decide the outcome, as JSON values."""
+def _task(
+    encoder: Encoder, name: str, pixels: Tensor, labels: Tensor | None, classes: Tensor | None, settings: Settings
+) -> Task:
+    """Everything checked and on the encoder's device."""
+    method = get(name)
     image_parameters(encoder)  # refuses an encoder without a tower to train
-    return {
-        "method": method.to_dict(),
-        "settings": settings.identity(),
-        "weights": encoder.fingerprint(),
-        "data": {"photos": tensor_digest(photos.pixels), "labels": tensor_digest(photos.labels)},
-        "classes": tensor_digest(class_features),
-    }
-
-
-def _record(task: Task, run: RunFolder, seconds: float, about: Mapping[str, Any]) -> dict[str, Any]:
-    losses = [row.loss for row in read_log(run.log)]
-    tail = math.ceil(len(losses) / 10)
-    classes = len(task.class_features) if task.method.needs_labels else 0
-    final_loss = fmean(losses[-tail:]) if losses else None
-    return {
-        "method": task.method.to_dict(),
-        "model": lasting_name(task.original.name),
-        "weights": task.original.fingerprint(),
-        "photos": len(task.photos),
-        "classes": classes,
-        "data": run.identity["data"],
-        "settings": task.settings.to_dict(),
-        "first_loss": losses[0] if losses else None,
-        "final_loss": final_loss,
-        "final_loss_is": f"the mean of the last {tail} steps",
-        "notes": _notes(task.method, classes, final_loss),
-        "seconds": round(seconds, 2),
-        "device": device_name(task.student.device),
-        "versions": versions(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        **about,
-        "tower": {"file": TOWER, "layout": "openai", "dtype": "fp16" if task.settings.half else "fp32"},
-    }
-
-
-def _notes(method: Method, classes: int, final_loss: float | None) -> list[str]:
-    """A line if the tower answers worse than one that does not look at the image."""
-    limit = method.loss_of_equal_answers(classes)
-    if final_loss is None or final_loss <= limit:
-        return []
-    return [
-        f"the loss ended at {final_loss:.3g}, above {limit:.3g}, that of equal answers for all {classes:,} classes: "
-        "the training has not converged; take more steps, another seed or a smaller learning rate, in another folder"
-    ]
+    if encoder.dtype != torch.float32:
+        way = "load fp32, and compute in bf16 with Settings(dtype='bf16')"
+        raise ReactClipError(f"{encoder.name!r} is loaded in {encoder.dtype}; small steps vanish in it: {way}")
+    if pixels.dtype != torch.uint8:
+        encoder.check(pixels)
+        pixels = pixels.detach().mul(255).round().to(torch.uint8)
+    size = encoder.image_size
+    if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or not len(pixels):
+        takes = f"{encoder.name!r} takes [N, 3, {size}, {size}] with N >= 1"
+        raise ReactClipError(f"photos have shape {list(pixels.shape)}; {takes}")
+    if not method.needs_labels:
+        labels, features = torch.zeros(len(pixels), dtype=torch.long), torch.zeros(1, encoder.dim)
+    elif labels is None or classes is None:
+        missing = "labels" if labels is None else "class_features"
+        raise ReactClipError(f"{name} needs {missing}; give them, or use fare, which needs none")
+    elif settings.cutmix:
+        raise ReactClipError(f"cutmix mixes photos of several classes, and {name} needs labels; leave it out")
+    else:
+        class_names = [f"class {number}" for number in range(len(classes))]
+        features = ZeroShotClassifier.from_features(encoder, class_names, classes.float()).class_features
+        if labels.shape != (len(pixels),) or labels.is_floating_point() or labels.dtype == torch.bool:
+            given = f"labels are {labels.dtype} of shape {list(labels.shape)}"
+            raise ReactClipError(f"{given}; {len(pixels)} photos need one class index each")
+        if int(labels.min()) < 0 or int(labels.max()) >= len(features):
+            span = f"labels span {int(labels.min())} to {int(labels.max())}"
+            raise ReactClipError(f"{span}; there are class features for 0 to {len(features) - 1}")
+    device = encoder.device
+    fits = device.type != "cuda" or pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
+    pixels = pixels.detach().to(device if fits else "cpu")
+    student = copy.deepcopy(encoder).eval()
+    return Task(student, encoder, method, pixels, labels.long().to(device), features.to(device), settings)
 
 
 # ---------------------------------------------------------------------- the training loop
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """Models, method, data and settings of a run; training changes the student's image tower only."""
-
-    student: Encoder
-    original: Encoder
-    method: Method
-    photos: Photos
-    class_features: Tensor
-    """Unit features ``[K, D]`` on the student's device; one row of zeros for methods without labels."""
-    settings: Settings
-
-
 @torch.enable_grad()
-def train(task: Task, folder: RunFolder, progress: Progress | None = None) -> float:
-    """Train from the folder's last checkpoint to the last step; returns the seconds of all steps so far."""
-    settings, began = task.settings, time.monotonic()
+def train(task: Task, run: RunFolder, progress: Progress | None = None) -> float:
+    """Train from the last checkpoint to the last step; returns the seconds of all steps so far."""
+    settings, method, began = task.settings, task.method, time.monotonic()
     weights = image_parameters(task.student)
-    trained = [weight.requires_grad_(True) for weight in weights.values()]
-    optimiser = task.method.optimiser.make(trained, fused=task.student.device.type == "cuda")
-    done, seconds = folder.restore(weights, optimiser)
-    rows = read_log(folder.log)[:done]
+    optimiser = _optimiser(method, [each.requires_grad_(True) for each in weights.values()])
+    average = {name: each.detach().clone() for name, each in weights.items()} if settings.average else {}
+    first, seconds = run.restore(weights, average, optimiser)
+    rows = read_log(run.log)[:first]
     try:
-        for step in range(done + 1, settings.steps + 1):
-            rate = task.method.optimiser.lr * settings.schedule(step - 1)
+        for step in range(first, settings.steps):
+            rate = (settings.lr or method.lr) * settings.rate(step)
             for group in optimiser.param_groups:
                 group["lr"] = rate
-            loss = gradients(task, step - 1)
-            _check_finite([loss], f"the loss is {loss} at step {step}")
-            optimiser.step()
+            loss = _loss(task, step)
             optimiser.zero_grad(set_to_none=True)
-            rows.append(Row(step, float(loss), rate))
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = loss.item()
+            if not math.isfinite(value):
+                raise _not_finite(f"the loss is {value} at step {step + 1}")
+            optimiser.step()
+            for name, mean in average.items():
+                mean.lerp_(weights[name].detach(), 1 - min(settings.average, (step + 1) / (step + 10)))
+            rows.append(Row(step + 1, value, rate))
             if progress is not None:
-                progress(step, settings.steps, float(loss))
-            if step % settings.save_every == 0 or step == settings.steps:
+                progress(step + 1, settings.steps, value)
+            if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
                 # A finite loss can have an infinite gradient.
-                _check_finite(list(weights.values()), f"the weights are not finite after step {step}")
+                if not all(bool(each.isfinite().all()) for each in weights.values()):
+                    raise _not_finite(f"the weights are not finite after step {step + 1}")
                 # The log first: rows of steps after the checkpoint are dropped when the run continues.
-                write_log(folder.log, rows)
-                folder.save(step, seconds + time.monotonic() - began, weights, optimiser)
+                write_log(run.log, rows)
+                run.save(step + 1, seconds + time.monotonic() - began, weights, average, optimiser)
+        with torch.no_grad():
+            for name, mean in average.items():
+                weights[name].copy_(mean)
     except torch.cuda.OutOfMemoryError:
-        raise ReactClipError(
-            f"a batch of {settings.batch} does not fit into the device's memory; halve --batch and double --accumulate"
-        ) from None
+        raise ReactClipError(f"a batch of {settings.batch} does not fit into the device's memory; halve it") from None
     finally:
         task.student.requires_grad_(False)
     return seconds + time.monotonic() - began
 
 
-def _check_finite(values: Sequence[Tensor], problem: str) -> None:
-    if not bool(torch.stack([torch.isfinite(value).all() for value in values]).all()):
-        raise ReactClipError(
-            f"{problem}; the last checkpoint is kept: try a smaller learning rate (--lr) or --dtype fp32, in another "
-            "--out"
-        )
-
-
-def gradients(task: Task, step: int) -> Tensor:
-    """Add the gradients of one step to the student's weights; returns its mean loss, on the device."""
+def _loss(task: Task, step: int) -> Tensor:
+    """The loss of a step's photos, attacked; and of a quarter of them as they are, with the weight ``clean``."""
     settings, device = task.settings, task.student.device
+    draws = torch.Generator(device).manual_seed(_seed(settings.seed, "step", step))
+    chosen = _photos_of(step, len(task.pixels), settings)
+    pixels = task.pixels[chosen.to(task.pixels.device)].to(device).float().div_(255.0)
+    pixels = augmented(pixels, settings, draws)
     student, original = _tower(task.student, settings.dtype), _tower(task.original, settings.dtype)
-    indices = task.photos.indices(step, settings.photos_per_step, settings.seed)
-    start_keys, augment_keys = stream_keys(indices, step, settings.seed)
-    total = torch.zeros((), device=device)
-    for begin in range(0, len(indices), settings.batch):
-        part = slice(begin, begin + settings.batch)
-        pixels, labels = task.photos.batch(indices[part], device)
-        pixels = augmented(pixels, upload(augment_keys[part], device), settings.augment)
-        batch = Batch(student, original, pixels, labels, task.class_features, settings.photos_per_step)
-        attacked = settings.attack(task.method, batch, upload(start_keys[part], device))
-        loss = task.method.loss(batch, attacked).mean() / settings.accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    return total
+    batch = Batch(student, original, pixels, task.labels[chosen.to(device)], task.class_features)
+    loss = task.method.loss(batch, attacked(task.method, batch, settings, step, draws))
+    if settings.clean:
+        quarter = batch.first(max(1, len(pixels) // 4))
+        loss = loss + settings.clean * task.method.loss(quarter, quarter.pixels)
+    return loss
+
+
+def attacked(method: Method, batch: Batch, settings: Settings, step: int, draws: torch.Generator) -> Tensor:
+    """Sign-gradient ascent on the method's objective, from a uniform start in the ball of this step's budget."""
+    eps = settings.budget(step)
+    ball = Ball(batch.pixels, eps)
+    moved = ball.project(batch.pixels + eps * (2 * _uniform(batch.pixels.shape, draws) - 1))
+    for _ in range(settings.attack_steps):
+        moved = moved.detach().requires_grad_()
+        slope = gradient(method.objective(batch, batch.student(moved)), moved)
+        assert slope is not None, "image towers are differentiable"
+        moved = ball.step(moved.detach(), slope, 2 * eps / settings.attack_steps)
+    return moved
+
+
+def augmented(pixels: Tensor, settings: Settings, draws: torch.Generator) -> Tensor:
+    """Half of the photos mirrored, random squares cut out and resized, a rectangle of the next photo pasted in."""
+    count, size = len(pixels), pixels.shape[-1]
+    mirror, side, left, top = _uniform((4, count), draws)
+    pixels = torch.where((mirror < 0.5)[:, None, None, None], pixels.flip(3), pixels)
+    if settings.crop < 1:
+        side = settings.crop + (1 - settings.crop) * side
+        left, top, zero = (2 * left - 1) * (1 - side), (2 * top - 1) * (1 - side), torch.zeros_like(side)
+        rows = [torch.stack([side, zero, left], dim=1), torch.stack([zero, side, top], dim=1)]
+        grid = F.affine_grid(torch.stack(rows, dim=1), list(pixels.shape), align_corners=False)
+        # Bilinear weights sum to one only up to rounding.
+        pixels = F.grid_sample(pixels, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+    mix, area, across, down = _uniform((4,), draws).tolist()
+    if mix < settings.cutmix:
+        length = round(size * math.sqrt(area))
+        x, y = round(across * (size - length)), round(down * (size - length))
+        pixels = pixels.clone()
+        pixels[:, :, y : y + length, x : x + length] = pixels.roll(1, 0)[:, :, y : y + length, x : x + length]
+    return pixels
+
+
+def _photos_of(step: int, count: int, settings: Settings) -> Tensor:
+    """Indices of a step's photos: the next batch of an endless sequence of shuffled passes over all photos."""
+    begin = step * settings.batch
+    passes = range(begin // count, (begin + settings.batch - 1) // count + 1)
+    seeds = [torch.Generator().manual_seed(_seed(settings.seed, "pass", each)) for each in passes]
+    order = torch.cat([torch.randperm(count, generator=seed) for seed in seeds])
+    return order[begin % count : begin % count + settings.batch]
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+
+
+def _uniform(shape: tuple[int, ...] | torch.Size, draws: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=draws, device=draws.device)
+
+
+def _optimiser(method: Method, weights: list[Tensor]) -> torch.optim.Optimizer:
+    fused = weights[0].is_cuda
+    if method.optimiser == "sgd":
+        return torch.optim.SGD(weights, lr=method.lr, momentum=0.9, weight_decay=method.weight_decay, fused=fused)
+    return torch.optim.AdamW(weights, lr=method.lr, weight_decay=method.weight_decay, fused=fused)
 
 
 def _tower(encoder: Encoder, precision: str) -> Tower:
@@ -250,3 +303,8 @@ def _tower(encoder: Encoder, precision: str) -> Tower:
             return encoder.raw(pixels)
 
     return features
+
+
+def _not_finite(problem: str) -> ReactClipError:
+    way = "try a smaller learning rate (--lr) or --dtype fp32, in another --out"
+    return ReactClipError(f"{problem}; the last checkpoint is kept: {way}")
