@@ -67,7 +67,7 @@ evaluate adaptive-members adaptive-members 16 --batch 16 --datasets oxford_pets,
 if [[ -d "$out/towers/TeCoA" ]]; then
   evaluate transfer transfer 48 --transfer-model "$out/towers/TeCoA"
 fi
-# The same training with `--optimiser adamw --weight-decay 1e-4`.
+# The same training with AdamW and a weight decay of 1e-4, which an earlier release could do.
 if [[ -d "$out/towers/TeCoA-adamw" ]]; then
   evaluate transfer-adamw transfer 48 --transfer-model "$out/towers/TeCoA-adamw"
 fi
