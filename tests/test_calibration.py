@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,15 +67,24 @@ def test_any_scores_give_the_smallest_threshold_that_keeps_the_promise(values: l
     assert (scores >= threshold).float().mean() <= 1 - share + 1e-6
     needed = next(n for n in range(1, len(values) + 1) if n >= share * len(values) - 1e-9)
     assert 0 < threshold - sorted(values)[needed - 1] <= 1.1e-4, "a lower threshold would open one gate too many"
-    found, _ = calibration.measured_threshold(scores, share, seed=0)
-    assert found["interval"][0] <= found["threshold"] <= found["interval"][1]
 
 
-def test_a_bootstrap_interval_holds_the_true_quantile() -> None:
+def test_a_bootstrap_interval_holds_the_true_quantile_and_the_threshold() -> None:
     draws, held = torch.Generator().manual_seed(0), 0
     for trial in range(40):
-        found, _ = calibration.measured_threshold(torch.rand(200, generator=draws), 0.9, trial)
-        held += found["interval"][0] <= 0.9 <= found["interval"][1]
+        scores = torch.rand(200, generator=draws)
+        found, notes, _ = calibration.measure_threshold(
+            lambda part, scores=scores: SimpleNamespace(score=scores, features=part),  # type: ignore[misc]
+            SimpleNamespace(prepare=lambda part: part),  # type: ignore[arg-type]
+            torch.zeros(200, 1),
+            0.9,
+            batch=200,
+            seed=trial,
+        )
+        low, high = found["interval"]
+        held += low <= 0.9 <= high
+        assert low <= found["threshold"] <= high
+        assert notes == []
     assert held >= 32, "95 % of the intervals should; 32 of 40 or fewer have a chance below 1 in 1,000"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from react_clip.attacks import PGD
 from react_clip.config import Configuration
-from react_clip.defenses import AOM, Defense, ReACT, SecondLook, Undefended
+from react_clip.defenses import AOM, Defended, Defense, ReACT, SecondLook, Undefended
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, first_line
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
@@ -89,35 +89,6 @@ class Calibration(Configuration):
 # ---------------------------------------------------------------------- thresholds from clean photos
 
 
-def score_photos(
-    defense: Defense,
-    encoder: Encoder,
-    photos: Images,
-    classes: ZeroShotClassifier | None,
-    *,
-    batch: int,
-    seed: int,
-    skip_unneeded: bool,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[N]`` and features ``[N, D]`` of photos, on the CPU."""
-    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
-        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
-    if len(photos) < LEAST_PHOTOS:
-        raise ReactClipError(
-            f"{len(photos)} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300"
-        )
-    scores, features = [], []
-    for start in range(0, len(photos), batch):
-        with torch.no_grad():
-            pixels = encoder.prepare(photos[start : start + batch])
-            out = defense.run(encoder, pixels, seed, classes, skip_unneeded=skip_unneeded)
-        scores.append(out.score.float().cpu())
-        features.append(out.features.float().cpu())
-        progress(min(start + batch, len(photos)), len(photos))
-    return torch.cat(scores), torch.cat(features)
-
-
 def clean_threshold(scores: Tensor, clean_pass: float) -> list[float]:
     """For each row of scores ``[R, N]`` the smallest number, to four digits, above ``clean_pass`` of them.
 
@@ -130,19 +101,39 @@ def clean_threshold(scores: Tensor, clean_pass: float) -> list[float]:
     return [math.ceil(each * 1e4) / 1e4 for each in above]
 
 
-def measured_threshold(scores: Tensor, clean_pass: float, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a :class:`Calibration`, and a note if there are few photos; a bootstrap gives the interval."""
+def measure_threshold(
+    score: Callable[[Tensor], Defended],
+    encoder: Encoder,
+    photos: Images,
+    clean_pass: float,
+    *,
+    batch: int,
+    seed: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[dict[str, Any], list[str], Tensor]:
+    """Fields of a :class:`Calibration`, notes, and the photos' features ``[N, D]``; ``score`` defends pixels."""
+    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
+        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
+    if (count := len(photos)) < LEAST_PHOTOS:
+        raise ReactClipError(f"{count} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300")
     if not 0 < clean_pass < 1:
         raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
-    generator, count = torch.Generator().manual_seed(seed), len(scores)
-    resamples = scores[torch.randint(count, (RESAMPLES, count), generator=generator)]
-    value, *others = clean_threshold(torch.cat([scores[None], resamples]), clean_pass)
+    scored, features = [], []
+    for start in range(0, count, batch):
+        with torch.no_grad():
+            out = score(encoder.prepare(photos[start : start + batch]))
+        scored.append(out.score.float().cpu())
+        features.append(out.features.float().cpu())
+        progress(min(start + batch, count), count)
+    scores = torch.cat(scored)
+    resamples = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
+    value, *others = clean_threshold(torch.cat([scores[None], scores[resamples]]), clean_pass)
     low, high = np.quantile(others, [0.025, 0.975]).round(4).tolist()
     interval, median = (min(low, value), max(high, value)), round(float(scores.median()), 4)
     fields = {"threshold": value, "photos": count, "clean_pass": clean_pass, "interval": interval, "median": median}
     needed = math.ceil(BEYOND / (1.0 - clean_pass) - 1e-9)
     few = f"{count} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see its "
-    return fields, [] if count >= needed else [f"{few}interval"]
+    return fields, [] if count >= needed else [f"{few}interval"], torch.cat(features)
 
 
 def calibrate_threshold(
@@ -169,10 +160,14 @@ def calibrate_threshold(
         progress: called as ``progress(done_photos, total_photos)`` after every batch.
     """
     base = base or SecondLook()
-    # Without classes and with the largest threshold the feature is the plain one.
-    given = base.replace(threshold=2.0), encoder, photos, None
-    scores, features = score_photos(*given, batch=batch, seed=seed, skip_unneeded=True, progress=progress)
-    found, notes = measured_threshold(scores, clean_pass, seed)
+
+    def score(pixels: Tensor) -> Defended:
+        """Without classes and with the largest threshold the feature is the plain one."""
+        return base.replace(threshold=2.0).run(encoder, pixels, seed)
+
+    found, notes, features = measure_threshold(
+        score, encoder, photos, clean_pass, batch=batch, seed=seed, progress=progress
+    )
     _check_photos(features, found["threshold"])
     if base.copy_size is not None and base.sizes(encoder)[0] == encoder.image_size:
         notes += [f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes"]
@@ -258,10 +253,12 @@ def calibrate(
     notes = _edge_notes(points, sigmas)
     found: dict[str, Any] = {"threshold": base.tau, "photos": len(pixels)}
     if clean_pass is not None:
-        # All J are wanted and no anchor, of which one view is the least.
-        given = base.replace(views=1, tau=NEVER), clf.encoder, pixels, clf
-        scores, _ = score_photos(*given, batch=batch, seed=seed, skip_unneeded=False)
-        found, few = measured_threshold(scores, clean_pass, seed)
+
+        def score(part: Tensor) -> Defended:
+            """All J are wanted and no anchor, of which one view is the least."""
+            return base.replace(views=1, tau=NEVER).run(clf.encoder, part, seed, clf, skip_unneeded=False)
+
+        found, few, _ = measure_threshold(score, clf.encoder, pixels, clean_pass, batch=batch, seed=seed)
         notes += few
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -211,7 +211,7 @@ def test_a_small_batch_as_one_function_is_the_defence_without_skipping() -> None
     whole = trial.guard.run(trial.clf.encoder, trial.images, 3, trial.clf, skip_unneeded=False)
     function = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, 3)
     computed = function(trial.images)
-    values = dict(zip(_names[type(trial.guard)], computed, strict=True))
+    values = dict(zip(_names[type(trial.guard), False], computed, strict=True))
     assert values.keys() == fields(whole).keys()
     assert all(torch.equal(value, fields(whole)[name]) for name, value in values.items() if name != "instability")
     by_keys = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, None)

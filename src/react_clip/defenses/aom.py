@@ -10,10 +10,10 @@ from torch import Tensor
 
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defense
-from react_clip.defenses.react import ANCHOR, check_scales, probe
+from react_clip.defenses.react import ANCHOR, ReACT
 from react_clip.defenses.view import View
-from react_clip.functional import extrapolate, relative_drift
-from react_clip.mappings import Constant
+from react_clip.functional import extrapolate
+from react_clip.mappings import Constant, Mapping
 
 
 class AOM(Defense):
@@ -44,38 +44,20 @@ class AOM(Defense):
         return extrapolate(f, views.mean(1), self.alpha), {"sigma": torch.full_like(f[:, 0], self.mapping.sigma)}
 
 
-class DefendCLIP(AOM):
+class DefendCLIP(ReACT):
     r"""AOM's correction only where :math:`r \ge 0.35`, with r from ten noisy views per scale, as its code does.
 
     21 passes for an image it leaves alone, 31 for one it corrects.
 
-    >>> DefendCLIP().tau, DefendCLIP().probe_samples
-    (0.35, 10)
+    >>> DefendCLIP().tau, DefendCLIP().probe_samples, DefendCLIP().mapping
+    (0.35, 10, Constant(sigma=0.1))
     """
 
     kind = "defend-clip"
     label = "Defend-CLIP"
     colour = "#56B4E9"
-    removed: ClassVar[dict[str, Any]] = {**Defense.removed, "instability": False, "augmentation": ...}
-
-    sigma_low: float = 0.02
-    """Scale of the weak noise."""
-    sigma_high: float = 0.05
-    """Scale of the strong noise."""
     probe_samples: Count = 10
-    """Noisy views per scale."""
+    alpha: NonNegative = 1.2
     tau: float | None = 0.35
-    """Drift ratio from which the gate opens; ``None`` corrects every image."""
-
-    def __post_init__(self) -> None:
-        check_scales(self.sigma_low, self.sigma_high)
-
-    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
-        """Extrapolated features where the drift ratio is large."""
-        f, low, high = probe(x, self.sigma_low, self.sigma_high, self.probe_samples)
-        r = relative_drift(low, high)
-        gated = x.gate(r, self.tau)
-        views = x.encode(x.noisy(self.mapping.sigma, ANCHOR, self.views), where=gated)
-        features = torch.where(gated[:, None], extrapolate(f, views.mean(1), self.alpha), f)
-        sigma = torch.full_like(r, self.mapping.sigma)
-        return features, {"drift_low": low, "drift_high": high, "drift": r, "score": r, "sigma": sigma}
+    mapping: Mapping = field(default_factory=Constant)
+    instability: bool = False

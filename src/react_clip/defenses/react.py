@@ -73,11 +73,18 @@ class ReACT(Defense):
     """The augmentation behind J."""
 
     def __post_init__(self) -> None:
-        check_scales(self.sigma_low, self.sigma_high)
+        if not 0 < self.sigma_low < self.sigma_high <= 1:
+            raise ReactClipError(
+                f"sigma_low is {self.sigma_low} and sigma_high {self.sigma_high}; they need 0 < sigma_low < "
+                "sigma_high <= 1 (the paper's are 0.02 and 0.05)"
+            )
 
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
         """Algorithm 2. J lies in [0, ln 2], so it is measured only where it can decide."""
-        f, low, high = probe(x, self.sigma_low, self.sigma_high, self.probe_samples)
+        scales = (self.sigma_low, LOW), (self.sigma_high, HIGH)
+        weak, strong = (x.noisy(sigma, stream, self.probe_samples) for sigma, stream in scales)
+        f, low, high = x.encode_together(x.image, weak, strong)
+        low, high = drift(f, low.mean(1)), drift(f, high.mean(1))
         r = score = relative_drift(low, high)
         j = torch.full_like(r, torch.nan)
         if self.instability and self.tau is not None:
@@ -109,20 +116,4 @@ class ReACT(Defense):
             f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
             f"calibrate --defense react folder:PHOTOS --model {name}` and load its result, or take the paper's "
             "constants knowingly (rc.ReACT(), --config paper)"
-        )
-
-
-def probe(x: View, sigma_low: float, sigma_high: float, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The features ``[B, D]``, and the distances ``[B]`` that they move under weak and under strong noise."""
-    weak, strong = x.noisy(sigma_low, LOW, samples), x.noisy(sigma_high, HIGH, samples)
-    f, low, high = x.encode_together(x.image, weak, strong)
-    return f, drift(f, low.mean(1)), drift(f, high.mean(1))
-
-
-def check_scales(low: float, high: float) -> None:
-    """Refuse scales of the weak and the strong noise that are not in order."""
-    if not 0 < low < high <= 1:
-        raise ReactClipError(
-            f"sigma_low is {low} and sigma_high {high}; they need 0 < sigma_low < sigma_high <= 1 (the paper's are "
-            "0.02 and 0.05)"
         )
