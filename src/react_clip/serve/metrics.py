@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 if TYPE_CHECKING:
@@ -69,5 +69,6 @@ class Metrics:
 
 
 def share_between_processes(folder: str) -> None:
-    """Let the processes started from now on keep their values in files of ``folder``."""
+    """Let this process, and those started from now on, keep the values of later metrics in files of ``folder``."""
     os.environ[_FOLDER] = folder
+    values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]

@@ -166,17 +166,14 @@ def prepare(
             body = model.model_validate(_of_form(content))
     except ValidationError as error:
         raise _request_error(model, error) from None
-    if len(body.images) > settings.max_images:
-        line = f"images has {len(body.images)} entries; the limit is {settings.max_images}; send several requests"
-        raise RequestError(422, line, field="images")
+    if len(body.images) > (most := settings.max_images):
+        raise _invalid("images", f"images has {len(body.images)} entries; the limit is {most}; send several requests")
     if body.model not in (None, "", info.model):
-        raise RequestError(422, f"model is {quote(body.model)}; this service has {info.model!r}", field="model")
-    if body.suspicious and not settings.sends_diagnostics:
-        line = "suspicious is asked for, but this service does not tell; leave it out (its operator: --diagnostics)"
-        raise RequestError(422, line, field="suspicious")
+        raise _invalid("model", f"model is {quote(body.model)}; this service has {info.model!r}")
+    if body.suspicious and not info.diagnostics:
+        raise _invalid("suspicious", "this service does not tell what is suspicious (its operator: --diagnostics)")
     if body.labels is None and body.templates is not None:
-        line = "templates are given without labels; give both or neither"
-        raise RequestError(422, line, field="templates")
+        raise _invalid("templates", "templates are given without labels; give both or neither")
     own = None if body.labels is None else _label_list(body, info, settings)
     limits, pixels = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), []
     for index, data in enumerate(body.images):
@@ -184,27 +181,28 @@ def prepare(
             pixels.append(to_8bit(data, how, limits))
         except ReactClipError as error:
             field = f"images[{index}]"
-            raise RequestError(422, str(error).replace("the image", field, 1), field=field) from None
+            raise _invalid(field, str(error).replace("the image", field, 1)) from None
     keys = [noise.secret_key(image, secret) for image in pixels]
     return Asked(body, body.labels or info.labels["preset"], torch.stack(pixels), keys, own)
+
+
+def _invalid(field: str, line: str) -> RequestError:
+    return RequestError(422, line, field=field)
 
 
 def _label_list(body: ImageRequest, info: Info, settings: Settings) -> tuple[list[str], list[str]]:
     """Names and templates of a request, if it may have these."""
     names, templates = body.labels or [], body.templates or []
     if not info.labels["free"]:
-        line = "labels are given, but this service answers for its own only; leave them out"
-        raise RequestError(422, line, field="labels")
+        raise _invalid("labels", "labels are given, but this service answers for its own only; leave them out")
     if templates and not info.labels["templates"]:
-        line = "templates are given, but this model has no text tower; leave them out"
-        raise RequestError(422, line, field="templates")
+        raise _invalid("templates", "templates are given, but this model has no text tower; leave them out")
     if (prompts := len(names) * max(1, len(templates))) > (most := settings.max_labels):
-        line = f"labels times templates makes {prompts} prompts; the limit is {most}; send fewer"
-        raise RequestError(422, line, field="labels")
+        raise _invalid("labels", f"labels times templates makes {prompts} prompts; the limit is {most}; send fewer")
     try:
         check_names(names)
     except ReactClipError as error:
-        raise RequestError(422, str(error), field="labels") from None
+        raise _invalid("labels", str(error)) from None
     return names, templates
 
 
@@ -231,7 +229,7 @@ def _labels(text: Any) -> list[Any]:
         try:
             return list(json.loads(text))
         except (ValueError, RecursionError):
-            raise RequestError(422, "labels starts like a JSON list and is none; check it", field="labels") from None
+            raise _invalid("labels", "labels starts like a JSON list and is none; check it") from None
     return [part.strip() for part in text.split(",")]
 
 
