@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from typing import Any
-
-from PIL import Image
 
 from react_clip.serve.errors import KINDS
 from react_clip.serve.requests import ImageRequest
@@ -27,14 +23,7 @@ def request_body(model: type[ImageRequest], **fields: Any) -> dict[str, Any]:
     files = schema["properties"]["images"] | {"items": {"type": "string", "format": "binary"}}
     form = schema | {"properties": schema["properties"] | {"images": files}}
     content = {
-        "application/json": {"schema": schema, "example": {"images": [example_image()], **fields}},
+        "application/json": {"schema": schema, "example": {"images": ["iVBORw0KGgo..."], **fields}},
         "multipart/form-data": {"schema": form},
     }
     return {"requestBody": {"required": True, "content": content}}
-
-
-def example_image() -> str:
-    """A small PNG as base64, so that the examples can be sent as they are."""
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (200, 120, 40)).save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode("ascii")
