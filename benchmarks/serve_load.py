@@ -115,6 +115,7 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     sources: dict[str, Path | None] = {"now": None} | ({"before": args.before} if args.before else {})
     speeds: dict[str, list[float]] = {side: [] for side in sources}
     latencies: dict[str, list[float]] = {side: [] for side in sources}
+    processor: dict[str, list[float]] = {side: [] for side in sources}
     servers: dict[str, Server] = {}
     try:
         for side, source in sources.items():
@@ -123,7 +124,9 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             asyncio.run(load(servers[side].url, requests, args.callers, 3))
         for turn in range(args.rounds):
             for side in list(sources)[:: -1 if turn % 2 else 1]:
+                spent = servers[side].work()[0]
                 statuses, times = asyncio.run(load(servers[side].url, requests, args.callers, args.seconds))
+                processor[side].append(1000 * (servers[side].work()[0] - spent) / statuses["200"])
                 if set(statuses) != {"200"}:
                     sys.exit(f"{side}: {dict(statuses)}")
                 speeds[side].append(statuses["200"] / args.seconds)
@@ -137,6 +140,7 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         side: {
             "images_per_second": round(medians[side], 2),
             "rounds": [round(value, 2) for value in speeds[side]],
+            "processor_ms_per_image": round(statistics.median(processor[side]), 2),
             "latency_median": round(statistics.median(latencies[side]), 3),
             "latency_most": round(max(latencies[side]), 3),
             "memory": memory[side],
