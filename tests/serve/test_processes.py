@@ -173,25 +173,3 @@ def test_a_killed_process_is_replaced_while_the_other_answers(pair: Any, photos:
     wait_for(lambda: len(workers(pair) - {victim}) == 2, 240)
     assert metric(pair.client, "react_clip_images_total") >= images + 1
     assert metric(pair.client, "react_clip_requests_in_flight") == 1, "without those of the process that ended"
-
-
-def test_accepted_requests_are_finished_on_sigterm(pair: Any, photos: list[bytes]) -> None:
-    """It ends this server, so it comes last."""
-    with ThreadPoolExecutor(4) as pool:
-        with stopped(pair.command.process.pid):
-            accepted = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:4])) for _ in range(4)]
-            wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") >= 3)
-            pair.command.signal(signal.SIGTERM)
-        assert {answer.result().status_code for answer in accepted} == {200}
-    pair.command.process.join(60)
-    assert pair.command.process.exitcode == 0
-
-
-def test_one_process_finishes_accepted_requests_too(server: Any, photos: list[bytes]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        accepted = [pool.submit(server.client.post, "/v1/classify", **as_form(photos)) for _ in range(4)]
-        wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") > 2)
-        server.command.signal(signal.SIGTERM)
-        assert {answer.result().status_code for answer in accepted} == {200}
-    server.command.process.join(60)
-    assert server.command.process.exitcode == 0

@@ -1,0 +1,39 @@
+"""The end of both servers, in the last file, because no other test can use them afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from serve_client import as_form, metric
+
+from programs import wait_for
+
+pytestmark = pytest.mark.process
+
+
+def test_accepted_requests_are_finished_on_sigterm(pair: Any, photos: list[bytes]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        os.kill(pair.command.process.pid, signal.SIGSTOP)
+        try:
+            accepted = [pool.submit(pair.client.post, "/v1/classify", **as_form(photos[:4])) for _ in range(4)]
+            wait_for(lambda: metric(pair.client, "react_clip_requests_in_flight") >= 3)
+            pair.command.signal(signal.SIGTERM)
+        finally:
+            os.kill(pair.command.process.pid, signal.SIGCONT)
+        assert {answer.result().status_code for answer in accepted} == {200}
+    pair.command.process.join(60)
+    assert pair.command.process.exitcode == 0
+
+
+def test_one_process_finishes_accepted_requests_too(server: Any, photos: list[bytes]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(server.client.post, "/v1/classify", **as_form(photos)) for _ in range(4)]
+        wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") > 2)
+        server.command.signal(signal.SIGTERM)
+        assert {answer.result().status_code for answer in accepted} == {200}
+    server.command.process.join(60)
+    assert server.command.process.exitcode == 0
