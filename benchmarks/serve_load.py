@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import json
 import os
 import random
@@ -67,7 +68,7 @@ async def load(url: str, requests: list[bytes], callers: int, seconds: float) ->
 
     async def call(number: int) -> None:
         stream: Any = None
-        for request in requests[number % len(requests) :] * 10**6:
+        for request in itertools.islice(itertools.cycle(requests), number, None):
             began = time.perf_counter()
             if began > until:
                 return
