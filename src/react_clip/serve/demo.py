@@ -29,7 +29,8 @@ _DRAWN = 127.0 / 255.0
 
 def routes(model: Model, secret: bytes) -> APIRouter:
     """The demo's routes."""
-    router, thread, steps = APIRouter(prefix="/v1/demo"), ThreadPoolExecutor(1), _IDLE
+    router = APIRouter(prefix="/v1/demo", responses=openapi.errors(*openapi.BODY_ERRORS))
+    thread, steps = ThreadPoolExecutor(1), _IDLE
 
     @router.post("/attack", openapi_extra=openapi.request_body(requests.AttackRequest, eps=4))
     async def attack_photo(request: Request, asked: AttackBody) -> dict[str, Any]:

@@ -347,7 +347,7 @@ function panel(title, kind, answers) {
 const number = (value) => value === null ? "\u2013" : value.toFixed(3);
 
 /** What the gate did, in two parts: the first is emphasised. */
-function gateWords({ J, score, gated }) {
+function gateWords({ score, gated }) {
   const { tau, name } = info.defence;
   if (tau === null) return [gated ? "The photo was corrected" : "The photo was not corrected", "."];
   const [above, below] = [`\u2265 \u03c4 ${short(tau)}`, `< \u03c4 ${short(tau)}`];
@@ -357,10 +357,9 @@ function gateWords({ J, score, gated }) {
     return ["The gate opened", score >= tau ? `${distance} ${above}. The answer is corrected.`
       : `${distance} ${below}, but have different answers. The answer is that of smaller copies.`];
   }
-  const sum = J === null ? `r = ${number(score)}` : `r + J = ${number(score)}`;
-  const rest = J === null ? "; r alone decides, J was not needed" : "";
-  return gated ? ["The gate opened", `: ${sum} ${above}${rest}. The answer is corrected.`]
-    : ["The gate stayed closed", `: ${sum} ${below}${rest}. The answer is plain CLIP's.`];
+  const sum = `score = ${number(score)}`;
+  return gated ? ["The gate opened", `: ${sum} ${above}. The answer is corrected.`]
+    : ["The gate stayed closed", `: ${sum} ${below}. The answer is plain CLIP's.`];
 }
 
 function explain(diagnostics) {
@@ -373,11 +372,12 @@ function explain(diagnostics) {
   const line = (title, about, value, text, low, high, mark) => make("div", {},
     make("dt", { textContent: title }, make("small", { textContent: about })),
     make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(title, value, text, low, high, mark)));
-  const all = [line("r", "drift of the feature", r, number(r), 0, reach, tau),
-    line("J", "unsteadiness of the answer", J, number(J), 0, Math.LN2, null),
-    line("r + J", "what the gate looks at", J === null ? null : score, number(score), 0, reach + Math.LN2, tau),
-    line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma ?? 0), null)];
-  const measured = all.filter((_, place) => [r, J, J === null ? null : score, sigma][place] !== null);
+  const measured = [
+    r !== null && line("r", "drift of the feature", r, number(r), 0, reach, null),
+    J !== null && line("J", "unsteadiness of the answer", J, number(J), 0, Math.LN2, null),
+    score !== null && line("score", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
+    sigma !== null && line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma), null),
+  ].filter(Boolean);
   by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, cost.most, null));
 }
 
