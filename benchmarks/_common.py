@@ -21,7 +21,7 @@ import torch
 from react_clip.environment import versions
 
 RESULTS = Path(__file__).parent / "results"
-SERVICE = ("fastapi", "h11", "pyzmq", "uvicorn", "uvloop", "starlette", "pillow")
+SERVICE = ("fastapi", "httptools", "pyzmq", "uvicorn", "uvloop", "starlette", "pillow")
 """Packages of the service, whose versions belong to its measurements."""
 
 

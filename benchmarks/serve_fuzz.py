@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from _common import RESULTS, SERVICE, Server, where, write
 from PIL import Image
 
-BEFORE_THE_SERVICE = (b"Invalid HTTP request received.", b"Invalid host header")
+BEFORE_THE_SERVICE = (b"Invalid HTTP request received.", b"Invalid host header", b"The head of the request has")
 """Answers of uvicorn and Starlette to what does not reach the service."""
 ROUTES = ("/v1/classify", "/v1/embed")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from react_clip.zeroshot import ZeroShotClassifier
 
 EXAMPLE = "react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000"
-_PACKAGES = ("fastapi", "h11", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn", "zmq")
+_PACKAGES = ("fastapi", "httptools", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn", "zmq")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -128,7 +128,7 @@ class Model:
 
     def serve(self, address: str) -> None:
         """Answer requests until ``stopped``."""
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         with self._socket:
             self._socket.linger = 0
             self._socket.bind(address)

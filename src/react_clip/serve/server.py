@@ -14,10 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
@@ -40,34 +39,45 @@ Load: TypeAlias = "Callable[[Settings], Model]"
 """Loads the model."""
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection with a time limit for heads: nobody can hold connections that ask for nothing."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection with limits on the time and length of heads: nobody can hold one that asks for nothing."""
 
     _head_timer: TimerHandle | None = None
+    """Runs while the head of a request is awaited."""
+    _head_bytes = 0
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Start the time of the first head."""
+        """Await the first head."""
         super().connection_made(transport)
-        self._time_head()
+        self._head_timer = self.loop.call_later(_HEAD_SECONDS, transport.close)
+
+    def on_message_begin(self) -> None:
+        """Await the rest of a head."""
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._head_timer = self._head_timer or self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        """End the time of a head."""
+        super().on_headers_complete()
+        self._end_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Start the time of a later head, or end it where the head is complete."""
+        """Refuse a head that is too long."""
         super().data_received(data)
-        self._time_head()
-
-    def _time_head(self) -> None:
-        waits = self.conn.their_state is h11.IDLE
-        if waits and self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
-        elif not waits and self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        self._head_bytes += len(data)
+        if self._head_timer is not None and self._head_bytes > _HEAD_BYTES:
+            self.send_400_response(f"The head of the request has more than {_HEAD_BYTES:,} bytes.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer."""
+        self._end_timer()
+        super().connection_lost(exc)
+
+    def _end_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
-        super().connection_lost(exc)
+            self._head_timer = None
 
 
 def open_socket(settings: Settings) -> socket.socket:
@@ -119,7 +129,6 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
         factory=not isinstance(app, FastAPI),
         workers=settings.workers,
         http=Connection,
-        h11_max_incomplete_event_size=_HEAD_BYTES,
         ws="none",
         lifespan="on",
         log_config=None,
