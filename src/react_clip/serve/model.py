@@ -130,7 +130,7 @@ class Model:
         """Answer requests until ``stopped``."""
         self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         with self._socket:
-            self._socket.linger = 0
+            self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(address)
             while not self.stopped:
                 self._turn()
