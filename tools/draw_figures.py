@@ -15,11 +15,11 @@ from react_clip.report.style import save_figure
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 WANTED: dict[str, tuple[list[str], list[str]]] = {
-    "table1": (["table1", "rivals", "finetuned"], ["accuracy", "passes", "sets"]),
+    "table1": (["table1", "rivals", "finetuned"], ["accuracy", "sets"]),
     "extended": (["table1-extended", "extended"], ["accuracy"]),
     "table4": (["table4"], ["scores"]),
-    "second-look": (["second-look"], ["accuracy", "scores", "gate"]),
-    "standard": (["standard"], ["clean", "passes"]),
+    "second-look": (["second-look"], ["accuracy"]),
+    "standard": (["standard"], ["passes"]),
     "leakage": (["leakage"], ["leakage"]),
 }
 """Name of the files: the runs, and the kinds of figure that documents show."""
