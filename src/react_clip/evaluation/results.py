@@ -292,8 +292,9 @@ def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]
         # Sorted once and cut by row numbers: runs may have thousands of groups.
         table = table.sort_values(["draw", "index"], kind="stable")
         values = {name: table[name].to_numpy() for name in _COUNTED}
-        for key, rows in table.groupby(KEY, sort=False, observed=True).indices.items():
-            yield _row(*key, {name: column[rows] for name, column in values.items()})
+        groups: dict[Any, Any] = table.groupby(KEY, sort=False, observed=True).indices
+        for (dataset, attack, eps, defense), rows in groups.items():
+            yield _row(dataset, attack, eps, defense, {name: column[rows] for name, column in values.items()})
 
 
 _COUNTED = (
