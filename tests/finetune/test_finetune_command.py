@@ -11,7 +11,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -135,32 +134,6 @@ def test_fare_needs_neither_text_nor_heads(
     assert {name: record["settings"][name] for name in expected} == expected
     assert record["was_finished"] is False
     assert rc.load(tmp_path / "fare", device="cpu", dtype="bf16").dtype == torch.bfloat16
-
-
-@pytest.fixture
-def heads(class_features: Tensor, tmp_path: Path) -> Path:
-    folder = tmp_path / "heads"
-    folder.mkdir()
-    # In another order than the folders: labels must follow the head.
-    order = [2, 0, 3, 1]
-    names = [NAMES[i] for i in order]
-    np.savez(folder / "stripes.npz", names=names, folders=names, features=class_features[order].numpy())
-    return folder
-
-
-def test_heads_come_first_from_a_folder_or_a_file(
-    heads: Path, root: Path, tiny_folder: Path, tmp_path: Path, run: Run
-) -> None:
-    losses = []
-    for given in (heads, heads / "stripes.npz"):
-        arguments = ["pmg-aft", "stripes", "--data", root, "--heads", given, "--model", tiny_folder]
-        arguments += ["--out", tmp_path / given.name, "--steps", 1, "--json", "--quiet"]
-        code, out, err = run("finetune", *arguments, "--device", "cpu")
-        assert code == 0, err
-        record = json.loads(out)
-        assert record["class_source"] == "head stripes.npz"
-        losses.append(record["first_loss"])
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
