@@ -282,7 +282,9 @@ def test_an_attack_that_leaves_its_ball_is_refused(toy: Any) -> None:
     middle = x / 2 + 0.25
     with pytest.raises(rc.ReactClipError, match=r"photo \d of the batch exceeds the budget by 0.08"):
         Foreign(reach=0.1)(clf, middle, y)
-    with pytest.raises(rc.ReactClipError, match=r"returned shape \(5, 3, 16\), but it must return shape \(5, 3, 16, 16\)"):
+    with pytest.raises(
+        rc.ReactClipError, match=r"returned shape \(5, 3, 16\), but it must return shape \(5, 3, 16, 16\)"
+    ):
         type("Flat", (Foreign,), {"search": lambda self, problem: problem.x[..., 0]})()(clf, x, y)
 
 

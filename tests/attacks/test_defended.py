@@ -83,18 +83,18 @@ def bright() -> tuple[Any, Tensor, Tensor]:
     return clf, torch.full((3, 3, 8, 8), 128 / 255), torch.zeros(3, dtype=torch.int64)
 
 
-SURE = Adaptive(eps=EPS, objective="evade", steps=60, eot=1, lambdas=(5000.0,), margin=0.002)
+SURE = Adaptive(objective="evade", steps=60, eot=1, lambdas=(5000.0,), margin=0.002)
 
 
 def test_evading_keeps_any_gate_shut_where_that_is_possible(bright: Any) -> None:
     clf, x, y = bright
-    result = attacked(SURE.replace(lambdas=(0.001, 5000.0)), clf, RightHalf(), x, y)
+    result = attacked(SURE.replace(eps=EPS, lambdas=(0.001, 5000.0)), clf, RightHalf(), x, y)
     assert bool((RightHalf()(clf, result.images).score < 0.004).all())
     assert bool(result.success.all())
     for blunt in (Transfer(eps=EPS, steps=20), Adaptive(eps=EPS, steps=20, eot=1)):
         images = attacked(blunt, clf, RightHalf(), x, y).images
         assert not bool(RightHalf()(clf, images).labels.any()), "it opens the gate and is corrected"
-    only_weak = attacked(SURE.replace(lambdas=(0.001,)), clf, RightHalf(), x, y)
+    only_weak = attacked(SURE.replace(eps=EPS, lambdas=(0.001,)), clf, RightHalf(), x, y)
     assert not bool(only_weak.success.any()), "the search over lambdas finds the weight"
 
 

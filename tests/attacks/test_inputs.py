@@ -146,10 +146,10 @@ SUITE = {"kind": "adaptive-suite"}
         ("lambdas is ()", {"kind": "adaptive-evade", "lambdas": []}),
         ("members is ()", SUITE | {"members": []}),
         ("is 3", SUITE | {"members": [3]}),
-        ("'adaptive-both-100' is a suite, listed twice", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
+        ("'adaptive-both-100' is a suite,", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
         ("give eps to the suite", SUITE | {"members": [{"kind": "adaptive-both", "eps": "1/255"}]}),
         ("'adaptive-suite-8' is a suite", SUITE | {"members": ["adaptive-suite"]}),
-        ("members is", SUITE | {"members": ["pgd"]}),
+        ("'pgd-10' is a suite, does not know the defence", SUITE | {"members": ["pgd"]}),
     ],
 )
 def test_bad_configurations(text: str, config: dict[str, Any]) -> None:

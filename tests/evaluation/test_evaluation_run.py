@@ -344,7 +344,7 @@ def test_defences_that_do_not_repeat_their_answers_are_named(tmp_path: Path, qui
 def test_the_answers_are_a_plain_table(finished: Any) -> None:
     images = load(finished[0] / "images.parquet")
     assert isinstance(images, pd.DataFrame)
-    assert images[["correct", "robust", "gated", "attacked", "crafted_success"]].dtypes.map(lambda t: t == bool).all()
+    assert (images[["correct", "robust", "gated", "attacked", "crafted_success"]].dtypes == "bool").all()
     measured = images[images["defense"] == "react"]
     assert measured[["drift", "score"]].notna().all().all()
     assert images[images["defense"] == "undefended"]["drift"].isna().all()

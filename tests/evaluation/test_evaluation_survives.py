@@ -24,7 +24,6 @@ from react_clip.defenses import Defense
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.store import ShardStore
 
-
 by_processes = pytest.mark.process
 
 

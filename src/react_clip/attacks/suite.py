@@ -11,6 +11,7 @@ from torch import Tensor
 
 from react_clip.attacks.adaptive import Adaptive
 from react_clip.attacks.apgd import APGD
+from react_clip.attacks.base import Attack
 from react_clip.attacks.defended import DefendedAttack, Draws, defended_logits
 from react_clip.attacks.pgd import PGD
 from react_clip.attacks.problem import Candidates, Problem, run_in_turn
@@ -110,7 +111,7 @@ class Suite(DefendedAttack):
     """
 
     kind: ClassVar[str] = "adaptive-suite"
-    members: Annotated[tuple[DefendedAttack, ...], Field(min_length=1)] = (
+    members: Annotated[tuple[Attack, ...], Field(min_length=1)] = (
         Transfer(),
         Adaptive(objective="both"),
         Adaptive(objective="through"),
@@ -126,10 +127,11 @@ class Suite(DefendedAttack):
     def __post_init__(self) -> None:
         names = [member.name for member in self.members]
         for member in self.members:
-            if isinstance(member, Suite) or member.eps != DefendedAttack.eps or names.count(member.name) > 1:
+            single = isinstance(member, DefendedAttack) and not isinstance(member, Suite)
+            if not single or member.eps != Attack.eps or names.count(member.name) > 1:
                 raise ReactClipError(
-                    f"suite member {member.name!r} is a suite, listed twice or has an eps of its own; list single "
-                    "attacks once each, and give eps to the suite"
+                    f"suite member {member.name!r} is a suite, does not know the defence, is listed twice or has an "
+                    "eps of its own; list attacks such as adaptive-both once each, and give eps to the suite"
                 )
 
     @property
@@ -139,7 +141,7 @@ class Suite(DefendedAttack):
 
     def why_not(self, module: DefendedModule) -> str:
         """Only if every member has a reason."""
-        reasons = [member.why_not(module) for member in self.members]
+        reasons = [one.why_not(module) for one in self.members if isinstance(one, DefendedAttack)]
         return reasons[0] if all(reasons) else ""
 
     def search(self, problem: Problem) -> Tensor:
@@ -148,7 +150,8 @@ class Suite(DefendedAttack):
 
     def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
         """The worst images over the members, and each member's fraction of wrong answers."""
-        members = [member for member in self.members if not member.why_not(problem.defended)]
+        known = [member for member in self.members if isinstance(member, DefendedAttack)]
+        members = [member for member in known if not member.why_not(problem.defended)]
         parts = {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in members}
 
         def attempt(member: DefendedAttack, part: Problem, rows: Tensor) -> Candidates:
