@@ -252,14 +252,13 @@ class SetRunner:
         The seed is the same. Of the parts it is the median: a gate may open or shut by rounding for an image or two.
         """
         clf, images = self.subject.clf, self.subject.batch(0, min(_REPEATED, len(self.subject)))
-        parts = images.split(max(1, len(images) // 2))
+        half = (len(images) + 1) // 2
 
-        def features(*batches: Tensor) -> Tensor:
-            answers = [defense(clf, batch, seed=self.recipe.seed).features for batch in batches]
-            return torch.cat(answers).detach().float()
+        def features(batch: Tensor) -> Tensor:
+            return defense(clf, batch, seed=self.recipe.seed).features.detach().float()
 
-        first, again, apart = features(images), features(images), features(*reversed(parts))
-        apart = torch.cat(apart.split([len(part) for part in reversed(parts)])[::-1])
+        first, again = features(images), features(images)
+        apart = torch.cat([features(part) for part in (images[half:], images[:half]) if len(part)]).roll(half, 0)
         return {"again": (first - again).norm(dim=1).max(), "apart": (first - apart).norm(dim=1).median()}
 
     # ------------------------------------------------------------------ helpers

@@ -79,7 +79,10 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
     """
     path, asked = folder / RECIPE, recipe.to_dict()
     if path.exists():
-        stored = read_yaml(path)
+        try:
+            stored = read_yaml(path)
+        except ReactClipError as error:
+            raise ReactClipError(f"{error}; remove it to continue, or choose another --out") from None
         keys = [key for key in asked if stored.get(key) != asked[key] and key != "self_check"]
         if keys or stored.keys() != asked.keys():
             raise ReactClipError(
