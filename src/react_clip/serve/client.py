@@ -116,14 +116,12 @@ class ModelClient:
             text, *frames = await self._socket.recv_multipart()
             self._heard = time.monotonic()
             message = json.loads(text)
-            if "free" in message:
-                self._free = message["free"]
-            elif "hello" in message:
-                self._free = self.settings.queue
+            self._free = message["free"]
+            if "hello" in message:
                 self.info = Info.model_validate(message["hello"])
                 self.preprocessing = Preprocessing(**message["preprocessing"])
                 self._known.set_result(None)
-            else:
+            elif "id" in message:
                 answer = self._waiting.get(message["id"])
                 if answer is None or answer.done():
                     continue

@@ -120,7 +120,7 @@ class Model:
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
         self.stopped = False
-        self._last_end = self._trimmed = 0.0
+        self._last_end = self._trimmed = self._told = 0.0
         self._seconds_per_image = self._warm_up()
         size = encoder.image_size
         everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], skip_unneeded=False)
@@ -230,6 +230,7 @@ class Model:
                 del self._new[key]
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
+        message["free"] = self.free_slots
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
 
     def _refuse(self, ask: _Ask, error: RequestError) -> None:
@@ -237,13 +238,15 @@ class Model:
         self._send(ask.caller, {"id": ask.number, "error": {"status": error.status_code, **values}})
 
     def _tell(self) -> None:
-        """Tell all callers how much room there is."""
+        """Tell all callers now and then that the model lives."""
         self.metrics.waiting.set(self.settings.queue - self.free_slots)
-        for caller in self._callers:
-            self._send(caller, {"free": self.free_slots})
-        if _malloc_trim and time.monotonic() - self._trimmed > _TRIM_SECONDS:
+        if (now := time.monotonic()) - self._told > BEAT:
+            self._told = now
+            for caller in self._callers:
+                self._send(caller, {})
+        if _malloc_trim and now - self._trimmed > _TRIM_SECONDS:
             # glibc would keep what each thread has freed for later requests of that thread.
-            self._trimmed = time.monotonic()
+            self._trimmed = now
             _malloc_trim(0)
 
     # ------------------------------------------------------------------ images
