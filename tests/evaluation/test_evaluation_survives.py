@@ -60,7 +60,6 @@ def test_killed_again_and_again_it_ends_with_the_same_numbers(
 
 
 @by_processes
-@pytest.mark.smoke
 def test_of_two_runs_on_one_folder_one_is_refused(runs: Any, rows_of: Any) -> None:
     folder, codes, said = runs
     assert codes["race"] == [0, 2]
