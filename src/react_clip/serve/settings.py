@@ -80,7 +80,7 @@ class Settings(BaseSettings):
     """local: this machine; ray: --workers replicas on the cluster of $RAY_ADDRESS, or on this machine"""
 
     workers: Count = 1
-    """processes that read, decode and answer requests; more than 1 share one model in a process of its own"""
+    """processes that read, decode and answer requests; more than 1 share the model of the first process"""
     threads: int = Field(0, ge=0)
     """CPU threads of the model; 0 for torch's own choice, or 1 where it is on a GPU"""
     batch: Count | None = None
