@@ -1,4 +1,4 @@
-"""The last section of docs/reproduction.md covers the whole paper, and every name and recipe that it mentions exists."""
+"""The last part of docs/reproduction.md covers the whole paper, and every name and recipe that it mentions exists."""
 
 from __future__ import annotations
 

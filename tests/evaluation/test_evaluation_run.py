@@ -152,7 +152,7 @@ def test_an_attacker_may_leave_a_photo_as_it_is(tmp_path: Path) -> None:
 
     class OnlyAttacked(rc.Undefended):
         def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
-            clean, labels = toy_photos()
+            clean, _ = toy_photos()
             known = {photo.sum().item(): None for photo in clean}
             right = torch.eye(5)[torch.tensor([0 if p.sum().item() in known else 1 for p in x.pixels])]
             return right, {}

@@ -76,7 +76,7 @@ def published(clf: ZeroShotClassifier) -> Answer:
     """
     encoder, config = clf.encoder, DefendCLIP()
     prompts = [f"a photo of a {name}." for name in clf.names] if encoder.has_text else []
-    scale, tau = config.mapping.sigma, config.tau or 0.0
+    scale, tau = float(config.mapping(torch.zeros(1))), config.tau or 0.0
 
     def mean_feature(pixels: Tensor, sigma: float, draws: int, generator: torch.Generator) -> Tensor:
         total = torch.zeros(len(pixels), encoder.dim, device=pixels.device)
