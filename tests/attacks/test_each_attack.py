@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from react_clip.attacks import APGD, CW, FAB, PGD, Attack, AutoAttack, Square, l
 from react_clip.attacks.fab import onto_plane
 from react_clip.attacks.losses import cross_entropy, margin
 from react_clip.attacks.problem import Candidates, on_8_bits, run_in_turn
-from react_clip.attacks.square import _interval
 
 from .conftest import Record, Task, problem_of
 
@@ -116,73 +114,6 @@ def test_the_summed_loss_survives_half_precision_in_a_large_batch() -> None:
 # ---------------------------------------------------------------------- APGD
 
 
-def plain_apgd(
-    net: Callable[[Tensor], Tensor], start: Tensor, x: Tensor, y: Tensor, eps: float, steps: int
-) -> tuple[list[Tensor], Tensor | None]:
-    """The released code for one image, with its counters; returns all points visited and the last that breaks it."""
-
-    def project(point: Tensor) -> Tensor:
-        return torch.clamp(torch.min(torch.max(point, x - eps), x + eps), 0.0, 1.0)
-
-    def look(point: Tensor) -> tuple[Tensor, bool, float]:
-        point = point.clone().requires_grad_()
-        logits = net(point)
-        value = F.cross_entropy(logits, y)
-        return torch.autograd.grad(value, point)[0], bool(logits.argmax(1) != y), value.item()
-
-    k, size_decr, n_iter_min = max(int(0.22 * steps), 1), max(int(0.03 * steps), 1), max(int(0.06 * steps), 1)
-    x_adv, x_adv_old, visited = start, start, [start]
-    grad, broken, loss_best = look(x_adv)
-    x_best, grad_best, x_best_adv = x_adv, grad, x_adv if broken else None
-    loss_steps = [0.0] * steps  # filled as it goes; index -1, read at the first checkpoint, is still 0 then
-    step_size, counter, reduced_last_check, loss_best_last_check = 2.0 * eps, 0, True, loss_best
-    for i in range(steps):
-        grad2, x_adv_old = x_adv - x_adv_old, x_adv
-        a = 0.75 if i > 0 else 1.0
-        aim = project(x_adv + step_size * torch.sign(grad))
-        x_adv = project(x_adv + (aim - x_adv) * a + grad2 * (1 - a))
-        visited.append(x_adv)
-        grad, broken, loss_steps[i] = look(x_adv)
-        if broken:
-            x_best_adv = x_adv
-        if loss_steps[i] > loss_best:
-            x_best, grad_best, loss_best = x_adv, grad, loss_steps[i]
-        counter += 1
-        if counter == k:
-            rises = sum(loss_steps[i - c] > loss_steps[i - c - 1] for c in range(k))
-            reduced = rises <= k * 0.75 or (not reduced_last_check and loss_best_last_check >= loss_best)
-            reduced_last_check, loss_best_last_check = reduced, loss_best
-            if reduced:
-                step_size, x_adv, grad = step_size / 2.0, x_best, grad_best
-            k, counter = max(k - size_decr, n_iter_min), 0
-    return visited, x_best_adv
-
-
-@pytest.mark.parametrize("steps", [60, 100])
-@pytest.mark.parametrize("seed", range(6))
-def test_visits_the_points_of_the_released_code_and_returns_the_same(seed: int, steps: int) -> None:
-    """On a model with many tops inside the ball, in fp64, so that rounding does not decide between them."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = 3 * torch.randn(3, 12, generator=generator, dtype=torch.float64)
-    x = torch.rand(1, 3, 2, 2, generator=generator)
-
-    def wavy(x: Tensor) -> Tensor:
-        return (x.double().flatten(1) @ weight.T).sin()
-
-    y = wavy(x).argmax(1)
-    record = Record(wavy)
-    result = APGD(eps=0.2, steps=steps)(record, x, y, seed=seed)
-    visited = record.seen[1:-2]  # less the clean pass and the two that judge
-    expected, adversarial = plain_apgd(wavy, visited[0], x, y, 0.2, steps)
-    assert len({point.sum().item() for point in expected}) > 20, "a walk that stands still proves nothing"
-    torch.testing.assert_close(torch.cat(visited), torch.cat(expected), rtol=0, atol=1e-6)
-    assert result.crafted.item() == (adversarial is not None)
-    if adversarial is None:
-        losses = torch.stack([F.cross_entropy(wavy(point), y) for point in expected])
-        adversarial = expected[int(losses.argmax())]
-    torch.testing.assert_close(result.images, on_8_bits(adversarial, linf.Ball(x, 0.2)), rtol=0, atol=1e-6)
-
-
 def test_each_restart_has_its_own_start(task: Task) -> None:
     x, y = task.head(1)
     record = Record(task.net)
@@ -259,15 +190,6 @@ def test_finds_the_exact_distance_of_a_linear_model() -> None:
 
 
 # ---------------------------------------------------------------------- Square
-
-
-def test_windows_cover_every_position_alike() -> None:
-    draws = (torch.arange(1000) + 0.5) / 1000
-    inside = _interval(draws, side=3, length=12)
-    assert bool((inside.sum(1) == 3).all())
-    starts = inside.long().argmax(1).bincount(minlength=10)
-    assert bool((starts == 100).all())
-    assert bool(_interval(draws, side=99, length=12).all())
 
 
 def test_every_pixel_stays_at_the_edge_of_the_ball(task: Task) -> None:

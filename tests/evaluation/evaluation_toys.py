@@ -214,17 +214,10 @@ def make_runs(folder: Path) -> dict[str, Any]:
     def toy(name: str) -> Callable[[], object]:
         return lambda: toy_run(folder / name)
 
-    def adaptive(name: str) -> Callable[[], object]:
-        options: dict[str, Any] = {"data": toy_photos(6), "batch": 3, "attacks": suites(4), "draws": 1}
-        return lambda: adaptive_run(folder / name, defenses={"ReACT": GUARDS["ReACT"]}, **options)
-
     outcome: dict[str, Any] = {
         "finished": exit_code(child(toy("finished"))),
-        "adaptive": exit_code(child(adaptive("adaptive"))),
         "kills": killed(toy("killed"), folder / "killed", 4),
-        "adaptive kills": killed(adaptive("adaptive killed"), folder / "adaptive killed", 2),
         "killed": exit_code(child(toy("killed"))),
-        "adaptive killed": exit_code(child(adaptive("adaptive killed"))),
     }
     first = interrupted(toy("race"), folder / "race", 1, signal.SIGSTOP)
     second = exit_code(child(toy("race")))

@@ -111,7 +111,7 @@ PLAIN: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "draws": 1}
 
 def test_a_broken_attack_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"attacks": [Backwards(eps=4 / 255, steps=8, eot=1)], **PLAIN}
-    with pytest.raises(rc.ReactClipError, match=r"sanity check 'huge budget' failed .* nothing is reported") as caught:
+    with pytest.raises(rc.ReactClipError, match=r"sanity check 'oblivious' failed .* nothing is reported") as caught:
         adaptive_run(tmp_path, **options)
     assert "\n" not in str(caught.value)
     assert (tmp_path / "images.parquet").exists()

@@ -16,7 +16,6 @@ from evaluation_toys import (
     CLASSES,
     ToyEncoder,
     adaptive_recipe,
-    toy_classifier,
     toy_photos,
     toy_with_text,
     write_head,
@@ -30,7 +29,6 @@ from react_clip.encoders.loading import resolve_dtype
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate, run_recipe, validate
 from react_clip.evaluation.recipe import LabelledDefense
 from react_clip.evaluation.sets import class_source
-from react_clip.preprocess import Preprocessing
 
 RECIPE = """
 title: Toys
@@ -104,18 +102,6 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
     assert one.rows == tuple(row for row in result.rows if row.defense == "ReACT small")
     with pytest.raises(rc.ReactClipError, match="names 'AOM', which the recipe has not; choose among undefended, Re"):
         call("--defenses", "ReACT small, AOM", capsys=capsys)
-
-
-def test_photos_give_the_same_numbers_as_their_pixels(place: Path, rows_of: Any) -> None:
-    recipe = toys(place)
-    run(place, recipe)
-    dataset = data.load("toys", root=place / "data")
-    pair = (dataset.pixels(Preprocessing.paper(32)).float() / 255, torch.tensor(dataset.labels))
-    for name, photos in (("pair", pair), ("set", dataset)):
-        attacks = {item.label: item.attack for item in recipe.attacks}
-        evaluate(toy_classifier(), recipe.defenses, photos, attacks=attacks, run_dir=name, batch=8, progress=False)
-    first, *others = ([{**row, "dataset": ""} for row in rows_of(place / name)] for name in ("r", "pair", "set"))
-    assert [first, first] == others
 
 
 def test_json_is_the_result_with_its_numbers(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,20 +189,6 @@ def test_class_features_come_from_head_prompts_or_train_photos(place: Path) -> N
     assert torch.allclose(clf.class_features, sums / sums.norm(dim=1, keepdim=True), atol=1e-5)
 
 
-def test_train_folders_may_be_called_otherwise_than_the_classes(place: Path) -> None:
-    """Flowers102's folders are ``001.pink primrose`` here and ``001`` in the registry."""
-    names = data.get("flowers102").class_names
-    for split, seed in (("test", 0), ("train", 9)):
-        write_photos(place / "data", "flowers102", split, seed=seed)
-        for number in range(CLASSES):
-            folder = place / "data" / "flowers102" / split
-            (folder / f"class_{number}").rename(folder / f"{number + 1:03d}.{names[number]}")
-    dataset = data.load("flowers102", root=place / "data")
-    clf, aligned = class_source(ToyEncoder(), dataset, None, place / "data").classifier(ToyEncoder())
-    assert clf.names == names[:CLASSES]
-    assert [clf.names[label] for label in aligned.labels] == [names[label] for label in dataset.labels]
-
-
 def test_heads_of_another_dimension_or_with_fewer_or_equal_names(place: Path) -> None:
     head = place / "heads" / "toys.npz"
     write_head(head, dim=7)
@@ -239,10 +211,3 @@ def test_a_classifier_in_another_order_is_refused(place: Path) -> None:
     fewer = rc.ZeroShotClassifier.from_features(encoder, names[:3], torch.eye(CLASSES)[:3])
     with pytest.raises(rc.ReactClipError, match="3 classes and toys has 5"):
         evaluate(fewer, [rc.Undefended()], dataset, run_dir="r", progress=False)
-
-
-def test_the_attacked_encoder_may_have_another_precision(place: Path) -> None:
-    recipe = toys(place, dtype="bf16", attack_dtype="fp32", model="toy-text")
-    result = run_recipe(recipe, "r", root=place / "data", progress=False)
-    assert (result.dtype, result.attack_dtype) == ("bf16", "fp32")
-    assert result.sets[0].class_source.startswith("prompts")

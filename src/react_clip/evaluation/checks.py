@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from react_clip.attacks import PGD, Adaptive, Attack, Queries, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe, format_eps
+from react_clip.evaluation.recipe import CLEAN, LabelledDefense, Recipe, format_eps
 from react_clip.evaluation.results import AttackRow, Check, EvaluationResult, Row, SelfCheck
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import ShardStore, log
@@ -83,7 +83,7 @@ def _images_at(subject: EvaluationSet, rows: Sequence[int]) -> tuple[Tensor, Ten
 _HUGE = 64 / 255
 _HUGE_LIMIT = 0.1
 """Largest accuracy that may be left at the huge budget."""
-_IMAGES, _CONVERGENCE_IMAGES = 16, 48
+_IMAGES = 32
 _STEPS = 20
 """Steps of the extra attacks at a huge budget and on undefended CLIP."""
 
@@ -97,92 +97,52 @@ def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFra
     if not _wanted(recipe) or subject.name != recipe.datasets[0]:
         return []
     eps = min(item.eps for item in recipe.attacks)
-    items = [item for item in recipe.attacks if item.eps == eps]
+    attacks = {item.label: item.attack for item in recipe.attacks if item.eps == eps}
+    members = itertools.chain(*map(_members, attacks.values()))
+    # Not one that evades a gate: a defence may have none.
+    gradient = next((one for one in members if isinstance(one, Adaptive) and one.objective != "evade"), None)
+    plain = PGD(eps=eps, steps=_STEPS, step_size="eps/4")
     checks: list[Check] = []
     for chosen in recipe.defenses:
-        weakest = images[(images["defense"] == chosen.label) & (images["eps"] == eps) & (images["attack"] != CLEAN)]
-        right = weakest[weakest["attacked"] & (weakest["clean_prediction"] == weakest["label"])]
-        if rows := sorted(set(right["index"].tolist())):
-            few, more = (
-                _ExtraAttacks(recipe, subject, chosen, rows[:count], eps, store)
-                for count in (_IMAGES, _CONVERGENCE_IMAGES)
+        answers = images[(images["defense"] == chosen.label) & (images["eps"] == eps) & (images["attack"] != CLEAN)]
+        answers = answers[answers["attacked"] & (answers["clean_prediction"] == answers["label"])]
+        if answers.empty:
+            continue
+        rows = sorted(set(answers["index"].tolist()))[:_IMAGES]
+        left = answers[answers["index"].isin(rows)].groupby("attack", observed=True)["correct"].mean()
+        under = partial(_accuracy_under, recipe, subject, store, chosen, rows)
+        about, least = (chosen.label, f"{left.idxmin()} {format_eps(eps)}"), float(left.min())
+        expected = "twice the steps and draws leave no less, within the intervals"
+        doubled = under(_doubled(attacks[str(left.idxmin())]))
+        checks.append(_compare("convergence", *about, expected, doubled, least, len(rows)))
+        expected = f"it leaves no more than {plain.name} on undefended CLIP"
+        checks.append(_compare("oblivious", *about, expected, under(plain), least, len(rows)))
+        if gradient is not None:
+            huge, budget = under(gradient.replace(eps=_HUGE, steps=_STEPS)), format_eps(_HUGE)
+            title, expected = f"{gradient.name} {budget}", f"next to nothing is left at {budget}"
+            checks.append(
+                Check("huge budget", chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
             )
-            checks += [more.convergence_check(items, weakest), *few.huge_budget_check(items)]
-            checks.append(few.oblivious_check(weakest))
     return checks
 
 
-@dataclass(frozen=True, eq=False)
-class _ExtraAttacks:
-    """Extra attacks on a few images against one defence."""
-
-    recipe: Recipe
-    subject: EvaluationSet
-    chosen: LabelledDefense
-    rows: list[int]
-    """Indices of the images."""
-    eps: float
-    store: ShardStore
-
-    def huge_budget_check(self, items: Sequence[LabelledAttack]) -> Iterator[Check]:
-        """The first gradient attack must break everything at a huge budget."""
-        members = itertools.chain(*(_members(item.attack) for item in items))
-        # Not one that evades a gate: a defence may have none.
-        attack = next((one for one in members if isinstance(one, Adaptive) and one.objective != "evade"), None)
-        if attack is not None:
-            huge = self._accuracy_under(attack.replace(eps=_HUGE, steps=_STEPS))
-            title, expected = f"{attack.name} {format_eps(_HUGE)}", f"next to nothing is left at {format_eps(_HUGE)}"
-            yield Check("huge budget", self.chosen.label, title, expected, _HUGE_LIMIT, huge, 0.0, huge <= _HUGE_LIMIT)
-
-    def convergence_check(self, items: Sequence[LabelledAttack], images: pd.DataFrame) -> Check:
-        """Twice the steps and draws must not leave less than the strongest attack did."""
-        left = self._left(images)
-        item = next(item for item in items if item.label == left.idxmin())
-        doubled = self._accuracy_under(_doubled(item.attack))
-        expected = "twice the steps and draws leave no less, within the intervals"
-        return _compare(
-            "convergence", self.chosen.label, item.title, expected, doubled, float(left.min()), len(self.rows)
-        )
-
-    def oblivious_check(self, images: pd.DataFrame) -> Check:
-        """PGD on undefended CLIP must not be stronger than the strongest of the recipe's attacks."""
-        attack = PGD(eps=self.eps, steps=_STEPS, step_size="eps/4")
-        left = self._left(images)
-        title = f"{left.idxmin()} {format_eps(self.eps)}"
-        expected = f"it leaves no more than {attack.name} on undefended CLIP"
-        oblivious = self._accuracy_under(attack)
-        return _compare("oblivious", self.chosen.label, title, expected, oblivious, float(left.min()), len(self.rows))
-
-    def _left(self, images: pd.DataFrame) -> pd.Series[float]:
-        """Accuracy that each of the recipe's attacks left on these images."""
-        chosen = images[images["index"].isin(self.rows)]
-        return chosen.groupby("attack", sort=False, observed=True)["correct"].mean()
-
-    def _accuracy_under(self, attack: Attack) -> float:
-        """Accuracy of the defence, mean over the recipe's draws, on images of the attack; stored in a shard."""
-        path = (self.subject.name, "checks", self.chosen.label, f"{attack.name} {format_eps(attack.eps)}")
-        about = {
-            "work": "sanity check",
-            "attack": repr(attack),
-            "defense": self.chosen.defense.to_dict(),
-            "seeds": self.recipe.seeds,
-            "rows": self.rows,
-            "code": self.subject.code(attack, *_members(attack), self.chosen.defense),
-            **self.subject.identity(),
-        }
-        shard = self.store.read(path, about)
-        if shard is None:
-            starts = range(0, len(self.rows), self.recipe.batch)
-            wrong = torch.cat([self._wrong(attack, self.rows[at : at + self.recipe.batch]) for at in starts])
-            shard = self.store.write(path, about, {"wrong": wrong.float()})
-        return 1.0 - float(shard.tensors["wrong"].double().mean())
-
-    def _wrong(self, attack: Attack, rows: Sequence[int]) -> Tensor:
-        """Fraction of the recipe's draws ``[len(rows)]`` in which the defence is wrong on attacked images."""
-        clf, defense = self.subject.clf, self.chosen.defense
-        x, y = _images_at(self.subject, rows)
-        images = attack(attack.target(self.subject.attack_clf, defense), x, y, seed=self.recipe.seed).images
-        return torch.stack([defense(clf, images, seed=s).labels != y for s in self.recipe.seeds]).float().mean(0)
+def _accuracy_under(
+    recipe: Recipe, subject: EvaluationSet, store: ShardStore, chosen: LabelledDefense, rows: list[int], attack: Attack
+) -> float:
+    """Accuracy of a defence on attacked images, mean over the recipe's draws; stored in a shard."""
+    clf, defense = subject.clf, chosen.defense
+    path = (subject.name, "checks", chosen.label, f"{attack.name} {format_eps(attack.eps)}")
+    about = {"attack": repr(attack), "defense": defense.to_dict(), "seeds": recipe.seeds, "rows": rows}
+    about |= {"code": subject.code(attack, *_members(attack), defense), **subject.identity()}
+    shard = store.read(path, about)
+    if shard is None:
+        target, wrong = attack.target(subject.attack_clf, defense), []
+        for at in range(0, len(rows), recipe.batch):
+            x, y = _images_at(subject, rows[at : at + recipe.batch])
+            images = attack(target, x, y, seed=recipe.seed).images
+            wrong.append(torch.stack([defense(clf, images, seed=s).labels != y for s in recipe.seeds]))
+        shard = store.write(path, about, {"wrong": torch.cat(wrong, dim=1)})
+    return 1.0 - float(shard.tensors["wrong"].double().mean())
 
 
 def _members(attack: Attack) -> tuple[Attack, ...]:
