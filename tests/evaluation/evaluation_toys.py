@@ -214,6 +214,9 @@ def make_runs(folder: Path) -> dict[str, Any]:
     def toy(name: str) -> Callable[[], object]:
         return lambda: toy_run(folder / name)
 
+    def starved() -> object:
+        return toy_run(folder / "starved", store="none")
+
     outcome: dict[str, Any] = {
         "finished": exit_code(child(toy("finished"))),
         "kills": killed(toy("killed"), folder / "killed", 4),
@@ -224,7 +227,7 @@ def make_runs(folder: Path) -> dict[str, Any]:
     os.kill(first, signal.SIGCONT)
     return outcome | {
         "race": [exit_code(first), second],
-        "starved": exit_code(child(toy("starved"), largest_file=30_000)),
+        "starved": exit_code(child(starved, largest_file=8_000)),
     }
 
 

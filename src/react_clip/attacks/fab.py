@@ -34,8 +34,8 @@ class FAB(Attack):
     >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
     >>> x, y = torch.full((1, 3, 2, 2), 0.51), torch.tensor([0])
     >>> result = FAB(eps=4/255, steps=20)(model, x, y)
-    >>> bool(result.success), round((result.images - x).abs().max().item(), 3)  # the boundary is 0.01 away
-    (True, 0.01)
+    >>> bool(result.success), round((result.images - x).abs().max().item(), 3)  # 0.01 to the boundary, then 8 bits
+    (True, 0.012)
     """
 
     kind: ClassVar[str] = "fab"
