@@ -102,7 +102,7 @@ def one_line_errors(ray: Any, advice: str) -> Iterator[None]:
 
 
 def worker_message(error: BaseException, advice: str) -> str:
-    """The last error line in the report that Ray makes of a worker's traceback.
+    r"""The last error line in the report that Ray makes of a worker's traceback.
 
     >>> worker_message(Exception("Traceback ...\n  ValueError: a bug\nand more"), "start again")
     'a worker failed (ValueError: a bug); start again'
