@@ -193,8 +193,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--harm", type=float, default=0.0, help="seconds between two parts that hang or are killed")
     parser.add_argument("--name", help="of the entry in serve.json (what was measured)")
-    parser.add_argument("flags", nargs="*", help="for react-clip serve, after --")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    args.flags = words[end + 1 :]
     os.environ["REACT_CLIP_SERVE_SECRET"] = SECRET
     measure = {"throughput": throughput, "soak": soak}[args.what]
     if args.small:
