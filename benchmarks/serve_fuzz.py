@@ -24,7 +24,10 @@ from urllib.parse import urlsplit
 from _common import RESULTS, SERVICE, Server, where, write
 from PIL import Image
 
-BEFORE_THE_SERVICE = (b"Invalid HTTP request received.", b"Invalid host header", b"The head of the request has")
+BEFORE_THE_SERVICE = (
+    *(b"Invalid HTTP request received.", b"The head of the request has"),
+    *(b"Invalid host header", b"Malformed range header."),
+)
 """Answers of uvicorn and Starlette to what does not reach the service."""
 ROUTES = ("/v1/classify", "/v1/embed")
 
@@ -190,11 +193,8 @@ def check(case: Case, status: int, body: bytes) -> str | None:
     """One line about a wrong answer, or None."""
     if status >= 500 and status != 503:
         return f"{case.kind}: status {status}"
-    if (
-        status >= 400
-        and body not in (b"Invalid HTTP request received.", b"Invalid host header")
-        and case.method != "HEAD"
-    ):
+    known = any(line in body for line in BEFORE_THE_SERVICE)
+    if status >= 400 and not known and case.method != "HEAD":
         try:
             message = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):
