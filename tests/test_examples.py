@@ -31,7 +31,7 @@ def test_the_notebook_runs_from_photo_to_ranking() -> None:
     answers, picture, ranking = shown[1]["text/plain"], shown[-2]["image/png"], shown[-1]["text/markdown"]
     assert re.findall(r"\d +(\w+)", answers) == ["cat", "coffee"]
     assert len(picture) > 10_000
-    assert {"CLIP", "SecondLook", "ReACT"} <= set(re.findall(r"^\| ([^|]+) \| \d", ranking, re.MULTILINE))
+    assert {"CLIP", "SecondLook", "ReACT (paper)"} <= set(re.findall(r"^\| ([^|]+) \| \d", ranking, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
