@@ -42,7 +42,7 @@ def test_imagenets_validation_parquet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["labels", "fine_label", "cls"])
 def test_save_to_disk_and_other_column_names(column: str, tmp_path: Path) -> None:
-    table([1, 0], ("cat", "dog"), column).save_to_disk(tmp_path / "mine" / "train")
+    table([1, 0], ("cat", "dog"), column).save_to_disk(str(tmp_path / "mine" / "train"))
     dataset = data.load("mine", root=tmp_path, split="train")
     assert (dataset.class_names, dataset.labels) == (("cat", "dog"), [1, 0])
     assert [photo.content() for photo in dataset.photos] == [picture(0), picture(1)]
