@@ -133,17 +133,24 @@ def interpolate_positions(positions: Tensor, side: int) -> Tensor:
         return positions
     extra = len(positions) - old_side**2
     first, grid = positions[:extra], at_least_fp32(positions[extra:]).reshape(old_side, old_side, -1)
-    weights = bicubic_weights(old_side, side, grid.device, grid.dtype)
-    rows = (weights @ grid.flatten(1)).reshape(side, old_side, -1)
-    return torch.cat([first, (weights @ rows).flatten(0, 1).to(positions.dtype)])
+    if grid.is_cuda:
+        weights = bicubic_weights(old_side, side, grid.device, grid.dtype)
+        rows = (weights @ grid.flatten(1)).reshape(side, old_side, -1)
+        resized = (weights @ rows).flatten(0, 1)
+    else:
+        planes = grid.permute(2, 0, 1)[None]
+        resized = F.interpolate(planes, size=(side, side), mode="bicubic", align_corners=False)[0].flatten(1).T
+    return torch.cat([first, resized.to(positions.dtype)])
 
 
 @cache
 def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Weights ``[new, old]`` of bicubic interpolation along one side of a grid.
 
-    PyTorch's own kernel runs one thread per position on a GPU, each over all channels: a millisecond where two matrix
-    products take microseconds.
+    On a GPU two products with them replace PyTorch's kernel, which has one thread per position for all channels.
+
+    >>> bicubic_weights(14, 10, torch.device("cpu"), torch.float32).sum(1).allclose(torch.ones(10))
+    True
     """
     with torch.inference_mode(False), torch.no_grad():
         columns = torch.eye(old, dtype=torch.float64)[None, :, :, None]  # one channel per old position
