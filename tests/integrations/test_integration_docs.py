@@ -24,7 +24,7 @@ def test_the_examples_run(
     for file, photo in zip(("beach.jpg", "city.jpg"), photos, strict=False):
         shutil.copy(photo, tmp_path / file)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(react._CALIBRATIONS, str(hf_folder), None)
+    monkeypatch.setattr(react, "_OPENAI_VIT_B_32", {str(hf_folder), *react._OPENAI_VIT_B_32})
     space: dict[str, Any] = {}
     for example in EXAMPLES:
         for large, small in {
