@@ -77,7 +77,7 @@ class Calibration(Configuration):
     median: float | None = None
     """Median score of the photos."""
     points: tuple[CalibrationPoint, ...] = ()
-    """What Algorithm 1 measured at each budget."""
+    """Measurements of Algorithm 1, one for each budget."""
     fits: dict[str, Curve] = field(default_factory=dict)
     """The fitted curves by kind; those that make no sense for the points are left out."""
     provenance: dict[str, Any] = field(default_factory=dict)

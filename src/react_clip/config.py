@@ -131,7 +131,7 @@ class Configuration:
         return core_schema.no_info_before_validator_function(read, handler(source), serialization=serialization)
 
     def _head(self) -> dict[str, Any]:
-        """What :meth:`to_dict` writes before the fields."""
+        """Entries that :meth:`to_dict` writes before the fields."""
         return {}
 
     def replace(self, **changes: Any) -> Self:

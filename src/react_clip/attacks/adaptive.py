@@ -27,7 +27,7 @@ _INSTABILITY_TEMPERATURE = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What one search wants of some images."""
+    """Labels, clean features and target classes of the images of one search."""
 
     labels: Tensor
     """``[n]``"""
@@ -80,7 +80,7 @@ class Adaptive(DefendedAttack):
 
     kind: ClassVar[str] = "adaptive"
     objective: Literal["through", "both", "evade", "bpda", "feature"] = "both"
-    """What is maximised."""
+    """The quantity that the attack maximises."""
     steps: Count = 100
     """Gradient steps per search."""
     eot: Count = 4

@@ -1,4 +1,4 @@
-"""What an attack gets: the model, checked images with their budgets and random streams, and a count of the passes."""
+"""The input of an attack: the model, checked images with budgets and random streams, and a count of the passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark compares, and the images that all of them answer."""
+"""The contenders of the benchmark, and the images that all of them answer."""
 
 from __future__ import annotations
 

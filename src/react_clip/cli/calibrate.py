@@ -91,7 +91,7 @@ def _react(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int
 
 
 def _common_arguments(args: argparse.Namespace, encoder: Encoder, **photos: Any) -> dict[str, Any]:
-    """What both calibrations take."""
+    """Options of both calibrations."""
     provenance = {
         "command": typed_command(),
         "model": encoder.name,

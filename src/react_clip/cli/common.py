@@ -1,5 +1,7 @@
-"""What several commands do: print, load the model, build the classifier and the defence. Heavy modules are imported
-where they are used."""
+"""Functions that several commands share: print, load the model, build the classifier and the defence.
+
+Heavy modules are imported where they are used.
+"""
 
 from __future__ import annotations
 
