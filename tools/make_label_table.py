@@ -226,7 +226,7 @@ def measure(table: LabelTable, data: Path, heads: Path | None, kept: Path | None
 
 def accuracy(features: Tensor, truth: np.ndarray, candidates: Sequence[str], of: Tensor, k: int) -> dict[str, float]:
     """Fraction of photos whose entry is among the ``k`` nearest candidates, in per cent with its standard error."""
-    nearest = np.array(candidates)[functional.logits(features, of).topk(k).indices.numpy()]
+    nearest = np.array(candidates)[(features @ of.T).topk(k).indices.numpy()]
     right = float((nearest == truth[:, None]).any(1).mean())
     error = (right * (1 - right) / len(truth)) ** 0.5
     return {"percent": round(100 * right, 2), "standard_error": round(100 * error, 2), "photos": len(truth)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +30,6 @@ def normalize(features: Tensor) -> Tensor:
     tensor([[0.6000, 0.8000]])
     """
     return F.normalize(features, dim=-1)
-
-
-def logits(features: Tensor, class_features: Tensor) -> Tensor:
-    r"""The paper's zero-shot logits :math:`100 \cos(f_v, f_t^k)` of unit features.
-
-    >>> logits(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-    tensor([[100.,   0.]])
-    """
-    return LOGIT_SCALE * features @ class_features.T
 
 
 def drift(features: Tensor, noisy_features: Tensor) -> Tensor:
@@ -128,15 +118,6 @@ class Similarity:
         return js_divergence(p, q, gradient_temperature).amax(-1)
 
 
-def anchor(view_features: Tensor) -> Tensor:
-    r"""Noise anchor :math:`f_{anc} = \tfrac1M \sum_i f_v(x_i)` of unit features ``[B, M, D]``; not renormalised.
-
-    >>> anchor(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]))
-    tensor([[0.5000, 0.5000]])
-    """
-    return view_features.mean(dim=1)
-
-
 def extrapolate(features: Tensor, anchors: Tensor, alpha: float) -> Tensor:
     r"""Anchor-guided extrapolation :math:`f_v + \alpha (f_{anc} - f_v)`, scaled to unit length for scoring.
 
@@ -157,41 +138,3 @@ def intervention_score(relative: Tensor, instability: Tensor) -> Tensor:
     tensor([0.7500])
     """
     return relative + instability
-
-
-def settled(view_logits: Tensor, total: int, confidence: float) -> Tensor:
-    r"""Mask ``[B]``: images whose best class after k anchor views is that after all ``total`` views, with a confidence.
-
-    ``view_logits`` ``[B, k, K]`` are the corrected logits :math:`z_i = (1 - \alpha) z(f) + \alpha z(v_i)` of each view;
-    before scaling to unit length the corrected feature is linear in the views, so their mean has the answer. Let
-    :math:`m` be the margin between the two best classes of that mean. Until all M views are drawn it still moves by a
-    number of variance :math:`s^2 (1/k - 1/M)`, and so
-
-    .. math:: t = \frac{m}{s \sqrt{1/k - 1/M}}, \qquad
-              s^2 = \frac{1}{K-1} \sum_{c \ne top} \mathrm{Var}_i (z_{i,top} - z_{i,c})
-
-    follows Student's distribution with about :math:`\nu = (k-1)(K-1)` degrees of freedom. Two views say little about
-    the variance of one margin, but much about the mean over all rivals. Wallace's formula turns t into a normal
-    deviate, and errs to the safe side where :math:`\nu` is small:
-
-    .. math:: \frac{8\nu + 1}{8\nu + 3} \sqrt{\nu \ln(1 + t^2 / \nu)} \ge \Phi^{-1}(confidence)
-
-    A class that an image does not have is minus infinity in all its views. An image with one class is never settled.
-
-    >>> alike = torch.tensor([[[30.0, 20.0, 10.0], [31.0, 20.0, 10.5]]])
-    >>> apart = torch.tensor([[[30.0, 20.0, 10.0], [10.0, 29.0, 10.5]]])
-    >>> settled(torch.cat([alike, apart]), total=10, confidence=0.95)
-    tensor([ True, False])
-    """
-    drawn = view_logits.shape[1]
-    logits = F.pad(view_logits, (0, 1), value=-torch.inf)  # so that there always is a second class
-    best, classes = logits.mean(1).topk(2, -1)
-    gaps = logits.gather(2, classes[:, None, :1].expand(-1, drawn, 1)) - logits
-    rivals = logits[:, 0].isfinite().sum(-1) - 1
-    # The best class against itself adds nothing, and a missing one (infinity less infinity) is left out. Without rivals
-    # this is 0 / 0, and so is all that follows from it.
-    variance = gaps.var(1).nansum(-1) / rivals * (1 / drawn - 1 / total)
-    freedom = (drawn - 1) * rivals
-    square = (best[:, 0] - best[:, 1]).square() / variance
-    deviate = (8 * freedom + 1) / (8 * freedom + 3) * (freedom * torch.log1p(square / freedom)).sqrt()
-    return deviate >= NormalDist().inv_cdf(confidence)

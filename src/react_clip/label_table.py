@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 TABLE_FILE = Path(__file__).parent / "assets" / "label_table.safetensors"
 TENSOR = "features"
+_ENDINGS = (("ies", "y"), ("ves", "f"), ("ves", "fe"), ("es", ""), ("s", ""), ("", "s"), ("", "es"))
+"""From a plural to its singulars, and from a singular to its plurals: the table says "jeans" and "waffles"."""
 
 
 def match_key(label: str) -> str:
@@ -56,10 +58,6 @@ class LabelTable:
     """Data set to the entries its photos went into, in the order of its class folders."""
     _default: tuple[str, ...]
     _matrix: Tensor
-    _lookup: dict[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_lookup", {match_key(label): label for label in (*self.names, *self.groups)})
 
     @staticmethod
     def load(path: Path = TABLE_FILE) -> LabelTable:
@@ -88,7 +86,8 @@ class LabelTable:
         'knife'
         """
         key = match_key(label)
-        for candidate in (key, *_other_number(key)):
+        other_numbers = [key.removesuffix(ending) + other for ending, other in _ENDINGS if key.endswith(ending)]
+        for candidate in (key, *other_numbers):
             if candidate and candidate in self._lookup:
                 return self._lookup[candidate]
         shown = label if len(label) <= 40 else label[:37] + "..."
@@ -116,26 +115,16 @@ class LabelTable:
         return feature
 
     @functools.cached_property
+    def _lookup(self) -> dict[str, str]:
+        """Names and groups by their keys."""
+        return {match_key(label): label for label in (*self.names, *self.groups)}
+
+    @functools.cached_property
     def _index(self) -> dict[str, int]:
         return {name: row for row, name in enumerate(self.names)}
 
     def __repr__(self) -> str:
         return f"LabelTable({self.encoder}: {len(self.names)} names, {len(self.groups)} groups)"
-
-
-def _other_number(key: str) -> Iterator[str]:
-    """Singulars of a plural key, and the plural of a singular one (the table says "jeans" and "waffles")."""
-    if key.endswith("ies"):
-        yield key[:-3] + "y"
-    if key.endswith("ves"):
-        yield key[:-3] + "f"
-        yield key[:-3] + "fe"
-    if key.endswith("es"):
-        yield key[:-2]
-    if key.endswith("s"):
-        yield key[:-1]
-    yield key + "s"
-    yield key + "es"
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,6 +27,8 @@ from react_clip.errors import MissingFileError, ReactClipError, first_line
 ImageSource = Image.Image | Path | str | bytes
 Images = Tensor | ImageSource | Sequence[ImageSource]
 
+_LEVELS_OF_16_BITS = [(value + 128) // 257 for value in range(65536)]
+"""The nearest of 256 levels for each number of 16 bits; Pillow takes the ends for numbers beyond them."""
 _LONGEST_ASPECT = 8
 """Strips are cut to this aspect before resizing: the crop discards the rest, and resizing it could exhaust memory."""
 
@@ -114,13 +116,9 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         raise ReactClipError(f"{name} has float pixels, whose range is not known; convert it to 8 or 16 bits")
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else it would be copied
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16") or image.mode == "I":
-        # Pillow would clip 16-bit values at 255. Each becomes the nearest of 256 levels instead: round(v / 257), which
-        # is (v + 128) // 257. All from 65407 up are white, and cut there the sum still has 16 bits.
-        values = np.clip(np.asarray(image), 0, 65407).astype(np.uint16, copy=False)
-        values += 128
-        values //= 257
-        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    if image.mode.startswith("I"):
+        # Pillow would clip 16-bit values at 255.
+        return image.convert("I").point(_LEVELS_OF_16_BITS, "L").convert("RGB")
     if image.has_transparency_data:
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")
@@ -163,12 +161,14 @@ class Preprocessing:
         image = _cut_strip(image) if self.mode == "shorter" else image
         width, height = target = self._target(*image.size)
         image = image.resize(target, Image.Resampling[self.interpolation.upper()])
-        if min(target) < size:
-            padded = Image.new("RGB", (max(width, size), max(height, size)), (self.fill,) * 3)
-            padded.paste(image, ((padded.width - width) // 2, (padded.height - height) // 2))
-            image = padded
-        left, top = (_half(side - size, self.rounds_down) for side in image.size)
-        return image.crop((left, top, left + size, top + size))
+        square = Image.new("RGB", (size, size), (self.fill,) * 3)
+        square.paste(image, (self._start(width), self._start(height)))
+        return square
+
+    def _start(self, side: int) -> int:
+        """Where a side of the resized image begins in the square: before it, if there is something to cut off."""
+        beyond = side - self.size
+        return -beyond // 2 if beyond < 0 else -(beyond // 2 if self.rounds_down else round(beyond / 2))
 
     def _target(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing."""
@@ -181,10 +181,6 @@ class Preprocessing:
         if width <= height:
             return side, max(side, int(side * height / width))
         return max(side, int(side * width / height)), side
-
-
-def _half(length: int, rounds_down: bool) -> int:
-    return length // 2 if rounds_down else round(length / 2)
 
 
 def _cut_strip(image: Image.Image) -> Image.Image:
