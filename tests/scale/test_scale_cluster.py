@@ -46,9 +46,9 @@ def test_what_cannot_work_is_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(rc.ReactClipError, match=f"no Ray cluster answers at '{address}' .*; start one with"):
-            connected(address).__enter__()
+            connected(address, advice="").__enter__()
     with pytest.raises(rc.ReactClipError, match="no Ray cluster answers at 'somewhere'"):
-        connected("somewhere").__enter__()
+        connected("somewhere", advice="").__enter__()
     recipe = Recipe.from_dict({"title": "Tiny", "model": "tiny", "datasets": ["toys"], "defenses": ["react"]})
     with pytest.raises(rc.ReactClipError, match=rf"does not see {tmp_path}; put --out where all nodes see it"):
         _Worker(recipe, tmp_path, {}, versions())

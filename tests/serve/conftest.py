@@ -39,7 +39,7 @@ def start(encoder: rc.Encoder) -> Iterator[Start]:
         settings = Settings.model_validate({"deadline": 60.0, **fields})
         secrets = Secrets(SECRET.encode(), frozenset(digest(key.encode()) for key in keys))
         preset = rc.ZeroShotClassifier(encoder, LABELS)
-        model = Model(encoder, defense, preset, settings, demo_attack if settings.demo else None)
+        model = Model(defense, preset, settings, demo_attack if settings.demo else None)
         clients.append(TestClient(create_app(settings, secrets, model=model), base_url="http://localhost"))
         clients[-1].__enter__()
         return clients[-1]

@@ -7,11 +7,9 @@ import base64
 import gzip
 import json
 import re
-import struct
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -139,6 +137,7 @@ def test_health_info_and_heads(client: Any) -> None:
     assert info["labels"] == {"preset": ["cat", "dog", "teapot"], "free": True, "source": "text", "templates": True}
     assert (info["defence"]["name"], info["defence"]["tau"]) == ("react", 1.48)
     assert (info["diagnostics"], info["demo"], info["limits"]["images"]) == (False, None, 16)
+    assert info["formats"] == [f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats]
     assert "/" not in info["model"], "the model's folder is not shown to callers"
 
 
@@ -335,6 +334,7 @@ def test_headers_and_unknown_routes(client: Any) -> None:
         ({"images": ["%%%"]}, ("images[0]", "base64")),
         ({"images": [7]}, ("images[0] is 7", "base64")),
         ({"images": [""]}, ("images[0] is empty",)),
+        ({"images": ["bm8gcGhvdG8="]}, ("images[0] is not an image we read",)),
         ({"images": ["https://example.org/cat.jpg"]}, ("images[0]", "not fetched")),
         ({"images": ["data:image/png,abc"]}, ("images[0]", "base64")),
     ],
@@ -367,11 +367,7 @@ def test_wrong_bodies_get_one_clear_line(client: Any, photos: list[bytes]) -> No
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (b"", 400),
-        (b"{", 400),
-        (b"\xff\xfe", 400),
-        (b'{"images": ["\\ud800"]}', 400),
-        (b"[" * 90_000, 400),
+        *((body, 400) for body in (b"", b"{", b"\xff\xfe", b'{"images": ["\\ud800"]}', b"[" * 90_000)),
         (b'{"top_k": ' + b"9" * 5000 + b"}", 400),
         (b'{"images": NaN}', 422),
         (b'{"images": {"a": 1}}', 422),
@@ -383,32 +379,3 @@ def test_wrong_bodies_get_one_clear_line(client: Any, photos: list[bytes]) -> No
 )
 def test_odd_json(client: Any, body: bytes, status: int) -> None:
     check_error(client.post("/v1/classify", content=body, headers={"content-type": "application/json"}), status)
-
-
-@pytest.mark.parametrize("kind", DEFAULT_LIMITS.formats)
-def test_every_format_of_the_library_is_read(client: Any, direct: Direct, kind: str) -> None:
-    photo = saved(Image.effect_noise((90, 90), 80), kind)
-    [result] = client.post("/v1/classify", **as_form([photo])).json()["results"]
-    assert result["label"] == direct([photo]).names[0]
-    assert f"image/{kind.lower()}" in client.get("/v1/info").json()["formats"]
-
-
-def bomb() -> bytes:
-    """The start of a PNG file that claims 30,000 x 30,000 pixels."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-
-
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (saved(Image.effect_noise((90, 90), 80), "JPEG")[:400], 422),
-        (bomb(), 422),
-        (saved(Image.effect_noise((90, 90), 80), "PPM"), 422),
-        (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', 422),
-    ],
-    ids=["cut jpeg", "bomb", "ppm", "svg"],
-)
-def test_damaged_images(client: Any, data: bytes, status: int) -> None:
-    check_error(client.post("/v1/classify", **as_form([data])), status, "images[0]")
-    check_error(client.post("/v1/embed", **as_json([data])), status, "images[0]")

@@ -30,7 +30,7 @@ class Held:
         values = {"queue": 32, "batch": 4, "deadline": 60.0, "max_labels": 200, **fields}
         self.settings = Settings.model_validate(values)
         preset = rc.ZeroShotClassifier(encoder, LABELS)
-        self.model = Model(encoder, SECOND_LOOK, preset, self.settings)
+        self.model = Model(SECOND_LOOK, preset, self.settings)
         self.free, self.batches, self.prompts = threading.Event(), list[int](), list[int]()
         self.address = f"inproc://held-{id(self)}"
         run, encode_text, self.fails = self.model._run, encoder.encode_text, False
@@ -49,26 +49,22 @@ class Held:
 
         monkeypatch.setattr(self.model, "_run", held)
         monkeypatch.setattr(encoder, "encode_text", counted)
-        self.thread = threading.Thread(target=self.model.serve, args=(self.address,))
 
     def check(self, what: Check) -> None:
         """Run a check with a client; its loop is in a thread, because a browser's may run in this one."""
 
         async def connected() -> None:
             client = ModelClient(self.address, self.settings)
-            self.thread.start()
-            await client.connect()
-            try:
-                await asyncio.wait_for(what(client), 60)
-            finally:
-                self.free.set()
-                client.close()
-                self.model.stopped = True
+            with self.model.running(self.address):
+                await client.connect()
+                try:
+                    await asyncio.wait_for(what(client), 60)
+                finally:
+                    self.free.set()
+                    client.close()
 
         with ThreadPoolExecutor() as thread:
             thread.submit(asyncio.run, connected()).result()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
 
 
 @pytest.fixture

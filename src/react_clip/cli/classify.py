@@ -28,13 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo as soon as it is known."""
     reader = PhotoReader(args.photos_in, args)
-    encoder = common.load_encoder(args)
-    clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
-    common.notice(args, common.defense_line(guard))
+    clf, guard = common.load_defended(args)
     seed = common.secret_seed(args)
     rows: list[dict[str, Any]] = []
     try:
-        for paths, pixels in reader.batches(encoder, "defending"):
+        for paths, pixels in reader.batches(clf.encoder, "defending"):
             rows += (batch := describe(paths, guard(clf, pixels, seed=seed), clf.names, args.top))
             for row in batch if not args.json else ():
                 common.say(_line(row))

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,14 +70,6 @@ def say(line: str, *, error: bool = False) -> None:
 
     with tqdm.external_write_mode():
         print(line, file=sys.stderr if error else sys.stdout, flush=True)
-
-
-def try_to_plot(args: argparse.Namespace, draw: Callable[[], object]) -> None:
-    """Draw a figure; without matplotlib print a notice instead."""
-    try:
-        draw()
-    except ImportError:
-        notice(args, "no plot: it needs matplotlib, of the extra `eval`")
 
 
 def diagnostics(out: Defended) -> list[dict[str, Any]]:
@@ -183,9 +175,12 @@ def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Def
     return guard
 
 
-def defense_line(guard: Defense) -> str:
-    """One line for people: which defence is on."""
-    return f"the defence is {type(guard).label}; --defense or --config gives another"
+def load_defended(args: argparse.Namespace) -> tuple[ZeroShotClassifier, Defense]:
+    """The classifier and the defence that the options describe, and notices about them."""
+    encoder = load_encoder(args)
+    clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+    notice(args, f"the defence is {type(guard).label}; --defense or --config gives another")
+    return clf, guard
 
 
 # ---------------------------------------------------------------------- labelled photos

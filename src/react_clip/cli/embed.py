@@ -58,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
     reader = PhotoReader([Path(source) for source in args.photos_in], args) if to_file else None
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
-    encoder = common.load_encoder(here)
-    clf, guard = common.build_classifier(args, encoder), common.build_guard(args, encoder)
-    common.notice(args, common.defense_line(guard))
+    clf, guard = common.load_defended(here)
     return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from react_clip.choices import FINETUNING
 from react_clip.cli import common, options
+from react_clip.config import write_length
 from react_clip.environment import typed_command
 from react_clip.errors import ReactClipError
 from react_clip.finetune.settings import Settings
@@ -18,10 +20,22 @@ if TYPE_CHECKING:
 
 EXAMPLE = "react-clip finetune tecoa folder:photos --model my-clip/ --steps 300 --dtype bf16 --out runs/tecoa"
 _PLOT = "loss.png"
-_SETTINGS = (
-    *("steps", "batch", "lr", "warmup", "eps", "eps_start", "ramp", "attack_steps", "clean", "crop", "cutmix"),
-    *("average", "dtype", "seed", "half", "save_every"),
-)
+_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "batch": (options.count, "photos of an update"),
+    "lr": (float, "largest learning rate (the method's published one)"),
+    "warmup": (options.whole, "steps until the largest learning rate (a tenth of all)"),
+    "eps": (str, "largest change of a pixel in the attack"),
+    "eps_start": (str, "the same at the start of the run (--eps)"),
+    "ramp": (float, "fraction of the run in which it rises"),
+    "attack_steps": (options.count, "steps of the attack"),
+    "clean": (float, "weight of the loss without an attack"),
+    "crop": (float, "smallest side of random crops, 1: none"),
+    "cutmix": (float, "fraction of mixed batches, for fare"),
+    "average": (float, "decay of the mean weights, 0: the last"),
+    "save_every": (options.count, "steps between checkpoints"),
+    "seed": (int, "seed of order, augmentation and attack"),
+}
+"""Type and help of the options that are fields of ``Settings``, which has their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,39 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dataset_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=options.count, default=Settings.steps, help="updates of the weights")
+    length.add_argument("--steps", type=options.count, help=f"updates of the weights ({Settings.steps})")
     length.add_argument("--epochs", type=options.positive, help="passes over the photos, instead of --steps")
-    parser.add_argument("--batch", type=options.count, default=Settings.batch, help="photos of an update (%(default)s)")
-    parser.add_argument("--lr", type=float, help="largest learning rate (the method's published one)")
-    parser.add_argument("--warmup", type=options.whole, help="steps until the largest learning rate (a tenth of all)")
-    parser.add_argument("--eps", default="1/255", help="largest change of a pixel in the attack (%(default)s)")
-    parser.add_argument("--eps-start", help="the same at the start of the run (--eps)")
-    parser.add_argument(
-        "--ramp", type=float, default=Settings.ramp, help="fraction of the run in which it rises (%(default)s)"
-    )
-    parser.add_argument(
-        "--attack-steps", type=options.count, default=Settings.attack_steps, help="steps of the attack (%(default)s)"
-    )
-    parser.add_argument(
-        "--clean", type=float, default=Settings.clean, help="weight of the loss without an attack (%(default)s)"
-    )
-    parser.add_argument(
-        "--crop", type=float, default=Settings.crop, help="smallest side of random crops, 1: none (%(default)s)"
-    )
-    parser.add_argument(
-        "--cutmix", type=float, default=Settings.cutmix, help="fraction of mixed batches, for fare (%(default)s)"
-    )
-    parser.add_argument(
-        "--average",
-        type=float,
-        default=Settings.average,
-        help="decay of the mean weights, 0: the last (%(default)s)",
-    )
-    parser.add_argument(
-        "--save-every", type=options.count, default=Settings.save_every, help="steps between checkpoints (%(default)s)"
-    )
+    for name, (kind, text) in _SETTINGS.items():
+        default = "" if (value := getattr(Settings, name)) is None else f" ({write_length(value)})"
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text + default)
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
-    parser.add_argument("--seed", type=int, default=0, help="seed of order, augmentation and attack (%(default)s)")
     options.add_model_options(
         parser, dtypes="precision of the computation: fp32 or bf16; weights are fp32 (%(default)s)"
     )
@@ -72,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
     if args.method not in FINETUNING:
         raise ReactClipError(f"method {args.method!r} does not exist; choose one of {', '.join(FINETUNING)}")
-    settings = Settings.from_dict({name: value for name in _SETTINGS if (value := getattr(args, name)) is not None})
+    names = ("steps", "dtype", "half", *_SETTINGS)
+    settings = Settings.from_dict({name: value for name in names if (value := getattr(args, name)) is not None})
     common.notice(args, f"loading {args.model}")
     import torch
 
@@ -106,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
             },
             progress=show,
         )
-    common.try_to_plot(args, lambda: _plot(result))
+    try:
+        _plot(result)
+    except ImportError:
+        common.notice(args, "no plot: it needs matplotlib, of the extra `eval`")
     document = {"folder": str(result.folder), "was_finished": result.was_finished, **result.record}
     usage = f"use it with --model {result.folder} or rc.load({str(result.folder)!r})"
     common.print_result(args, document, [_summary(result)], [usage])

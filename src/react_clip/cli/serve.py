@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from react_clip.cli.common import build_classifier, build_guard, defense_line, load_encoder, notice
+from react_clip.cli.common import load_defended, notice
 from react_clip.optional import require
 
 if TYPE_CHECKING:
@@ -97,11 +97,9 @@ def load_model(settings: Settings) -> Model:
 
     args = argparse.Namespace(**settings.model_dump(), quiet=settings.log_level in ("warning", "error"))
     set_threads(settings)
-    encoder = load_encoder(args).accelerate()
-    preset = build_classifier(args, encoder)
-    defense = build_guard(args, encoder)
-    notice(args, defense_line(defense))
-    return Model(encoder, defense, preset, settings, demo_attack if settings.demo else None)
+    preset, defense = load_defended(args)
+    preset.encoder.accelerate()
+    return Model(defense, preset, settings, demo_attack if settings.demo else None)
 
 
 def demo_attack(

@@ -17,8 +17,7 @@ class LangChainEmbeddings(DefendedFeatures, _langchain.Embeddings):  # type: ign
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """One unit vector per text."""
-        vectors: list[list[float]] = self.of_texts(texts).tolist()
-        return vectors
+        return list(self.of_texts(texts).tolist())
 
     def embed_query(self, text: str) -> list[float]:
         """The unit vector of a text."""
@@ -28,5 +27,4 @@ class LangChainEmbeddings(DefendedFeatures, _langchain.Embeddings):  # type: ign
         """One defended unit vector per image file; URLs are not fetched."""
         if isinstance(uris, str):
             raise ReactClipError(f"uris are one string, {uris[:60]!r}; give a list of paths")
-        vectors: list[list[float]] = self.of_images(uris).tolist()
-        return vectors
+        return list(self.of_images(uris).tolist())

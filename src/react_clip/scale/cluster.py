@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from react_clip.environment import versions
@@ -26,31 +26,36 @@ _SETTINGS = {
 
 
 @contextmanager
-def connected(address: str | None = None, num_cpus: int | None = None) -> Iterator[Any]:
+def connected(address: str | None = None, *, advice: str, num_cpus: int | None = None) -> Iterator[Any]:
     """Connect to the cluster at ``address`` (``host:port`` or ``auto``), or start one here; yields the ``ray`` module.
 
-    A cluster that is started here has ``num_cpus`` processors to give away, by default those of this machine.
-
-    A session that is already connected is used and left open.
+    A cluster that is started here has ``num_cpus`` processors to give away, by default those of this machine. A session
+    that is already connected is used and left open. An error of a worker is one line with the ``advice``.
     """
     os.environ.update(_SETTINGS | os.environ)
     ray = require("ray", "working on a cluster", extra="scale")
     require("ray.data", "working on a cluster", extra="scale")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised
-    if ray.is_initialized():
-        yield ray
-        return
-    if address not in (None, "auto"):
-        _check_address(address)
-    here = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
+    with nullcontext() if ray.is_initialized() else _session(ray, address, num_cpus):
+        try:
+            yield ray
+        except ray.exceptions.RayError as error:
+            raise ReactClipError(worker_message(error, advice)) from error
+
+
+@contextmanager
+def _session(ray: Any, address: str | None, num_cpus: int | None) -> Iterator[None]:
+    where = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
+    if address is not None:
+        where = {"address": address}
+        if address != "auto":
+            _check_address(address)
     try:
-        ray.init(
-            **(here if address is None else {"address": address}), log_to_driver=False, logging_level=logging.ERROR
-        )
+        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises a bare Exception when a node is late
         raise ReactClipError(f"no Ray cluster could be used: {first_line(error)}; try again") from None
     try:
-        yield ray
+        yield
     finally:
         ray.shutdown()
 
@@ -90,15 +95,6 @@ def resources(ray: Any, workers: int | None, device: str | None) -> tuple[str, A
     # A fifth of the processors is left to the tasks that read and write.
     share = {"num_gpus": min(1.0, gpus / workers)} if device != "cpu" else {"num_cpus": 0.8 * cpus / workers}
     return device, ray.data.ActorPoolStrategy(size=workers), share
-
-
-@contextmanager
-def one_line_errors(ray: Any, advice: str) -> Iterator[None]:
-    """Raise an error of a worker as one line: its own message, or that of the cause with the advice."""
-    try:
-        yield
-    except ray.exceptions.RayError as error:
-        raise ReactClipError(worker_message(error, advice)) from error
 
 
 def worker_message(error: BaseException, advice: str) -> str:

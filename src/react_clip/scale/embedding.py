@@ -28,7 +28,7 @@ from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.optional import require
 from react_clip.preprocess import Images, Preprocessing, to_8bit, to_float
-from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
+from react_clip.scale.cluster import connected, require_versions, resources
 from react_clip.scale.collection import Row, file_system, find_files, read_images
 from react_clip.scale.output import OutputFolder, Summary
 from react_clip.storage import tensor_digest
@@ -99,7 +99,7 @@ def defend_dataset(
             rows = itertools.chain.from_iterable(read_images(each["file"], column, each["done"]) for each in items)
             _run_locally(rows, Defender(clf, guard, seed, top), output, batch, progress)
         elif items:
-            with connected(address) as ray, one_line_errors(ray, "what was finished is kept, --resume continues"):
+            with connected(address, advice="what was finished is kept, --resume continues") as ray:
                 device, pool, share = resources(ray, workers, device)
                 ray.data.DataContext.get_current().enable_progress_bars = progress
                 read = partial(read_and_decode, column=column, how=clf.encoder.preprocessing)

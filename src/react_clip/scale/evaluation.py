@@ -21,7 +21,7 @@ from react_clip.evaluation import EvaluationResult, Recipe, checks, sets
 from react_clip.evaluation import run_recipe as run_on_one_machine
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.store import RECIPE, SHARDS, ShardStore, open_run
-from react_clip.scale.cluster import connected, one_line_errors, require_versions, resources
+from react_clip.scale.cluster import connected, require_versions, resources
 
 
 def run_recipe(
@@ -43,7 +43,7 @@ def run_recipe(
     root = (data_room.default_root() if root is None else root).absolute()
     recipe = recipe.with_sets_under(root)
     folder = Path(folder).absolute()
-    with connected(address) as ray, one_line_errors(ray, "start again to go on"):
+    with connected(address, advice="start again to go on") as ray:
         device, pool, share = resources(ray, workers, device)
         ray.data.DataContext.get_current().enable_progress_bars = False
         job = (recipe, folder, {"root": root, "heads": heads and heads.absolute(), "device": device}, versions())

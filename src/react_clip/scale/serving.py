@@ -63,7 +63,7 @@ def serve_on_cluster(build: Callable[[], FastAPI], settings: Settings, announce:
         port, url = listener.getsockname()[1], url_of(listener)
     # More replicas than cores share them.
     cores = max(os.cpu_count() or 1, settings.workers * max(1, settings.threads))
-    with connected(address, num_cpus=cores) as ray:
+    with connected(address, advice="no replica could be started", num_cpus=cores) as ray:
         serve = require("ray.serve", "serving on a cluster", extra="scale")
         if serve.status().proxies:
             raise ReactClipError("Ray Serve runs on this cluster already; stop it with `serve shutdown`")

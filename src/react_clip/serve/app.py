@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +25,7 @@ from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.limits import RequestLimits
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.settings import GRACE, LABEL_LENGTH, Secrets, Settings, allowed_hosts, digest
+from react_clip.serve.settings import LABEL_LENGTH, Secrets, Settings, allowed_hosts, digest
 
 if TYPE_CHECKING:
     from react_clip.serve.model import Model
@@ -49,12 +47,6 @@ class Service:
         self.started = int(time.time())
         self.handling = 0
         """Requests being handled."""
-
-
-def service_of(request: Request) -> Service:
-    """The service that a request reached."""
-    service: Service = request.app.state.service
-    return service
 
 
 def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, Any, requests.Asked[requests.Request]]]:
@@ -120,7 +112,8 @@ EmbedBody = Annotated[requests.Asked[requests.EmbedRequest], Depends(read(reques
 @api.post("/classify", openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3))
 async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
     """Classify photos, defended."""
-    client, body = request.app.state.service.client, asked.body
+    client: ModelClient = request.app.state.service.client
+    body = asked.body
     answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
     results = []
     for index, answer in enumerate(answers):
@@ -141,7 +134,8 @@ async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyR
 @api.post("/embed", openapi_extra=openapi.request_body(requests.EmbedRequest, encoding_format="float"))
 async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
     """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
-    client, body = service_of(request).client, asked.body
+    client: ModelClient = request.app.state.service.client
+    body = asked.body
     answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
     data = [
         responses.Embedding(
@@ -158,13 +152,14 @@ async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
 @about.get("/info")
 async def info(request: Request) -> responses.Info:
     """Model, labels, limits and defence of this service."""
-    return service_of(request).client.info
+    known: responses.Info = request.app.state.service.client.info
+    return known
 
 
 @about.get("/models")
 async def models(request: Request) -> dict[str, Any]:
     """The served model, in the shape of OpenAI's list."""
-    service = service_of(request)
+    service: Service = request.app.state.service
     one = {"id": service.client.info.model, "object": "model", "created": service.started, "owned_by": "react-clip"}
     return {"object": "list", "data": [one]}
 
@@ -180,7 +175,7 @@ async def healthz() -> responses.Status:
 @state.get("/readyz")
 async def readyz(request: Request) -> responses.Status:
     """200 while the service takes requests; 503 while it stops, its model does not answer, or its queue is full."""
-    service = service_of(request)
+    service: Service = request.app.state.service
     if (reason := service.client.refusal(service.settings.max_images)) is not None:
         raise busy(reason)
     return responses.Status(status="ready")
@@ -189,7 +184,7 @@ async def readyz(request: Request) -> responses.Status:
 @site.get("/metrics", dependencies=_KEYED)
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
-    service = service_of(request)
+    service: Service = request.app.state.service
     if not service.secrets.keys and not service.settings.sends_diagnostics:
         line = "metrics tell how often the gate opens; start with API keys or with --diagnostics"
         raise RequestError(403, line)
@@ -216,20 +211,11 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        thread = threading.Thread(target=model.serve, args=(address,), name="react-clip-model") if model else None
-        if thread is not None:
-            thread.start()
-        await client.connect()
-        # Objects that live as long as the process need not be looked at again by the garbage collector.
-        gc.collect()
-        gc.freeze()
-        yield
-        gc.unfreeze()
-        service.threads.shutdown(wait=False, cancel_futures=True)
-        client.close()
-        if model is not None and thread is not None:
-            model.stopped = True
-            thread.join(GRACE)
+        with model.running(address) if model else nullcontext():
+            await client.connect()
+            yield
+            service.threads.shutdown(wait=False, cancel_futures=True)
+            client.close()
 
     app = FastAPI(
         title="react-clip",

@@ -126,8 +126,7 @@ class ModelClient:
                 if answer is None or answer.done():
                     continue
                 if "error" in message:
-                    error = message["error"]
-                    answer.set_exception(RequestError(error.pop("status"), error.pop("message"), **error))
+                    answer.set_exception(RequestError(**message["error"]))
                 else:
                     columns, dim = message["columns"], self.info.dim
                     values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(message["images"], -1)

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from react_clip import noise
 from react_clip.preprocess import data_uri, to_float, to_image
 from react_clip.serve import openapi, requests, responses
-from react_clip.serve.app import read, service_of
+from react_clip.serve.app import read
 from react_clip.serve.model import Model
 
 AttackBody = Annotated[requests.Asked[requests.AttackRequest], Depends(read(requests.AttackRequest))]
@@ -37,7 +37,9 @@ def routes(model: Model, secret: bytes) -> APIRouter:
         """Attack a photo and compare the answers of plain and defended CLIP; slows down all other requests."""
         nonlocal steps
         ended = False
-        await service_of(request).client.submit(asked.pixels, asked.keys, asked.label_list)  # its labels are known now
+        await request.app.state.service.client.submit(
+            asked.pixels, asked.keys, asked.label_list
+        )  # its labels are known now
 
         def advance(done: int, of: int) -> None:
             nonlocal steps

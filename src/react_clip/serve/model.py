@@ -12,9 +12,10 @@ import ctypes
 import json
 import logging
 import sys
+import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,14 +25,12 @@ from torch import Tensor
 
 from react_clip.defenses.base import Defense
 from react_clip.defenses.result import Defended
-from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.label_table import LabelTable
 from react_clip.preprocess import to_float
 from react_clip.serve.errors import RequestError, busy, late
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import BEAT, Settings, prompt_slots
+from react_clip.serve.settings import BEAT, GRACE, Settings, prompt_slots
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
@@ -52,8 +51,15 @@ _BATCH_FRACTION = 0.25
 _TRIM_SECONDS = 10.0
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
-LabelList = tuple[tuple[str, ...], tuple[str, ...]]
-"""Names and templates of a request."""
+
+@dataclass(eq=False)
+class _Labels:
+    """A label list: the classes, or what of its prompts is encoded so far."""
+
+    names: tuple[str, ...]
+    prompts: list[str] = field(default_factory=list)
+    classes: ZeroShotClassifier | None = None
+    features: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -67,24 +73,10 @@ class _Ask:
     keys: list[int]
     expires: float
     """Time (monotonic) at which images that still wait are dropped."""
-    classes: ZeroShotClassifier | None = None
+    labels: _Labels
 
     def __len__(self) -> int:
         return len(self.keys)
-
-
-@dataclass(eq=False)
-class _NewLabels:
-    """A label list whose prompts are being encoded, and the requests that wait for it."""
-
-    names: tuple[str, ...]
-    prompts: list[str]
-    features: list[Tensor] = field(default_factory=list)
-    asks: list[_Ask] = field(default_factory=list)
-
-    @property
-    def slots(self) -> int:
-        return prompt_slots(len(self.prompts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,65 +91,79 @@ class _Batch:
 
 
 class Model:
-    """An encoder, its defence and the classes of requests without labels; :meth:`serve` answers requests."""
+    """An encoder, its defence and the classes of requests without labels; :meth:`running` answers requests."""
 
     def __init__(
-        self,
-        encoder: Encoder,
-        defense: Defense,
-        preset: ZeroShotClassifier,
-        settings: Settings,
-        attack: DemoAttack | None = None,
+        self, defense: Defense, preset: ZeroShotClassifier, settings: Settings, attack: DemoAttack | None = None
     ) -> None:
-        self.encoder, self.defense, self.preset, self.settings = encoder, defense, preset, settings
-        self.attack = attack
+        self.encoder, self.defense, self.settings, self.attack = preset.encoder, defense, settings, attack
         self.metrics = Metrics(shared=settings.workers > 1)
-        self._on_gpu = encoder.device.type == "cuda"
+        self._on_gpu = self.encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
-        self._queue: deque[_Ask] = deque()
-        self._new: dict[LabelList, _NewLabels] = {}
-        self._known: OrderedDict[LabelList, ZeroShotClassifier] = OrderedDict()
+        self._queue: list[_Ask] = []
+        self._preset = _Labels(preset.names, classes=preset)
+        self._lists: dict[str, _Labels] = {}  # the one that was used last is at the end
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
-        self.stopped = False
+        self._stopped = False
         self._last_end = self._trimmed = self._told = 0.0
-        self._seconds_per_image = self._warm_up()
-        size = encoder.image_size
+        self._seconds_per_image = self._warm_up(preset)
+        size = self.encoder.image_size
         everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], skip_unneeded=False)
-        self.info = Info.of(encoder, defense, list(preset.names), everything.passes.max().item(), settings)
+        self.info = Info.of(self.encoder, defense, list(preset.names), everything.passes.max().item(), settings)
 
-    def serve(self, address: str) -> None:
-        """Answer requests until ``stopped``."""
+    @contextmanager
+    def running(self, address: str) -> Iterator[None]:
+        """Answer requests on a thread."""
+        thread = threading.Thread(target=self._serve, args=(address,), name="react-clip-model")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped = True
+            thread.join(GRACE)
+
+    def _serve(self, address: str) -> None:
         self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         with self._socket:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(address)
-            while not self.stopped:
+            while not self._stopped:
                 self._turn()
 
     def _turn(self) -> None:
-        self._receive(0.0 if self._queue or self._new or self._computing else BEAT)
+        self._receive(0.0 if self._queue or self._computing else BEAT)
         earlier, self._computing = self._computing, None
+        ready = self._ready
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
-        if self._queue and (earlier is None or _images(self._queue) >= self._batch_limit):
-            batch = self._start(self._next_asks())
+        if ready and (earlier is None or _images(ready) >= self._batch_limit):
+            batch = self._start(self._take_batch(ready))
             if self._on_gpu:
                 self._computing = batch
             else:
                 earlier = batch
         if earlier is not None:
             self._finish(earlier)
-        if self._new:
-            self._encode_prompts()
+        if new := self._new:
+            self._encode_prompts(new[0])
         self._tell()
 
     # ------------------------------------------------------------------ requests
 
     @property
+    def _ready(self) -> list[_Ask]:
+        """Waiting requests whose labels are known."""
+        return [ask for ask in self._queue if ask.labels.classes is not None]
+
+    @property
+    def _new(self) -> list[_Labels]:
+        """Label lists that waiting requests need."""
+        return list(dict.fromkeys(ask.labels for ask in self._queue if ask.labels.classes is None))
+
+    @property
     def free_slots(self) -> int:
         """Images that still fit into the queue."""
-        new = sum(new.slots + _images(new.asks) for new in self._new.values())
-        return self.settings.queue - _images(self._queue) - new
+        return self.settings.queue - _images(self._queue) - _slots(self._new)
 
     def _receive(self, timeout: float) -> None:
         """Read all messages that are there; wait up to ``timeout`` seconds for the first."""
@@ -175,67 +181,63 @@ class Model:
                 self._send(caller, {"hello": self.info.model_dump(), "preprocessing": how})
 
     def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
-        size, keys = self.encoder.image_size, message["keys"]
+        """Queue a request, or refuse it: 503 where the queue is full, 422 where its labels have no features."""
+        size, keys, labels = self.encoder.image_size, message["keys"], message["labels"]
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(len(keys), 3, size, size)
-        ask = _Ask(caller, message["id"], images, keys, message["expires"])
         try:
-            self._admit(ask, message["labels"])
+            ask = _Ask(caller, message["id"], images, keys, message["expires"], self._labels(labels))
+            if len(ask) > (free := self.free_slots):
+                raise busy("the queue is full; try again soon")
+            if ask.labels.classes is None and ask.labels not in (new := self._new):
+                # Images must find room beside any number of label lists.
+                own = _slots([ask.labels])
+                if own + _slots(new) > self.settings.queue // 2 or own + len(ask) > free:
+                    raise busy("too many new labels are waiting; try again soon, or send labels that were used before")
         except RequestError as error:
-            self._refuse(ask, error)
+            self._refuse(caller, message["id"], error)
+            return
+        self._queue.append(ask)
+        if labels is not None:
+            self._lists.pop(key := json.dumps(labels), None)
+            self._lists[key] = ask.labels
+            if len(self._lists) > _LABEL_LISTS:
+                del self._lists[next(iter(self._lists))]
 
-    def _admit(self, ask: _Ask, labels: list[list[str]] | None) -> None:
-        """Queue a request, or raise: 503 where the queue is full, 422 where there are no features for its labels."""
-        if len(ask) > self.free_slots:
-            raise busy("the queue is full; try again soon")
+    def _labels(self, labels: list[list[str]] | None) -> _Labels:
+        """The label list with these names and templates, or the preset one."""
         if labels is None:
-            self._enqueue(ask, self.preset)
-            return
-        names, templates = tuple(labels[0]), tuple(labels[1])
-        key = names, templates
-        if key not in self._known and label_source(self.encoder) == "bank":
-            self._remember(key, self._table_classes(names))
-        if key in self._known:
-            self._known.move_to_end(key)
-            self._enqueue(ask, self._known[key])
-            return
-        if key not in self._new:
-            # Not str.format, which would give a caller's template access to attributes.
-            prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
-            new = _NewLabels(names, prompts)
-            # Images must find room beside any number of label lists.
-            waiting = new.slots + sum(other.slots for other in self._new.values())
-            if waiting > self.settings.queue // 2 or new.slots + len(ask) > self.free_slots:
-                raise busy("too many new labels are waiting; try again soon, or send labels that were used before")
-            self._new[key] = new
-        self._new[key].asks.append(ask)
+            return self._preset
+        if (known := self._lists.get(json.dumps(labels))) is not None:
+            return known
+        names, templates = labels
+        if label_source(self.encoder) == "bank":
+            try:
+                return _Labels(tuple(names), classes=ZeroShotClassifier(self.encoder, names))
+            except ReactClipError as error:
+                # The rest of the library's message is for programmers; a caller can only choose other names.
+                line = str(error).partition("; use one of its names")[0] + "; choose other labels"
+                raise RequestError(422, line, field="labels") from None
+        # Not str.format, which would give a caller's template access to attributes.
+        prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
+        return _Labels(tuple(names), prompts)
 
     def classes(self, labels: tuple[list[str], list[str]] | None) -> ZeroShotClassifier:
         """Classes of a request that was answered just now."""
-        return self.preset if labels is None else self._known[tuple(labels[0]), tuple(labels[1])]
-
-    def _enqueue(self, ask: _Ask, classes: ZeroShotClassifier) -> None:
-        ask.classes = classes
-        self._queue.append(ask)
+        classes = (self._preset if labels is None else self._lists[json.dumps(labels)]).classes
+        assert classes is not None, "they were needed for the answer"
+        return classes
 
     def _cancel(self, caller: bytes, number: int) -> None:
-        """Forget a request whose caller is gone, and prompts that nobody else waits for."""
-
-        def stays(ask: _Ask) -> bool:
-            return (ask.caller, ask.number) != (caller, number)
-
-        self._queue = deque(filter(stays, self._queue))
-        for key, new in list(self._new.items()):
-            new.asks = list(filter(stays, new.asks))
-            if not new.asks:
-                del self._new[key]
+        """Forget a request whose caller is gone, and with it prompts that nobody else waits for."""
+        self._queue = [ask for ask in self._queue if (ask.caller, ask.number) != (caller, number)]
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
         message["free"] = self.free_slots
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
 
-    def _refuse(self, ask: _Ask, error: RequestError) -> None:
-        values = {"message": error.detail, "kind": error.kind, "field": error.field, "headers": error.headers}
-        self._send(ask.caller, {"id": ask.number, "error": {"status": error.status_code, **values}})
+    def _refuse(self, caller: bytes, number: int, error: RequestError) -> None:
+        names = {"status": error.status_code, "message": error.detail, "kind": error.kind}
+        self._send(caller, {"id": number, "error": {**names, "field": error.field, "headers": error.headers}})
 
     def _tell(self) -> None:
         """Tell all callers now and then that the model lives."""
@@ -257,18 +259,20 @@ class Model:
         in_time = _BATCH_FRACTION * self.settings.deadline / self._seconds_per_image
         return max(1, min(self._largest, int(in_time)))
 
-    def _next_asks(self) -> list[_Ask]:
+    def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
         """Take the requests of a batch from the queue; those that have waited too long are refused."""
         batch: list[_Ask] = []
-        most = min(self._batch_limit, _images(self._queue))
+        most = min(self._batch_limit, _images(ready))
         if self._on_gpu:
             most = max(size for size in _GPU_BATCHES if size <= most)
-        while self._queue and (not batch or _images(batch) + len(self._queue[0]) <= most):
-            ask = self._queue.popleft()
+        for ask in ready:
+            if batch and _images(batch) + len(ask) > most:
+                break
+            self._queue.remove(ask)
             if time.monotonic() < ask.expires:
                 batch.append(ask)
             else:
-                self._refuse(ask, late(self.settings.deadline))
+                self._refuse(ask.caller, ask.number, late(self.settings.deadline))
         return batch
 
     def _start(self, asks: list[_Ask]) -> _Batch | None:
@@ -277,7 +281,7 @@ class Model:
             return None
         began, copied = time.monotonic(), None
         try:
-            classes = [ask.classes for ask in asks for _ in ask.keys]
+            classes = [ask.labels.classes for ask in asks for _ in ask.keys]
             keys = [key for ask in asks for key in ask.keys]
             columns, rows = self._rows(self._run(torch.cat([ask.pixels for ask in asks]), keys, classes))
             if self._on_gpu:
@@ -286,7 +290,7 @@ class Model:
                 copied.record()
             return _Batch(asks, rows, columns, copied, began)
         except Exception as error:
-            self._fail(asks, error)
+            self._fail(asks, "the model could not answer this batch", error)
             return None
 
     @torch.no_grad()
@@ -295,10 +299,7 @@ class Model:
         device = self.encoder.device
         on_device = (pixels.pin_memory() if self._on_gpu else pixels).to(device, non_blocking=True)
         streams = torch.tensor(keys).to(device)
-        one = len(set(map(id, classes))) == 1
-        return self.defense.run(
-            self.encoder, to_float(on_device), streams, classes[0] if one else classes, skip_unneeded=skip_unneeded
-        )
+        return self.defense.run(self.encoder, to_float(on_device), streams, classes, skip_unneeded=skip_unneeded)
 
     def numbers(self, out: Defended) -> dict[str, Tensor]:
         """What the defence measured, one value per image."""
@@ -320,7 +321,7 @@ class Model:
             if not bool(torch.isfinite(batch.rows[:, :dim]).all()):
                 raise ArithmeticError("features are not finite")
         except Exception as error:
-            self._fail(batch.asks, error)
+            self._fail(batch.asks, "the model could not answer this batch", error)
             return
         end, images = time.monotonic(), len(batch.rows)
         seconds, self._last_end = end - max(batch.began, self._last_end), end
@@ -330,19 +331,18 @@ class Model:
         gated, suspicious, passes = (numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes"))
         self.metrics.count_batch(gated, suspicious, passes, seconds)
         for ask, rows in zip(batch.asks, torch.split(batch.rows, [len(ask) for ask in batch.asks]), strict=True):
-            assert ask.classes is not None, "only requests with classes are queued"
             # Other images of the batch may have more classes.
-            own = rows[:, : dim + len(names) + len(ask.classes.names)].contiguous()
+            own = rows[:, : dim + len(names) + len(ask.labels.names)].contiguous()
             self._send(ask.caller, {"id": ask.number, "images": len(ask), "columns": names}, own.numpy())
 
-    def _fail(self, asks: list[_Ask], error: Exception) -> None:
-        """Refuse the requests of a batch that failed."""
+    def _fail(self, asks: list[_Ask], line: str, error: Exception) -> None:
+        """Refuse requests whose images or labels failed."""
         trace = error if logger.isEnabledFor(logging.DEBUG) else None
-        logger.error("a batch of %d images failed: %s", _images(asks), type(error).__name__, exc_info=trace)
+        logger.error("%s of %d images: %s", line, _images(asks), type(error).__name__, exc_info=trace)
         for ask in asks:
-            self._refuse(ask, busy("the model could not answer this batch; try again", kind="unavailable"))
+            self._refuse(ask.caller, ask.number, busy(f"{line}; try again", kind="unavailable"))
 
-    def _warm_up(self) -> float:
+    def _warm_up(self, preset: ZeroShotClassifier) -> float:
         """Compute grey images, so that no request waits for what is prepared once; seconds of one image."""
         size, began = self.encoder.image_size, 0.0
         grey = torch.full((self._largest, 3, size, size), 128, dtype=torch.uint8)
@@ -350,49 +350,31 @@ class Model:
         sizes = [number for number in _GPU_BATCHES[::-1] if number <= self._largest] if self._on_gpu else [1]
         for count in [number for number in sizes for _ in range(2)]:
             began = time.monotonic()
-            self._rows(self._run(grey[:count], [0] * count, [self.preset] * count))[1].cpu()
+            self._rows(self._run(grey[:count], [0] * count, [preset] * count))[1].cpu()
         return max(time.monotonic() - began, 1e-6)
 
-    # ------------------------------------------------------------------ labels
-
-    def _remember(self, key: LabelList, classes: ZeroShotClassifier) -> None:
-        self._known[key] = classes
-        if len(self._known) > _LABEL_LISTS:
-            self._known.popitem(last=False)
-
-    def _table_classes(self, names: tuple[str, ...]) -> ZeroShotClassifier:
-        """Classes of a model without a text tower."""
-        try:
-            return ZeroShotClassifier.from_features(self.encoder, names, LabelTable.load().features(names))
-        except ReactClipError as error:
-            # The rest of the library's message is for programmers; a caller can only choose other names.
-            line = str(error).partition("; use one of its names")[0] + "; choose other labels"
-            raise RequestError(422, line, field="labels") from None
-
     @torch.no_grad()
-    def _encode_prompts(self) -> None:
-        """Encode some prompts of the oldest new label list; when it is complete its requests join the queue.
+    def _encode_prompts(self, new: _Labels) -> None:
+        """Encode some prompts of a new label list; when it is complete its requests are ready.
 
         Nothing of a request is written to the library's cache on disk, which belongs to the owner of the machine.
         """
-        key, new = next(iter(self._new.items()))
         try:
             done = _PROMPTS * len(new.features)
             new.features.append(self.encoder.encode_text(new.prompts[done : done + _PROMPTS]))
-            if done + _PROMPTS < len(new.prompts):
-                return
-            features = torch.cat(new.features).reshape(-1, len(new.names), self.encoder.dim).mean(0)
-            classes = ZeroShotClassifier.from_features(self.encoder, new.names, features)
+            if done + _PROMPTS >= len(new.prompts):
+                features = torch.cat(new.features).reshape(-1, len(new.names), self.encoder.dim).mean(0)
+                new.classes = ZeroShotClassifier.from_features(self.encoder, new.names, features)
         except Exception as error:
-            logger.error("a label list failed: %s", type(error).__name__)
-            for ask in new.asks:
-                self._refuse(ask, busy("the labels could not be encoded; try again", kind="unavailable"))
-        else:
-            self._remember(key, classes)
-            for ask in new.asks:
-                self._enqueue(ask, classes)
-        del self._new[key]
+            new.features.clear()
+            failed = [ask for ask in self._queue if ask.labels is new]
+            self._queue = [ask for ask in self._queue if ask.labels is not new]
+            self._fail(failed, "the labels could not be encoded", error)
 
 
 def _images(asks: Iterable[_Ask]) -> int:
     return sum(map(len, asks))
+
+
+def _slots(lists: Iterable[_Labels]) -> int:
+    return sum(prompt_slots(len(labels.prompts)) for labels in lists)

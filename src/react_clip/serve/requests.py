@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from react_clip import noise
@@ -33,12 +32,7 @@ from react_clip.serve.responses import Info, Schema
 from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
 from react_clip.zeroshot import check_names
 
-_OURS = "sentence"
-"""Type of our own validation errors: their text follows the field's name."""
-
-
-def _wrong(text: str) -> PydanticCustomError:
-    return PydanticCustomError(_OURS, "{text}", {"text": text})
+# The text of an error follows the field's name.
 
 
 def _image_bytes(image: Any) -> bytes:
@@ -46,23 +40,23 @@ def _image_bytes(image: Any) -> bytes:
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
-        raise _wrong(f"is {quote(image)}; send a file, or its bytes as base64")
+        raise ValueError(f"is {quote(image)}; send a file, or its bytes as base64")
     prefix, found, text = image.partition(";base64,") if image[:5].lower() == "data:" else ("", "", image)
     try:
         return base64.b64decode(text if found or not prefix else prefix, validate=True)
     except (binascii.Error, ValueError):
-        raise _wrong("is no valid base64; encode the file's bytes (addresses are not fetched)") from None
+        raise ValueError("is no valid base64; encode the file's bytes (addresses are not fetched)") from None
 
 
 def _check_label(text: str) -> str:
     if len(text) > LABEL_LENGTH:
-        raise _wrong(f"has {len(text)} characters; the limit is {LABEL_LENGTH}; shorten it")
+        raise ValueError(f"has {len(text)} characters; the limit is {LABEL_LENGTH}; shorten it")
     return text
 
 
 def _check_template(text: str) -> str:
     if text.count("{}") != 1:
-        raise _wrong(f"is {quote(text)}; it needs exactly one {{}} where the label goes")
+        raise ValueError(f"is {quote(text)}; it needs exactly one {{}} where the label goes")
     return text
 
 
@@ -248,7 +242,7 @@ def _request_error(model: type[ImageRequest], error: ValidationError) -> Request
         "missing": f"{field} is missing; {known}",
         "extra_forbidden": f"{quote(name)} is no field of this request; {known}",
         "too_short": f"{field} is empty; give at least one",
-        _OURS: f"{field} {context.get('text')}",
+        "value_error": f"{field} {context.get('error')}",
     }
     otherwise = f"{field} is {quote(problem['input'])}; {problem['msg'].replace('Input should', 'it should')}"
     line = lines.get(problem["type"], otherwise)

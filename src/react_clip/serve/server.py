@@ -108,16 +108,26 @@ def serve(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[
 
     ``announce`` gets the URL as soon as the model is loaded.
     """
-    with open_socket(settings) as listener:
-        if settings.workers > 1:
-            return _serve_in_processes(settings, secrets, load, listener, announce)
-        from react_clip.serve.app import create_app
+    if settings.workers > 1:
+        # Several processes share the cores: threads of the model that wait must not keep theirs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from react_clip.serve.app import create_app
 
+    with open_socket(settings) as listener, tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
+        if settings.workers > 1:
+            share_between_processes(folder)
+            model, address = load(settings), f"ipc://{folder}/model"
+            workers = _config(partial(_worker, settings, secrets, address), settings)
+            with model.running(address):
+                listener.listen(128)  # from now on connections wait for uvicorn instead of being refused
+                announce(url_of(listener))
+                Multiprocess(workers, sockets=[listener]).run()
+            return 0
         app = create_app(settings, secrets, model=load(settings))
         # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        listener.listen(128)  # from now on connections wait for uvicorn instead of being refused
+        listener.listen(128)
         announce(url_of(listener))
         uvicorn.Server(_config(app, settings)).run(sockets=[listener])
         return 0
@@ -139,25 +149,6 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
         timeout_graceful_shutdown=int(GRACE),
         timeout_worker_healthcheck=_START_SECONDS,
     )
-
-
-def _serve_in_processes(
-    settings: Settings, secrets: Secrets, load: Load, listener: socket.socket, announce: Callable[[str], None]
-) -> int:
-    """Compute in this process; uvicorn starts and replaces those that read, decode and answer requests."""
-    # Several processes share the cores: threads of the model that wait must not keep theirs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
-        share_between_processes(folder)
-        model, address = load(settings), f"ipc://{folder}/model"
-        thread = threading.Thread(target=model.serve, args=(address,))
-        thread.start()
-        listener.listen(128)
-        announce(url_of(listener))
-        Multiprocess(_config(partial(_worker, settings, secrets, address), settings), sockets=[listener]).run()
-        model.stopped = True
-        thread.join()
-    return 0
 
 
 def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
