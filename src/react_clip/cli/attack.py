@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import react_clip as rc
 from react_clip.choices import ATTACKS
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.errors import ReactClipError
 from react_clip.storage import atomic_path
-
-if TYPE_CHECKING:
-    from react_clip.attacks import Attack
 
 EXAMPLE = "react-clip attack cat.jpg --eps 4/255 --out attacked/"
 
@@ -65,14 +62,12 @@ def run(args: argparse.Namespace) -> int:
     return reader.exit_code
 
 
-def _attack(args: argparse.Namespace) -> Attack:
+def _attack(args: argparse.Namespace) -> rc.attacks.Attack:
     """The attack that --attack, --eps and --steps describe."""
-    from react_clip import attacks
-
     config = {"kind": args.attack, "eps": args.eps} | ({"steps": args.steps} if args.steps is not None else {})
-    attack = attacks.from_dict(config)
+    attack = rc.attacks.from_dict(config)
     if "oblivious" not in attack.threats:
-        known = ", ".join(attacks.names("oblivious"))
+        known = ", ".join(rc.attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
     return attack
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
 from react_clip.choices import DEFENSES
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
@@ -18,9 +19,7 @@ from react_clip.environment import device_name, typed_command, versions
 from react_clip.storage import write_text
 
 if TYPE_CHECKING:
-    from react_clip import ZeroShotClassifier
     from react_clip.bench import Timing
-    from react_clip.defenses import Defense
 
 EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 3
@@ -49,15 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write the JSON after every round: an interrupted run keeps its rounds."""
     reader = PhotoReader(args.photos_in, args)
-    from react_clip import attacks, bench, defenses
+    from react_clip import bench
 
-    guards = [defenses.from_dict(name) for name in args.defenses]
+    guards = [rc.defenses.from_dict(name) for name in args.defenses]
     encoder = common.load_encoder(args)
     clf = common.build_classifier(args, encoder)
     if args.compile:
         encoder.accelerate()
     guards = [*common.both_guards(args, encoder), *guards]
-    pgd = attacks.PGD(eps=args.eps)
+    pgd = rc.attacks.PGD(eps=args.eps)
     photos = reader.sample(args.images, encoder)
     images = bench.traffic(
         clf, photos, pgd, count=args.images, attacked=args.attacked, batch=args.batch, seed=args.seed
@@ -68,12 +67,9 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args, clf, guards)
     timings: list[Timing] = []
     with common.progress(args, "step", comparison.steps(args.rounds)) as bar:
-
-        def show(label: str) -> None:
-            bar.set_postfix_str(label, refresh=False)
-            bar.update()
-
-        for timings in comparison.measure(rounds=args.rounds, progress=show):
+        for timings in comparison.measure(
+            rounds=args.rounds, progress=lambda label: common.show(bar, bar.n + 1, text=label)
+        ):
             report["contenders"] = [dataclasses.asdict(timing) for timing in timings]
             if args.out:
                 write_text(args.out, json.dumps(report, indent=2) + "\n")
@@ -82,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     return reader.exit_code
 
 
-def _report(args: argparse.Namespace, clf: ZeroShotClassifier, guards: Sequence[Defense]) -> dict[str, Any]:
+def _report(
+    args: argparse.Namespace, clf: rc.ZeroShotClassifier, guards: Sequence[rc.defenses.Defense]
+) -> dict[str, Any]:
     """The JSON document, without measurements."""
     import torch
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
 from react_clip.choices import MAPPINGS
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
@@ -15,9 +16,6 @@ from react_clip.environment import device_name, typed_command, versions
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from react_clip import Encoder
-    from react_clip.calibration import Calibration
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
 
@@ -41,57 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Calibrate and write the JSON."""
     encoder = common.load_encoder(args)
-    calibrate = _react if args.defense == "react" else _second_look
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
-        result, exit_code = calibrate(args, encoder)
-    result.save(args.out)
-    usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
-    common.print_result(args, result.to_dict(), _lines(result), [usage])
-    return exit_code
-
-
-def _second_look(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int]:
-    from react_clip.calibration import calibrate_threshold
-
-    pixels, exit_code = _clean_photos(args, encoder)
-    given = _common_arguments(args, encoder, photos=args.dataset)
-    with common.progress(args, "photo", len(pixels), "measuring") as bar:
-        result = calibrate_threshold(encoder, pixels, progress=lambda done, total: common.show(bar, done), **given)
-    return result, exit_code
-
-
-def _react(args: argparse.Namespace, encoder: Encoder) -> tuple[Calibration, int]:
-    import torch
-
-    from react_clip.calibration import BUDGETS, calibrate
-
-    # Classes made of the very photos that are attacked would look better than they are.
-    photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
-    assert clf is not None, "classes were asked for"
-    pixels = common.pixels_of(args, photos, encoder)
-    given = _common_arguments(args, encoder, data=common.describe_photos(args, photos), classes=len(clf.names))
-    with common.progress(args, "batch") as bar:
-
-        def advance(stage: str, done: int, total: int) -> None:
-            bar.total = total * len(BUDGETS)
-            bar.set_description(stage, refresh=False)
-            bar.update()
-
-        result = calibrate(
-            clf,
-            pixels,
-            torch.tensor(photos.labels),
-            mapping=args.mapping,
-            steps=args.steps,
-            progress=advance,
-            **given,
-        )
-    return result, 0
-
-
-def _common_arguments(args: argparse.Namespace, encoder: Encoder, **photos: Any) -> dict[str, Any]:
-    """Options of both calibrations."""
+    given = {"batch": args.batch or common.batch_size(encoder, 64), "seed": args.seed}
+    given |= {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
     provenance = {
         "command": typed_command(),
         "model": encoder.name,
@@ -99,25 +48,64 @@ def _common_arguments(args: argparse.Namespace, encoder: Encoder, **photos: Any)
         "dtype": args.dtype,
         "device": device_name(encoder.device),
         "versions": versions(),
-        **photos,
     }
-    given = {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
-    batch = args.batch or common.batch_size(encoder, 64)
-    return {"batch": batch, "seed": args.seed, "provenance": provenance, **given}
+    calibrate = _react if args.defense == "react" else _second_look
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
+        result, exit_code = calibrate(args, encoder, provenance, given)
+    result.save(args.out)
+    usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
+    common.print_result(args, result.to_dict(), _lines(result), [usage])
+    return exit_code
 
 
-def _clean_photos(args: argparse.Namespace, encoder: Encoder) -> tuple[Tensor, int]:
-    """Pixels of a folder, of a file or of a data set, and the exit code: 2 if some files could not be read."""
+def _second_look(
+    args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
+) -> tuple[rc.Calibration, int]:
+    """From a folder, a file or a data set; the exit code is 2 if some files could not be read."""
+    from react_clip.calibration import calibrate_threshold
+
     args.limit = args.limit or common.CALIBRATION_PHOTOS
-    path = Path(args.dataset.removeprefix("folder:")).expanduser()
+    path, exit_code = Path(args.dataset.removeprefix("folder:")).expanduser(), 0
     if path.exists():
         reader = PhotoReader([path], args)
-        return reader.sample(args.limit, encoder), reader.exit_code
-    photos, *_ = common.load_photos(args, encoder, classes=False)
-    return common.pixels_of(args, photos, encoder), 0
+        pixels, exit_code = reader.sample(args.limit, encoder), reader.exit_code
+    else:
+        pixels = _pixels(args, encoder, common.load_photos(args, encoder, classes=False)[0])
+    given["provenance"] = provenance | {"photos": args.dataset}
+    with common.progress(args, "photo", len(pixels), "measuring") as bar:
+        result = calibrate_threshold(encoder, pixels, progress=lambda *done: common.show(bar, *done), **given)
+    return result, exit_code
 
 
-def _lines(result: Calibration) -> Iterator[str]:
+def _react(
+    args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
+) -> tuple[rc.Calibration, int]:
+    import torch
+
+    from react_clip.calibration import BUDGETS, calibrate
+
+    # Classes made of the very photos that are attacked would look better than they are.
+    photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
+    assert clf is not None, "classes were asked for"
+    pixels, labels = _pixels(args, encoder, photos), torch.tensor(photos.labels)
+    given |= {"mapping": args.mapping, "steps": args.steps}
+    given["provenance"] = provenance | {"data": common.describe(args, photos), "classes": len(clf.names)}
+    with common.progress(args, "batch") as bar:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            common.show(bar, bar.n + 1, total * len(BUDGETS), stage)
+
+        return calibrate(clf, pixels, labels, progress=advance, **given), 0
+
+
+def _pixels(args: argparse.Namespace, encoder: rc.Encoder, photos: rc.data.ImageDataset) -> Tensor:
+    from react_clip.preprocess import to_float
+
+    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
+
+
+def _lines(result: rc.Calibration) -> Iterator[str]:
     """Lines of the terminal: the measured points and the fits of ReACT, the threshold, the warnings."""
     if result.points:
         yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import react_clip as rc
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
-
-if TYPE_CHECKING:
-    from react_clip import Defended
 
 EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return reader.exit_code
 
 
-def describe(paths: Sequence[Path], out: Defended, names: Sequence[str], top: int) -> list[dict[str, Any]]:
+def describe(paths: Sequence[Path], out: rc.Defended, names: Sequence[str], top: int) -> list[dict[str, Any]]:
     """One row of JSON values per photo: its best answers and the diagnostics."""
     best = out.probs.topk(min(top, len(names)))
     rows = zip(paths, best.values.tolist(), best.indices.tolist(), common.diagnostics(out), strict=True)

@@ -14,16 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
 from react_clip.errors import ReactClipError
 from react_clip.storage import read_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from tqdm import tqdm
 
-    from react_clip import Defended, Encoder, ZeroShotClassifier
-    from react_clip.data import ImageDataset
-    from react_clip.defenses import Defense
     from react_clip.noise import Seed
 
 CALIBRATION_PHOTOS = 500
@@ -59,8 +56,10 @@ def progress(args: argparse.Namespace, unit: str, total: int | None = None, stag
     return tqdm(total=total, unit=f" {unit}", desc=stage, disable=args.quiet, mininterval=interval, dynamic_ncols=True)
 
 
-def show(bar: tqdm[Any], done: float) -> None:
-    """Set the steps that are done."""
+def show(bar: tqdm[Any], done: float, total: int | None = None, text: str = "") -> None:
+    """Set the steps that are done, all steps if they were not known, and a text behind the bar."""
+    bar.total = total or bar.total
+    bar.set_postfix_str(text, refresh=False)
     bar.update(done - bar.n)
 
 
@@ -72,7 +71,7 @@ def say(line: str, *, error: bool = False) -> None:
         print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-def diagnostics(out: Defended) -> list[dict[str, Any]]:
+def diagnostics(out: rc.Defended) -> list[dict[str, Any]]:
     """For each image the values that decided whether it was corrected, for JSON; None where one was not measured."""
     from react_clip.defenses.result import MEASUREMENTS
 
@@ -94,26 +93,22 @@ def secret_seed(args: argparse.Namespace) -> Seed:
     return process_secret()
 
 
-def load_encoder(args: argparse.Namespace) -> Encoder:
+def load_encoder(args: argparse.Namespace) -> rc.Encoder:
     """Load --model on --device in --dtype, after a notice."""
     notice(args, f"loading {args.model}")  # before the imports, which take seconds
-    from react_clip import encoders
-
-    return encoders.load(args.model, device=args.device, dtype=args.dtype)
+    return rc.load(args.model, device=args.device, dtype=args.dtype)
 
 
-def batch_size(encoder: Encoder, largest: int) -> int:
+def batch_size(encoder: rc.Encoder, largest: int) -> int:
     """Images at a time: few on a CPU, which gains nothing from more, so that answers and progress come sooner."""
     return 4 if encoder.device.type == "cpu" else largest
 
 
-def build_classifier(args: argparse.Namespace, encoder: Encoder) -> ZeroShotClassifier:
+def build_classifier(args: argparse.Namespace, encoder: rc.Encoder) -> rc.ZeroShotClassifier:
     """The classifier that --labels, --labels-file or --photos describe; the label table's vocabulary without them."""
-    from react_clip.zeroshot import ZeroShotClassifier
-
     if args.photos is not None:
-        return ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
-    return ZeroShotClassifier(encoder, _class_names(args), templates=args.template)
+        return rc.ZeroShotClassifier.from_folder(encoder, args.photos, progress=not args.quiet)
+    return rc.ZeroShotClassifier(encoder, _class_names(args), templates=args.template)
 
 
 def _class_names(args: argparse.Namespace) -> list[str]:
@@ -121,61 +116,54 @@ def _class_names(args: argparse.Namespace) -> list[str]:
         # A trailing comma is common and does not mean a blank label.
         return str(args.labels).rstrip().removesuffix(",").split(",")
     if args.labels_file is None:
-        from react_clip.label_table import LabelTable
-
-        return list(LabelTable.load().vocabulary())
+        return list(rc.LabelTable.load().vocabulary())
     if not (names := [line for line in read_text(args.labels_file).splitlines() if line.strip()]):
         raise ReactClipError(f"{args.labels_file} holds no names; write one a line")
     return names
 
 
-def build_guard(args: argparse.Namespace, encoder: Encoder) -> Defense:
+def build_guard(args: argparse.Namespace, encoder: rc.Encoder) -> rc.defenses.Defense:
     """The defence: --config, --calibrate-on or --defense where given, else the default for the encoder."""
-    from react_clip.defenses import Defense, ReACT, SecondLook, default_for
-
     defense = getattr(args, "defense", None)
     if (photos := getattr(args, "calibrate_on", None)) is not None:
         return _calibrated(args, encoder, photos)
     if args.config == "paper":
-        return ReACT()
+        return rc.ReACT()
     if args.config is not None:
-        guard = Defense.load(args.config)
+        guard = rc.defenses.Defense.load(args.config)
         guard.check(encoder)
         return guard
     if defense is None:
-        return default_for(encoder)
-    return (SecondLook if defense == "second_look" else ReACT).for_encoder(encoder)
+        return rc.defenses.default_for(encoder)
+    return (rc.SecondLook if defense == "second_look" else rc.ReACT).for_encoder(encoder)
 
 
-def both_guards(args: argparse.Namespace, encoder: Encoder) -> list[Defense]:
+def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defenses.Defense]:
     """SecondLook and ReACT where they have constants for the encoder; --config comes first, for the one of its kind."""
-    from react_clip.defenses import ReACT, SecondLook, default_for
-
     guards = [] if args.config is None else [build_guard(args, encoder)]
-    for kind in (SecondLook, ReACT):
+    for kind in (rc.SecondLook, rc.ReACT):
         if kind.kind not in [guard.kind for guard in guards]:
             with suppress(ReactClipError):
                 guards.append(kind.for_encoder(encoder))
-    return guards or [default_for(encoder)]  # with neither, this raises and says what to do
+    return guards or [rc.defenses.default_for(encoder)]  # with neither, this raises and says what to do
 
 
-def _calibrated(args: argparse.Namespace, encoder: Encoder, photos: Path) -> Defense:
+def _calibrated(args: argparse.Namespace, encoder: rc.Encoder, photos: Path) -> rc.defenses.Defense:
     """SecondLook with a threshold measured on clean photos."""
     from react_clip.cli.photos import PhotoReader
-    from react_clip.defenses import SecondLook
 
     reader = PhotoReader([photos], args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
-        result = SecondLook.calibrate(encoder, reader.sample(CALIBRATION_PHOTOS, encoder))
+        result = rc.SecondLook.calibrate(encoder, reader.sample(CALIBRATION_PHOTOS, encoder))
     notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
     for note in result.notes:
         notice(args, f"note: {note}")
-    guard: Defense = result.config
+    guard: rc.defenses.Defense = result.config
     return guard
 
 
-def load_defended(args: argparse.Namespace) -> tuple[ZeroShotClassifier, Defense]:
+def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
     """The classifier and the defence that the options describe, and notices about them."""
     encoder = load_encoder(args)
     clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
@@ -187,18 +175,17 @@ def load_defended(args: argparse.Namespace) -> tuple[ZeroShotClassifier, Defense
 
 
 def load_photos(
-    args: argparse.Namespace, encoder: Encoder, *, classes: bool = True, average_train: bool = True
-) -> tuple[ImageDataset, ZeroShotClassifier | None, str]:
+    args: argparse.Namespace, encoder: rc.Encoder, *, classes: bool = True, average_train: bool = True
+) -> tuple[rc.data.ImageDataset, rc.ZeroShotClassifier | None, str]:
     """The photos that the data set options describe, their classifier, and where its class features come from.
 
     Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier, without
     ``average_train`` none that is made of photos of the train split.
     """
-    from react_clip import data
     from react_clip.evaluation.sets import class_source
 
-    root = args.data or data.default_root()
-    photos = data.load(args.dataset, root=root, split=args.split, seed=args.seed)
+    root = args.data or rc.data.default_root()
+    photos = rc.data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     classifier, description = None, "none needed"
     if classes:
         source = class_source(encoder, photos, args.heads, root, average_train=average_train)
@@ -207,14 +194,7 @@ def load_photos(
     return photos if args.limit is None else photos.take(args.limit, args.seed), classifier, description
 
 
-def pixels_of(args: argparse.Namespace, photos: ImageDataset, encoder: Encoder) -> Tensor:
-    """Float pixels ``[N, 3, S, S]`` of photos."""
-    from react_clip.preprocess import to_float
-
-    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
-
-
-def describe_photos(args: argparse.Namespace, photos: ImageDataset) -> dict[str, Any]:
+def describe(args: argparse.Namespace, photos: rc.data.ImageDataset) -> dict[str, Any]:
     """Name, split, number and digest of the photos of :func:`load_photos`, as result files record them."""
     return {
         "name": args.dataset,

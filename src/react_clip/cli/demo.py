@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import react_clip as rc
 from react_clip.cli import common, options
 from react_clip.cli.photos import add_photo_argument, bundled_photos, expand_inputs
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from react_clip import Defended, ZeroShotClassifier
-    from react_clip.defenses import Defense
     from react_clip.report.demo_page import Answer, Outcome, PhotoResult
 
 EXAMPLE = "react-clip demo my.jpg --labels 'cat, dog, teapot'"
@@ -41,12 +40,11 @@ def run(args: argparse.Namespace) -> int:
     budgets = _ALL_BUDGETS if args.full else _BUDGETS
     results: list[PhotoResult] = []
     with common.progress(args, "attack step", args.steps * len(files), "loading the model") as bar:
-        from react_clip import encoders
         from react_clip.report.demo_page import PhotoResult, write_demo
 
         if args.model == options.DEFAULT_MODEL:
-            encoders.pull(args.model, say=bar.set_description)
-        encoder = encoders.load(args.model, device=args.device, dtype=args.dtype)
+            rc.pull(args.model, say=bar.set_description)
+        encoder = rc.load(args.model, device=args.device, dtype=args.dtype)
         clf, guards = common.build_classifier(args, encoder), common.both_guards(args, encoder)
         try:
             for path in files:
@@ -71,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outcomes(
-    clf: ZeroShotClassifier,
-    guards: Sequence[Defense],
+    clf: rc.ZeroShotClassifier,
+    guards: Sequence[rc.defenses.Defense],
     path: Path,
     budgets: Sequence[int],
     args: argparse.Namespace,
@@ -81,15 +79,13 @@ def _outcomes(
     """Plain and defended answers for the photo as it is, with camera noise, and attacked with each budget."""
     import torch
 
-    from react_clip.attacks import PGD, Corruption
-    from react_clip.defenses import Undefended
     from react_clip.report.demo_page import Outcome
 
     clean = clf.encoder.prepare([path])
     label = clf(clean).argmax(-1)
     before = bar.n
-    noisy = Corruption(type="noise", severity=_NOISE)(clf, clean, label, seed=args.seed).images
-    attacked = PGD(steps=args.steps)(
+    noisy = rc.attacks.Corruption(type="noise", severity=_NOISE)(clf, clean, label, seed=args.seed).images
+    attacked = rc.attacks.PGD(steps=args.steps)(
         clf,
         clean.expand(len(budgets), -1, -1, -1),
         label.expand(len(budgets)),
@@ -98,7 +94,7 @@ def _outcomes(
         progress=lambda done: common.show(bar, before + done),
     ).images
     images = torch.cat([clean, noisy, attacked])
-    plain = Undefended()(clf, images)
+    plain = rc.Undefended()(clf, images)
     pixels, changes = images.cpu(), (images - clean).cpu()
     answers = [_answers("CLIP", "plain", plain)]
     answers += [_answers(type(guard).label, guard.kind, guard(clf, images, seed=args.seed)) for guard in guards]
@@ -108,7 +104,7 @@ def _outcomes(
     ]
 
 
-def _answers(who: str, key: str, out: Defended) -> list[Answer]:
+def _answers(who: str, key: str, out: rc.Defended) -> list[Answer]:
     """The answers of plain CLIP or of a defence, with what decided them."""
     from react_clip.report.demo_page import Answer
 

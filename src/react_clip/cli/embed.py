@@ -10,15 +10,13 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+import react_clip as rc
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
 from react_clip.errors import ReactClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from react_clip.defenses import Defense
-    from react_clip.zeroshot import ZeroShotClassifier
 
 EXAMPLE = "react-clip embed s3://bucket/shards --out s3://bucket/features --engine ray --resume"
 _FOLDER_OPTIONS = ("batch", "top", "column", "resume", "address", "workers")
@@ -62,10 +60,8 @@ def run(args: argparse.Namespace) -> int:
     return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
 
 
-def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense) -> int:
-    from react_clip.scale import defend_dataset
-
-    summary = defend_dataset(
+def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense) -> int:
+    summary = rc.scale.defend_dataset(
         args.photos_in,
         args.out,
         clf,
@@ -86,7 +82,9 @@ def _to_folder(args: argparse.Namespace, clf: ZeroShotClassifier, guard: Defense
     return 2 if summary.missing else 0
 
 
-def _to_file(args: argparse.Namespace, reader: PhotoReader, clf: ZeroShotClassifier, guard: Defense) -> int:
+def _to_file(
+    args: argparse.Namespace, reader: PhotoReader, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense
+) -> int:
     """Write one row per photo, also when stopped; a photo that cannot be read is a line on stderr and has no row."""
     import torch
 

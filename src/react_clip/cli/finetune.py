@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
 from react_clip.choices import FINETUNING
 from react_clip.cli import common, options
 from react_clip.config import write_length
@@ -64,11 +65,10 @@ def run(args: argparse.Namespace) -> int:
     common.notice(args, f"loading {args.model}")
     import torch
 
-    from react_clip import load
     from react_clip.finetune import METHODS, finetune
 
     # The weights stay fp32; --dtype is what the towers compute in.
-    encoder = load(args.model, device=args.device, dtype="fp32")
+    encoder = rc.load(args.model, device=args.device, dtype="fp32")
     photos, clf, source = common.load_photos(args, encoder, classes=METHODS[args.method].needs_labels)
     if args.epochs is not None:
         settings = settings.replace(steps=max(1, math.ceil(args.epochs * len(photos) / settings.batch)))
@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with common.progress(args, "photo", settings.steps * settings.batch) as bar:
 
         def show(done: int, total: int, loss: float) -> None:
-            bar.set_postfix_str(f"step {done} of {total}, loss {loss:.4g}", refresh=False)
-            common.show(bar, done * settings.batch)
+            common.show(bar, done * settings.batch, text=f"step {done} of {total}, loss {loss:.4g}")
 
         result = finetune(
             encoder,
@@ -87,11 +86,7 @@ def run(args: argparse.Namespace) -> int:
             None if clf is None else clf.class_features,
             out=args.out,
             settings=settings,
-            about={
-                "command": typed_command(),
-                "class_source": source,
-                "dataset": common.describe_photos(args, photos),
-            },
+            about={"command": typed_command(), "class_source": source, "dataset": common.describe(args, photos)},
             progress=show,
         )
     try:

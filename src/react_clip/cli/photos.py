@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
 from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.cli import common, options
 from react_clip.errors import ReactClipError
@@ -15,8 +16,6 @@ from react_clip.errors import ReactClipError
 if TYPE_CHECKING:
     from torch import Tensor
     from tqdm import tqdm
-
-    from react_clip import Encoder
 
 _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
@@ -65,7 +64,7 @@ class PhotoReader:
         self.bar: tqdm[Any]
         self._args = args
 
-    def batches(self, encoder: Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
+    def batches(self, encoder: rc.Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
         """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says."""
         import torch
 
@@ -78,7 +77,7 @@ class PhotoReader:
                     yield [*good], torch.cat([*good.values()])
                 self.bar.update(len(some))
 
-    def sample(self, count: int, encoder: Encoder) -> Tensor:
+    def sample(self, count: int, encoder: rc.Encoder) -> Tensor:
         """Pixels ``[N, 3, S, S]`` of at most ``count`` photos, spread evenly over all of them."""
         import torch
 
@@ -94,7 +93,7 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, encoder: Encoder) -> Tensor | None:
+    def _read(self, path: Path, encoder: rc.Encoder) -> Tensor | None:
         try:
             return encoder.prepare([path])
         except ReactClipError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+import react_clip as rc
 from react_clip.cli import common
 
 EXAMPLE = "react-clip pull clip-vit-b-16"
@@ -18,8 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Fetch the model and print where it is."""
     with common.progress(args, "step", stage=f"looking for {args.model}") as bar:
-        from react_clip.encoders import pull
-
-        path = pull(args.model, force=args.force, say=bar.set_description)
+        path = rc.pull(args.model, force=args.force, say=bar.set_description)
     common.print_result(args, {"model": args.model, "path": path}, [f"{args.model} is ready in {path}"])
     return 0

@@ -11,14 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import react_clip as rc
 from react_clip.cli import common, options
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.storage import write_text
 
 if TYPE_CHECKING:
-    from react_clip import ZeroShotClassifier
-    from react_clip.defenses import Defense
     from react_clip.report.tables import Cell
 
 EXAMPLE = (
@@ -87,7 +86,6 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     """Run the standard evaluation with a defence of the user's beside ours; returns the folder of the run."""
     import torch
 
-    from react_clip import ZeroShotClassifier, load
     from react_clip.evaluation import Recipe, run_folder, run_recipe, validate
     from react_clip.evaluation.recipe import LabelledDefense
 
@@ -105,9 +103,9 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
         raise ReactClipError(validation.problems[0])
     for line in validation.lines():
         common.notice(args, line)
-    encoder = load(recipe.model, device=args.device)
+    encoder = rc.load(recipe.model, device=args.device)
     features = torch.eye(3, encoder.dim, device=encoder.device)
-    check_defense(defense, ZeroShotClassifier.from_features(encoder, ["one", "two", "three"], features))
+    check_defense(defense, rc.ZeroShotClassifier.from_features(encoder, ["one", "two", "three"], features))
     run_recipe(recipe, folder, progress=not args.quiet, **location)
     return folder
 
@@ -123,19 +121,17 @@ def _errors_of(what: str) -> Iterator[None]:
         raise ReactClipError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
 
 
-def load_defense(reference: str) -> Defense:
+def load_defense(reference: str) -> rc.defenses.Defense:
     """A defence with its default values from ``FILE.py:CLASS`` or ``module:CLASS``."""
-    from react_clip import defenses
-
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
         sys.path.insert(0, str(options.existing(place).resolve().parent))
         place = Path(place).stem
     with _errors_of(f"{reference} cannot be loaded"):
-        return defenses.from_dict(f"{place}:{name}")
+        return rc.defenses.from_dict(f"{place}:{name}")
 
 
-def check_defense(defense: Defense, clf: ZeroShotClassifier) -> None:
+def check_defense(defense: rc.defenses.Defense, clf: rc.ZeroShotClassifier) -> None:
     """Raise unless a defence answers two images with finite logits over all classes."""
     import torch
 

@@ -30,14 +30,13 @@ def run(args: argparse.Namespace) -> int:
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
     with common.progress(args, "figure", stage="drawing") as bar:
-
-        def show(title: str, done: int, total: int) -> None:
-            bar.total = total
-            bar.set_postfix_str(title, refresh=False)
-            common.show(bar, done)
-
         report = write_report(
-            args.runs, out, images=args.images, photos=args.photos, calibration=args.calibration, progress=show
+            args.runs,
+            out,
+            images=args.images,
+            photos=args.photos,
+            calibration=args.calibration,
+            progress=lambda title, done, total: common.show(bar, done, total, title),
         )
     document = {
         "page": str(report.page),

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import react_clip as rc
+from react_clip import serve
 from react_clip.cli.common import load_defended, notice
 from react_clip.optional import require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from torch import Tensor
-
-    from react_clip.serve.model import Model
-    from react_clip.serve.settings import Secrets, Settings
-    from react_clip.zeroshot import ZeroShotClassifier
 
 EXAMPLE = "react-clip serve --model openai/clip-vit-base-patch32 --labels 'cat, dog, teapot' --port 8000"
 _PACKAGES = ("fastapi", "httptools", "prometheus_client", "pydantic_settings", "python_multipart", "uvicorn", "zmq")
@@ -28,32 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare one option per field of ``Settings``, which reads and checks the values together with the environment."""
     for package in _PACKAGES:
         require(package, "serving", extra="serve")
-    from react_clip.serve.settings import DROPPED, Settings, flag, variable
-
-    for name, setting in Settings.model_fields.items():
+    for name, setting in serve.Settings.model_fields.items():
         default = f" ({setting.default})" if setting.default not in (None, False) else ""
         action = "store_true" if setting.annotation is bool else "append" if name == "template" else "store"
-        text = f"{setting.description}{default} [${variable(name)}]".replace("%", "%%")
-        parser.add_argument(flag(name), action=action, default=argparse.SUPPRESS, help=text)
-    for name in DROPPED:
-        parser.add_argument(flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        text = f"{setting.description}{default} [${serve.variable(name)}]".replace("%", "%%")
+        parser.add_argument(serve.flag(name), action=action, default=argparse.SUPPRESS, help=text)
+    for name in serve.DROPPED:
+        parser.add_argument(serve.flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, listen and answer; returns 0 after SIGTERM or SIGINT."""
-    from react_clip.serve.server import log_to_stderr, serve
-    from react_clip.serve.settings import public_name, read_secrets
-
     settings = settings_of(args)
     if args.quiet and settings.log_level == "info":
         settings = settings.model_copy(update={"log_level": "warning"})
-    log_to_stderr(settings.log_level)
-    secrets = read_secrets(settings)
+    serve.log_to_stderr(settings.log_level)
+    secrets = serve.read_secrets(settings)
     if secrets.drawn:
         notice(args, "the noise is keyed by a new random secret: answers may differ after a restart (--secrets-dir)")
 
     def announce(url: str) -> None:
-        ready = {"url": url, "pid": os.getpid(), "model": public_name(settings.model)}
+        ready = {"url": url, "pid": os.getpid(), "model": serve.public_name(settings.model)}
         print(json.dumps(ready) if args.json else f"react-clip serves {ready['model']} on {url}", flush=True)
 
     if settings.engine == "ray":
@@ -61,15 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
         serve_on_cluster(partial(build_app, settings, secrets), settings, announce)
         return 0
-    return serve(settings, secrets, load_model, announce)
+    return serve.run(settings, secrets, load_model, announce)
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> serve.Settings:
     """Settings from the flags that were given and from the environment."""
-    from react_clip.serve.settings import DROPPED, Settings, read_settings
-
-    names = Settings.model_fields.keys() | DROPPED.keys()
-    return read_settings({name: value for name, value in vars(args).items() if name in names})
+    names = serve.Settings.model_fields.keys() | serve.DROPPED.keys()
+    return serve.read_settings({name: value for name, value in vars(args).items() if name in names})
 
 
 def application(flags: dict[str, Any]) -> Any:
@@ -78,47 +69,37 @@ def application(flags: dict[str, Any]) -> Any:
     ``flags`` are settings by name, such as ``{"workers": 2}``; environment variables are read too.
     """
     from react_clip.scale.serving import application as deployed
-    from react_clip.serve.settings import read_secrets, read_settings
 
-    settings = read_settings({"engine": "ray", **flags})
-    return deployed(partial(build_app, settings, read_secrets(settings)), settings, gpus=1)
+    settings = serve.read_settings({"engine": "ray", **flags})
+    return deployed(partial(build_app, settings, serve.read_secrets(settings)), settings, gpus=1)
 
 
-def build_app(settings: Settings, secrets: Secrets) -> FastAPI:
+def build_app(settings: serve.Settings, secrets: serve.Secrets) -> FastAPI:
     """The application with its model, for servers other than ours, such as a replica of Ray Serve."""
-    from react_clip.serve.app import create_app
-
-    return create_app(settings, secrets, model=load_model(settings))
+    return serve.create_app(settings, secrets, model=load_model(settings))
 
 
-def load_model(settings: Settings) -> Model:
+def load_model(settings: serve.Settings) -> serve.Model:
     """Load the encoder, its defence and the classes of requests without labels."""
-    from react_clip.serve.model import Model
-
     args = argparse.Namespace(**settings.model_dump(), quiet=settings.log_level in ("warning", "error"))
     set_threads(settings)
     preset, defense = load_defended(args)
     preset.encoder.accelerate()
-    return Model(defense, preset, settings, demo_attack if settings.demo else None)
+    return serve.Model(defense, preset, settings, demo_attack if settings.demo else None)
 
 
 def demo_attack(
-    clf: ZeroShotClassifier, pixels: Tensor, label: int, eps: float, progress: Callable[[int, int], None]
+    clf: rc.ZeroShotClassifier, pixels: Tensor, index: int, eps: float, progress: Callable[[int, int], None]
 ) -> Tensor:
     """The demo's attack: PGD with 10 steps on plain CLIP, which does not know the defence."""
     import torch
 
-    from react_clip.attacks import PGD
-
-    steps = 10
-
-    def advance(done: int, *_: Any) -> None:
-        progress(done, steps)
-
-    return PGD(eps=eps, steps=steps)(clf, pixels, torch.tensor([label]), progress=advance).images
+    steps, label = 10, torch.tensor([index])
+    attack = rc.attacks.PGD(eps=eps, steps=steps)
+    return attack(clf, pixels, label, progress=lambda done: progress(done, steps)).images
 
 
-def set_threads(settings: Settings) -> None:
+def set_threads(settings: serve.Settings) -> None:
     """Set the CPU threads of this process; one where the model is on a GPU and the CPU only decodes."""
     import torch
 

@@ -103,7 +103,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[str], None]) -> int:
+def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[str], None]) -> int:
     """Answer requests until SIGTERM or SIGINT, then finish the accepted ones; returns the exit code.
 
     ``announce`` gets the URL as soon as the model is loaded.
