@@ -21,12 +21,14 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +40,8 @@ from PIL import Image
 
 SECRET = "a secret of the benchmark, long enough"
 BOUNDARY = "a-boundary-of-the-benchmark"
+Answers = dict[bytes, tuple[str, float]]
+"""Label and probability of the first answer to each request."""
 LATE = 60.0
 """Seconds after which a caller gives up."""
 
@@ -61,10 +65,15 @@ def photos(count: int) -> list[bytes]:
     return files
 
 
-async def load(url: str, requests: list[bytes], callers: int, seconds: float) -> tuple[Counter[str], list[float]]:
-    """Send requests from several callers for some seconds; the number of answers of each status, and their times."""
+async def load(
+    url: str, requests: list[bytes], callers: int, seconds: float, pause: float = 0.0, answers: Answers | None = None
+) -> tuple[Counter[str], list[float]]:
+    """Send requests from several callers for some seconds; the number of answers of each status, and their times.
+
+    An answer that differs from an earlier one for the same request counts as "wrong".
+    """
     address, until = urlsplit(url), time.perf_counter() + seconds
-    statuses, times = Counter[str](), list[float]()
+    statuses, times, answers = Counter[str](), list[float](), {} if answers is None else answers
 
     async def call(number: int) -> None:
         stream: Any = None
@@ -77,9 +86,16 @@ async def load(url: str, requests: list[bytes], callers: int, seconds: float) ->
                 stream[1].write(request)
                 async with asyncio.timeout(LATE):
                     head = (await stream[0].readuntil(b"\r\n\r\n")).lower()
-                    await stream[0].readexactly(int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]))
+                    length = int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
+                    body = await stream[0].readexactly(length)
                 statuses[head[9:12].decode()] += 1
                 times.append(time.perf_counter() - began)
+                if head[9:12] == b"200":
+                    [result] = json.loads(body)["results"]
+                    label, probability = answers.setdefault(request, (result["label"], result["probability"]))
+                    # Sums in another order, because a batch has another size, may differ in their last bits.
+                    statuses["wrong"] += label != result["label"] or abs(probability - result["probability"]) > 1e-3
+                    await asyncio.sleep(pause)
                 if head[9:12] != b"200":
                     await asyncio.sleep(1)  # as Retry-After says
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
@@ -152,38 +168,107 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     return result | ({"ratio": round(medians["now"] / medians["before"], 3)} if args.before else {})
 
 
+def harm(server: Server, rng: random.Random) -> str:
+    """Kill a process that answers, or stop one (uvicorn replaces it), or let the model hang for 15 seconds."""
+    workers = [pid for pid in server.pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    what = rng.choice(["worker killed", "worker hangs", "model hangs"])
+    pid = server.process.pid if what.startswith("model") else rng.choice(workers)
+    os.kill(pid, signal.SIGKILL if what.endswith("killed") else signal.SIGSTOP)
+    if pid == server.process.pid:
+        time.sleep(15)
+        os.kill(pid, signal.SIGCONT)
+    return what
+
+
 def soak(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Statuses, latency and memory of a long run; with ``--harm`` parts of the service hang or are killed meanwhile."""
+    """Answers, latency and memory of a long run; with ``--harm`` parts of the service hang or are killed meanwhile."""
     requests, rng = [as_request(photo) for photo in photos(64)], random.Random(0)
     server = Server.start([*flags, "--workers", str(args.workers), "--deadline", "10"])
-    total, times, harm, memory = Counter[str](), list[float](), Counter[str](), list[int]()
+    answers: Answers = {}
+    total, times = asyncio.run(load(server.url, requests, args.callers, 30, args.pause, answers))
+    harmed, memory = Counter[str](), [server.memory()]
     until = time.monotonic() + 60 * args.minutes
-    while time.monotonic() < until:
-        statuses, own = asyncio.run(load(server.url, requests, args.callers, args.harm or 60))
-        total, times, memory = total + statuses, times + own, [*memory, server.memory()]
-        if args.harm:
-            number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
-            with suppress(ProcessLookupError):
-                os.kill(rng.choice(server.pids()[1:]), number)
-            harm[number.name] += 1
-    time.sleep(30)
-    last, _ = asyncio.run(load(server.url, requests, args.callers, 60))
+    with ThreadPoolExecutor(1) as thread:
+        while time.monotonic() < until:
+            harming = thread.submit(harm, server, rng) if args.harm else None
+            seconds = min(args.harm or 60, until - time.monotonic())
+            statuses, own = asyncio.run(load(server.url, requests, args.callers, seconds, args.pause, answers))
+            total, times, memory = total + statuses, times + own, [*memory, server.memory()]
+            if harming:
+                harmed[harming.result()] += 1
+    time.sleep(60)  # the last part that hangs is replaced
+    last, _ = asyncio.run(load(server.url, requests, args.callers, 60, args.pause, answers))
+    memory.append(server.memory())
     code, seconds = server.stop()
     return {
         "minutes": args.minutes,
-        "harm": dict(harm),
+        "harm": dict(harmed),
         "statuses": dict(total),
         "statuses_after": dict(last),
+        "wrong": total["wrong"] + last["wrong"],
         "latency_median": round(statistics.median(times), 3),
-        "memory_first_and_most": [memory[0], max(memory)],
+        "latency_most": round(max(times), 3),
+        "memory_first_most_last": [memory[0], max(memory), memory[-1]],
+        "load_average": os.getloadavg()[0],
         "exit_code": code,
         "stop_seconds": round(seconds, 1),
     }
 
 
+NEIGHBOUR = """
+import os, sys, time
+import torch
+import react_clip as rc
+
+clf = rc.ZeroShotClassifier(rc.load(sys.argv[1], device="cpu"), ["cat", "dog", "teapot"])
+guard, images = rc.defenses.default_for(clf.encoder), torch.rand(1, 3, 224, 224)
+guard(clf, images)
+print("ready", flush=True)
+for line in sys.stdin:
+    times, until = [], time.perf_counter() + float(line)
+    while (began := time.perf_counter()) < until:
+        guard(clf, images)
+        times.append(time.perf_counter() - began)
+    print(sorted(times)[len(times) // 2], flush=True)
+"""
+
+
+def neighbours(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Seconds for one image in a process of the library, alone and beside another, as OpenMP waits and as we set it."""
+    seconds: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for policy in ("", "PASSIVE"):  # empty: OpenMP's own
+            command = [sys.executable, "-W", "ignore", "-c", NEIGHBOUR, *(flags or ["clip-vit-b-16"])]
+            env = {**os.environ, "OMP_WAIT_POLICY": policy}
+            pipes: Any = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.DEVNULL,
+                "text": True,
+            }
+            pair: list[Any] = [subprocess.Popen(command, env=env, **pipes) for _ in range(2)]
+            for each in pair:
+                each.stdout.readline()
+            for name, some in (("alone", pair[:1]), ("side by side", pair)):
+                for each in some:
+                    print(args.seconds, file=each.stdin, flush=True)
+                found = [float(each.stdout.readline()) for each in some]
+                seconds.setdefault(f"{name}, {policy.lower() or 'as OpenMP waits'}", []).extend(found)
+                print(name, policy, found, file=sys.stderr)
+            for each in pair:
+                each.communicate()
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = {
+        name: round(medians[f"{name}, passive"] / medians[f"{name}, as OpenMP waits"], 3)
+        for name in ("alone", "side by side")
+    }
+    rounded = {name: [round(value, 3) for value in values] for name, values in seconds.items()}
+    return {"seconds_per_image": rounded, "ratio_of_passive": ratios, "load_average": os.getloadavg()[0]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("throughput", "soak"))
+    parser.add_argument("what", choices=("throughput", "soak", "neighbours"))
     parser.add_argument("--small", action="store_true", help="a random tower of one layer instead of a model")
     parser.add_argument("--before", type=Path, help="src folder of another version, measured by turns")
     parser.add_argument("--workers", type=int, default=1)
@@ -191,6 +276,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between the requests of a caller of a soak")
     parser.add_argument("--harm", type=float, default=0.0, help="seconds between two parts that hang or are killed")
     parser.add_argument("--name", help="of the entry in serve.json (what was measured)")
     words = sys.argv[1:]
@@ -198,7 +284,7 @@ def main() -> int:
     args = parser.parse_args(words[:end])
     args.flags = words[end + 1 :]
     os.environ["REACT_CLIP_SERVE_SECRET"] = SECRET
-    measure = {"throughput": throughput, "soak": soak}[args.what]
+    measure = {"throughput": throughput, "soak": soak, "neighbours": neighbours}[args.what]
     if args.small:
         with small_tower() as flags:
             result = measure(args, [*flags, *args.flags])

@@ -10,4 +10,7 @@ torch.
 
 import lazy_loader
 
+from react_clip.environment import share_cores
+
+share_cores()
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

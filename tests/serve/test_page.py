@@ -110,27 +110,23 @@ def test_a_chosen_photo_is_answered_twice(server: Any, visit: Visit, photos: lis
     assert "These attacks do not know the defence. An attacker who does can defeat it." in page.inner_text("#attack")
 
 
-def test_photos_can_be_dropped_and_pasted(server: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(server.url)
+def test_photos_can_be_dropped_and_pasted_into_a_strip(server: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = open_with(visit, server.url, photos[0])
     for count, kind in enumerate(("drop", "paste"), 1):
         sent = [kind, base64.b64encode(photos[count]).decode()]
         assert page.evaluate(DISPATCH, sent), "the browser must not open the file"
-        page.locator("#strip img").nth(count - 1).wait_for()
+        page.locator("#strip img").nth(count).wait_for()
         wait_for(page, "Not attacked")
-    assert [image.get_attribute("alt") for image in page.locator("#strip img").all()] == ["given.png"] * 2
-
-
-def test_several_photos_are_a_strip_of_which_one_is_shown(server: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = open_with(visit, server.url, *photos[:3])
+    names = [image.get_attribute("alt") for image in page.locator("#strip img").all()]
+    assert names == ["photo0.png", "given.png", "given.png"]
     buttons = page.locator("#strip button")
-    assert [button.get_attribute("aria-pressed") for button in buttons.all()] == ["true", "false", "false"]
-    first = page.locator("#pictures img").first.get_attribute("src")
-    buttons.nth(2).click()
-    page.locator(f"#pictures img:not([src='{first}'])").first.wait_for()
+    assert sorted(button.get_attribute("aria-pressed") for button in buttons.all()) == ["false", "false", "true"]
+    last = page.locator("#pictures img").first.get_attribute("src")
+    buttons.nth(0).click()
+    page.locator(f"#pictures img:not([src='{last}'])").first.wait_for()
     wait_for(page, "Not attacked")
     page.click("#remove")
-    page.locator("#strip li").nth(1).wait_for()
-    assert buttons.count() == 2
+    page.locator("#strip li").nth(2).wait_for(state="detached")
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
@@ -198,22 +194,20 @@ def test_the_slider_attacks_by_keyboard_and_remembers(server: Any, visit: Visit,
     assert len(asked) == 3, "what was asked once is remembered"
 
 
-def test_the_last_request_wins(server: Any, visit: Visit, photos: list[bytes]) -> None:
+def test_a_slow_attack_shows_its_steps_and_the_last_request_wins(
+    server: Any, visit: Visit, photos: list[bytes]
+) -> None:
     page = open_with(visit, server.url, photos[1])
     held: list[Any] = []
-
-    def hold(route: Any) -> None:
-        if held:
-            route.continue_()
-        else:
-            held.append(route)
-
-    page.route("**/v1/demo/attack", hold)
+    page.route("**/v1/demo/attack", lambda route: route.continue_() if held else held.append(route))
+    page.route("**/v1/demo/progress", lambda route: route.fulfill(json={"done": 3, "steps": 10}))
     page.focus("#eps")
     with page.expect_request("**/v1/demo/attack"):
         page.keyboard.press("ArrowRight")
+    page.locator("#status", has_text="Attacking: step 3 of 10.").wait_for()
     page.keyboard.press("End")
     wait_for(page, "Attacked with 16/255")
+    assert page.inner_text("#status") == ""
     assert points(page) == ["0/255", "16/255"], "the first was abandoned"
     held[0].abort()
 
@@ -241,44 +235,25 @@ def test_a_sweep_can_be_cancelled_and_fills_the_chart(server: Any, visit: Visit,
     assert label.startswith("Line chart of 6 strengths; at 16/255 plain CLIP gives")
 
 
-def test_a_slow_attack_shows_its_steps(server: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = open_with(visit, server.url, photos[1])
-    held: list[Any] = []
-    page.route("**/v1/demo/attack", lambda route: held.append(route))
-    page.route("**/v1/demo/progress", lambda route: route.fulfill(json={"done": 3, "steps": 10}))
-    page.focus("#eps")
-    page.keyboard.press("End")
-    page.locator("#status", has_text="Attacking: step 3 of 10.").wait_for()
-    held[0].continue_()
-    wait_for(page, "Attacked with 16/255")
-    assert page.inner_text("#status") == ""
-
-
 # ---------------------------------------------------------------------- other servers, busy or gone
 
 
-def test_a_busy_server_is_asked_again(server: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(server.url, refusals=("status of 503",))
-    error = json.dumps({"error": {"message": "the queue is full", "type": "overloaded", "field": None}})
-    answer = {"status": 503, "headers": {"Retry-After": "1"}, "content_type": "application/json", "body": error}
-    page.route("**/v1/demo/attack", lambda route: route.fulfill(**answer), times=2)
-    upload(page, photos[0])
-    for attempt in (2, 3):
-        line = f"The server is busy (the queue is full). Asking again in 1 s, try {attempt} of 6."
-        page.locator("#status", has_text=line).wait_for()
-    wait_for(page, "Not attacked")
-    assert page.inner_text("#status") == ""
-
-
-def test_a_server_that_is_gone_is_said_and_asked_again(server: Any, visit: Visit, photos: list[bytes]) -> None:
-    page = visit(server.url, refusals=("ERR_INTERNET_DISCONNECTED",))
+def test_a_server_that_is_gone_or_busy_is_asked_again(server: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(server.url, refusals=("ERR_INTERNET_DISCONNECTED", "status of 503"))
     page.context.set_offline(True)
     upload(page, photos[0])
     page.locator("#status", has_text="cannot be reached").wait_for()
     retry = page.get_by_role("button", name="Try again")
     assert retry.is_visible()
+    error = json.dumps({"error": {"message": "the queue is full", "type": "overloaded", "field": None}})
+    answer = {"status": 503, "headers": {"Retry-After": "1"}, "content_type": "application/json", "body": error}
+    page.route("**/v1/demo/attack", lambda route: route.fulfill(**answer), times=2)
     page.context.set_offline(False)
+    for attempt in (2, 3):
+        line = f"The server is busy (the queue is full). Asking again in 1 s, try {attempt} of 6."
+        page.locator("#status", has_text=line).wait_for()
     wait_for(page, "Not attacked")
+    assert page.inner_text("#status") == ""
     assert retry.is_hidden()
 
 

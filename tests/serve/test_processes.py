@@ -130,6 +130,8 @@ def test_the_log_contains_no_queries_and_no_keys(server: Any) -> None:
 
 def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list[bytes]) -> None:
     wait_for(lambda: len(workers(pair)) == 2, 240)
+    for pid in workers(pair):
+        assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{pid}/environ").read_bytes()
     before = metric(pair.client, "react_clip_images_total")
     body = as_json(photos)
 

@@ -64,16 +64,10 @@ def read_images(file: str, column: str, done: Iterable[str] = ()) -> Iterator[Ro
         with fs.open(path, "rb") as stream:
             for key, content in read(stream, file, column):
                 if key not in done:
-                    yield {"file": file, "key": key, "content": content or b"", "error": _problem(content)}
+                    error = "the row holds no image" if content is None else ""
+                    yield {"file": file, "key": key, "content": content or b"", "error": error}
     except Exception as error:  # object stores and damaged files raise almost anything
         yield {"file": file, "key": file, "content": b"", "error": f"{file} cannot be read ({first_line(error)})"}
-
-
-def _problem(content: bytes | None) -> str:
-    if content is None:
-        return "the row holds no image"
-    limit = DEFAULT_LIMITS.max_bytes
-    return f"the image has more than {limit:,} bytes" if len(content) > limit else ""
 
 
 def _read_photo(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes]]:

@@ -109,7 +109,10 @@ class RequestLimits:
         except RequestError as refusal:
             error = refusal
         except TimeoutError:
-            error = late(deadline) if body_ended else _too_slow(size)
+            error = late(deadline)
+            if not body_ended:
+                line = f"{size:,} bytes of the body came within {_BODY_SECONDS:g} s; send it faster or send less"
+                error = RequestError(408, line, headers={"connection": "close"})
         except Exception as failure:
             if not disconnected:
                 logger.error("%s failed: %s", scope["method"], type(failure).__name__, exc_info=True)
@@ -135,8 +138,3 @@ class RequestLimits:
             kind = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]
             service.metrics.rejected.labels(kind).inc()
         logger.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)
-
-
-def _too_slow(size: int) -> RequestError:
-    line = f"{size:,} bytes of the body came within {_BODY_SECONDS:g} s; send it faster or send less"
-    return RequestError(408, line, headers={"connection": "close"})

@@ -108,9 +108,6 @@ def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[st
 
     ``announce`` gets the URL as soon as the model is loaded.
     """
-    if settings.workers > 1:
-        # Several processes share the cores: threads of the model that wait must not keep theirs.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from react_clip.serve.app import create_app
 
     with open_socket(settings) as listener, tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
