@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -57,14 +58,18 @@ class Server:
         found = [self.process.pid]
         for pid in found:  # it grows: children of all threads of each process
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
+                with suppress(OSError):
+                    found += map(int, children.read_text().split())
         return found
 
     def memory(self) -> int:
         """Resident bytes of all its processes; a page that several of them share counts once."""
         pids = self.pids()
         field = "Rss:" if len(pids) == 1 else "Pss:"
-        lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+        lines: list[str] = []
+        for pid in pids:
+            with suppress(OSError):  # it has ended just now
+                lines += Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(field))
 
     def work(self) -> tuple[float, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print the outcomes of each when they are known, and write the page."""
     files = expand_inputs(args.photos_in or (bundled_photos() if args.full else bundled_photos()[:3:2]))
-    budgets = _ALL_BUDGETS if args.full else _BUDGETS
     results: list[PhotoResult] = []
     with common.progress(args, "attack step", args.steps * len(files), "loading the model") as bar:
         from react_clip.report.demo_page import PhotoResult, write_demo
@@ -49,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             for path in files:
                 bar.set_description(path.name)
-                result = PhotoResult(path.name, _outcomes(clf, guards, path, budgets, args, bar))
+                result = PhotoResult(path.name, _outcomes(args, bar, clf, guards, path))
                 results.append(result)
                 if not args.json:
                     common.say(_table(result))
@@ -69,12 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outcomes(
-    clf: rc.ZeroShotClassifier,
-    guards: Sequence[rc.defenses.Defense],
-    path: Path,
-    budgets: Sequence[int],
     args: argparse.Namespace,
     bar: tqdm[object],
+    clf: rc.ZeroShotClassifier,
+    guards: list[rc.defenses.Defense],
+    path: Path,
 ) -> list[Outcome]:
     """Plain and defended answers for the photo as it is, with camera noise, and attacked with each budget."""
     import torch
@@ -83,7 +80,7 @@ def _outcomes(
 
     clean = clf.encoder.prepare([path])
     label = clf(clean).argmax(-1)
-    before = bar.n
+    budgets, before = _ALL_BUDGETS if args.full else _BUDGETS, bar.n
     noisy = rc.attacks.Corruption(type="noise", severity=_NOISE)(clf, clean, label, seed=args.seed).images
     attacked = rc.attacks.PGD(steps=args.steps)(
         clf,

@@ -27,7 +27,7 @@ from react_clip.encoders.loading import load_quietly
 from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import ImageSource, read_image, to_image
-from react_clip.zeroshot import ZeroShotClassifier, check_names, fill_template
+from react_clip.zeroshot import ZeroShotClassifier, check_names
 
 Photos = Sequence[ImageSource] | Tensor
 _TEMPLATE = "This is a photo of {}."
@@ -124,10 +124,8 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
 
     def _new_classifier(self, names: tuple[str, ...], template: str | None) -> ZeroShotClassifier:
         """The classifier of these labels; the one of the previous call is cached."""
-        if not self.encoder.has_text:
-            return ZeroShotClassifier(self.encoder, names, templates=template and [template], unique=False)
-        prompts = [fill_template(template or _TEMPLATE, name) for name in names]
-        return ZeroShotClassifier.from_features(self.encoder, names, self.encoder.encode_text(prompts), unique=False)
+        template = template or (_TEMPLATE if self.encoder.has_text else None)
+        return ZeroShotClassifier(self.encoder, names, templates=template and [template], unique=False)
 
 
 def _image_processor(encoder: Encoder) -> Any:
