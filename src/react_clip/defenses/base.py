@@ -93,7 +93,7 @@ class Defense(Registered, ABC):
         if self.at_once and pixels.is_cuda and len(pixels) <= SMALL_BATCH and not isinstance(keys, bytes):
             skip_unneeded = False
             gradients = torch.is_grad_enabled() and pixels.requires_grad
-            if not (gradients or encoder.is_counted or isinstance(classes, Sequence)):
+            if not (gradients or isinstance(classes, Sequence)):
                 seed, tensors = (None, [pixels, keys]) if isinstance(keys, Tensor) else (keys, [pixels])
                 values = encoder.record(_SmallBatch(self, encoder, classes, seed), tensors)
                 return _defended(dict(zip(_names[type(self), classes is None], values, strict=True)), encoder, classes)

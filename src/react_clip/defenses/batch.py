@@ -38,20 +38,20 @@ class Gradients:
 PLAIN_GRADIENTS = Gradients()
 
 
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Views of each image that can be encoded: ``make(images, *values)`` makes one per row.
+@dataclass(frozen=True)
+class Change:
+    """How views are made: ``make(images, *values)`` makes one per row.
 
     With ``stream`` or ``numbers`` they are drawn at random: ``make(images, keys, *values)``.
     """
 
     make: Callable[..., Tensor]
-    values: tuple[Tensor, ...] = ()
-    """What else they depend on, one value per image ``[B, ...]``."""
     stream: int | None = None
     """Branch of an image's random stream; ``None`` for the stream itself."""
     numbers: range | None = None
     """Numbers of the views, each with a branch of that stream; ``None`` for a single view on the stream itself."""
+    recordable: bool = False
+    """True if equal changes make equal views without waiting for the GPU: few views become one CUDA graph."""
 
     @property
     def drawn(self) -> bool:
@@ -68,6 +68,44 @@ class Copies:
             keys = noise.fork(keys[:, None], numbers).flatten()
             images, *values = (each.repeat_interleave(len(self.numbers), 0) for each in (images, *values))
         return self.make(images, keys, *values)
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Views of each image that can be encoded."""
+
+    change: Change
+    values: tuple[Tensor, ...] = ()
+    """What else they depend on, one value per image ``[B, ...]``."""
+
+
+@dataclass(frozen=True)
+class MakeAndEncode:
+    """Features of views as a function of images ``[n, 3, S, S]``, their random streams ``[n]`` and values ``[n, ...]``.
+
+    A change takes ``counts`` of the values. Without random streams there is no tensor for them.
+    """
+
+    encoder: Encoder
+    changes: tuple[Change, ...]
+    counts: tuple[int, ...]
+
+    def __call__(self, images: Tensor, *others: Tensor) -> list[Tensor]:
+        """For each change unit features ``[n * count, D]``."""
+        rest = list(others)
+        keys = rest.pop(0) if any(change.drawn for change in self.changes) else None
+        views = []
+        for change, count in zip(self.changes, self.counts, strict=True):
+            views.append(change.views(images, keys, rest[:count]))
+            del rest[:count]
+        # Those of one size are joined.
+        sizes: dict[int, list[Tensor]] = {}
+        for each in views:
+            sizes.setdefault(each.shape[-1], []).append(each)
+        joined = self.encoder.encode([torch.cat(group) if len(group) > 1 else group[0] for group in sizes.values()])
+        pairs = zip(sizes, joined, strict=True)
+        features = {size: list(torch.split(each, [len(view) for view in sizes[size]])) for size, each in pairs}
+        return [features[each.shape[-1]].pop(0) for each in views]
 
 
 class Batch:
@@ -164,34 +202,34 @@ class Batch:
         return result
 
     def _encode(self, copies: tuple[Copies, ...], rows: Tensor | None) -> list[Tensor]:
+        changes = tuple(each.change for each in copies)
+        function = MakeAndEncode(self.encoder, changes, tuple(len(each.values) for each in copies))
+        streams = [self.streams(rows)] if any(change.drawn for change in changes) else []
+        values = [value for each in copies for value in each.values]
         limit = VIEWS_WITH_GRADIENTS if torch.is_grad_enabled() else VIEWS
-        step = max(1, limit // sum(1 if each.numbers is None else len(each.numbers) for each in copies))
-        keys = self.streams(rows) if any(each.drawn for each in copies) else None
+        step = max(1, limit // sum(1 if change.numbers is None else len(change.numbers) for change in changes))
+        total = len(self) if rows is None else len(rows)
         parts = []
-        for start in range(0, len(self) if rows is None else len(rows), step):
-            part = slice(start, start + step)
-            arguments = copies, part if rows is None else rows[part], None if keys is None else keys[part]
-            if self.how.checkpoint and torch.is_grad_enabled():
-                # Noise follows from keys, so views that are made again have the same bits.
-                options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-                parts.append(checkpoint(self._make_and_encode, *arguments, **options))
-            else:
-                parts.append(self._make_and_encode(*arguments))
-        features, passes = zip(*parts, strict=True)
-        self.passes[slice(None) if rows is None else rows] += passes[0]
-        return [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*features, strict=True)]
+        with self.encoder.counting() as count:
+            for start in range(0, total, step):
+                part = slice(start, start + step)
+                of_part = part if rows is None else rows[part]
+                images, *others = (each[of_part] for each in (self.pixels, *values))
+                parts.append(self._part(function, [images, *(keys[part] for keys in streams), *others]))
+        self.passes[slice(None) if rows is None else rows] += count.forward / total
+        features = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
+        numbered = [each.reshape(total, -1, each.shape[-1]) for each in features]
+        single = [change.numbers is None for change in changes]
+        return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)]
 
-    def _make_and_encode(
-        self, copies: tuple[Copies, ...], rows: Tensor | slice, keys: Tensor | None
-    ) -> tuple[list[Tensor], float]:
-        """Unit features of views of some images, one tensor for each of ``copies``, and the passes of one image."""
-        images = self.pixels[rows]
-        views = [each.views(images, keys, [value[rows] for value in each.values]) for each in copies]
-        features = _encode(self.encoder, views)
-        passes = sum(len(each) * self.encoder.token_fraction(each.shape[-1]) for each in views) / len(images)
-        numbered = [each.reshape(len(images), -1, each.shape[-1]) for each in features]
-        single = [copy.numbers is None for copy in copies]
-        return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)], passes
+    def _part(self, function: MakeAndEncode, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.how.checkpoint and torch.is_grad_enabled():
+            # Noise follows from keys, so views that are made again have the same bits.
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            return cast("Sequence[Tensor]", checkpoint(function, *tensors, **options))
+        if all(change.recordable for change in function.changes):
+            return self.encoder.record(function, tensors)
+        return function(*tensors)
 
 
 def straight_through(values: Tensor, source: Tensor) -> Tensor:
@@ -205,14 +243,3 @@ def straight_through(values: Tensor, source: Tensor) -> Tensor:
     (tensor([5.]), tensor([3.]))
     """
     return values.detach() + (source - source.detach())
-
-
-def _encode(encoder: Encoder, views: Sequence[Tensor]) -> list[Tensor]:
-    """Unit features of views; those of one size are joined."""
-    sizes: dict[int, list[Tensor]] = {}
-    for each in views:
-        sizes.setdefault(each.shape[-1], []).append(each)
-    joined = encoder.encode([torch.cat(group) for group in sizes.values()])
-    pairs = zip(sizes, joined, strict=True)
-    features = {size: list(torch.split(each, [len(view) for view in sizes[size]])) for size, each in pairs}
-    return [features[each.shape[-1]].pop(0) for each in views]

@@ -21,7 +21,7 @@ Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), whose gate is th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
@@ -49,6 +49,19 @@ COPY, MOVED_COPY = range(2)
 BRANCHES = ("keep", "blend", "correct")
 """Names of the branches: steps 1, 4 and 3."""
 KEEP, BLEND, CORRECT = range(3)
+
+
+@dataclass(frozen=True)
+class MovedCopy:
+    """Copies of ``size`` pixels a side of moved images."""
+
+    motion: Motion
+    size: int
+
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """Images ``[B, 3, S, S]`` and their random streams ``[B]`` to ``[B, 3, size, size]``."""
+        return smaller_copy(self.motion(images, keys), self.size)
+
 
 LEAST_PATCHES = 4
 """Fewest patches on a side of the small copy."""
@@ -91,7 +104,7 @@ class SecondLook(Defense):
         """Steps 1 to 4."""
         size, moved_size = self.sizes(x.encoder)
         full_size = x.drawn(self.motion, COPY)
-        moved_copy = x.drawn(lambda images, keys: smaller_copy(self.motion(images, keys), moved_size), MOVED_COPY)
+        moved_copy = x.drawn(MovedCopy(self.motion, moved_size), MOVED_COPY, recordable=True)
         copy = full_size if size == x.encoder.image_size else x.smaller(size)
         f, c = x.encode_together(x.image, copy, soon=moved_copy)
         distance = drift(f, c)

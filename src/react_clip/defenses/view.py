@@ -15,7 +15,7 @@ from torch import Tensor
 
 from react_clip import linf, noise
 from react_clip.augment import smaller_copy
-from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Copies, Gradients, straight_through
+from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Change, Copies, Gradients, straight_through
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
@@ -36,6 +36,25 @@ class Gate:
     score: Tensor
     threshold: Tensor
     open: Tensor
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """Images as copies of ``size`` pixels a side."""
+
+    size: int
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images ``[B, 3, S, S]`` to ``[B, 3, size, size]``."""
+        return smaller_copy(images, self.size)
+
+
+def _same(images: Tensor) -> Tensor:
+    return images
+
+
+def _second(_: Tensor, given: Tensor) -> Tensor:
+    return given
 
 
 class View(Batch):
@@ -62,7 +81,7 @@ class View(Batch):
     ) -> None:
         super().__init__(encoder, pixels, keys, how, replay)
         self.classes, self.skip_unneeded, self.force = single(classes), skip_unneeded, force
-        self.image = Copies(lambda images: images)
+        self.image = Copies(Change(_same, recordable=True))
         self.decision: Gate | None = None
         self.known_plain: Tensor | None = None
         self._early: dict[Copies, Tensor] = {}
@@ -71,31 +90,37 @@ class View(Batch):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Copies:
         """One view per image without random numbers: ``change(images)``."""
-        return Copies(change)
+        return Copies(Change(change))
 
     def given(self, images: Tensor) -> Copies:
         """Images ``[B, 3, s, s]`` that are made already."""
-        return Copies(lambda _, given: given, (images,))
+        return Copies(Change(_second), (images,))
 
     def smaller(self, size: int) -> Copies:
         """Copies of ``size`` pixels a side."""
-        return self.changed(lambda images: smaller_copy(images, size))
+        return Copies(Change(Smaller(size), recordable=True))
 
     def drawn(
-        self, draw: Callable[..., Tensor], stream: int | None, numbers: range | None = None, *values: Tensor
+        self,
+        draw: Callable[..., Tensor],
+        stream: int | None,
+        numbers: range | None = None,
+        *values: Tensor,
+        recordable: bool = False,
     ) -> Copies:
         """Views ``draw(images, keys, *values)``, one on a branch of each image's random stream (``None``: the stream).
 
         With ``numbers`` there is a view on each of these branches of that branch. ``values`` are ``[B, ...]``.
+        ``recordable`` is explained at :class:`Change`.
         """
-        return Copies(draw, values, stream, numbers)
+        return Copies(Change(draw, stream, numbers, recordable), values)
 
     def noisy(self, sigma: Tensor | float, stream: int, count: int) -> Copies:
         """``count`` views x + sigma * noise; ``sigma`` is one scale for all images, or one per image ``[B]``."""
         if not isinstance(sigma, Tensor):
             sigma = self.pixels.new_full((len(self),), sigma)
         sigma = (sigma.detach() if self.how.detach_sigma else sigma).to(self.pixels.dtype)
-        return self.drawn(noise.noisy_view, stream, range(count), sigma)
+        return self.drawn(noise.noisy_view, stream, range(count), sigma, recordable=True)
 
     # ------------------------------------------------------------------ features
 
@@ -119,8 +144,8 @@ class View(Batch):
             return self.encode_together(copies)[0]
         rows = where.nonzero().flatten()
         features = self.plain if instead is None else instead
-        if copies.numbers is not None:
-            features = features[:, None].expand(-1, len(copies.numbers), -1)
+        if copies.change.numbers is not None:
+            features = features[:, None].expand(-1, len(copies.change.numbers), -1)
         return features.index_copy(0, rows, self.features((copies,), rows)[0]) if len(rows) else features
 
     def encode_together(self, *copies: Copies, soon: Copies | None = None) -> list[Tensor]:

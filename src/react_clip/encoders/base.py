@@ -94,6 +94,7 @@ class Encoder(nn.Module):
         self.similarity = similarity or functional.Similarity()
         self._text = text if text is None else text.eval().requires_grad_(False)
         self._graphs: Graphs | None = None
+        self._modules_of_tower: list[nn.Module] = []
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
 
@@ -163,15 +164,21 @@ class Encoder(nn.Module):
         """``function(*tensors)``; on an accelerated GPU a small batch without gradients becomes one CUDA graph.
 
         The function must be pure, hashable and free of host synchronisation, as is one that makes views and calls
-        :meth:`encode`; passes inside it are not counted when a graph replays them.
+        :meth:`encode`.
         """
         if self._graphs is None or not self._graphs.take(tensors):
             return function(*tensors)
-        weights = _weights(self.tower)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *weights)):
+        parameters = [
+            each for module in self._modules_of_tower for each in module._parameters.values() if each is not None
+        ]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *parameters)):
             return function(*tensors)
         # A graph holds the addresses of the weights.
-        return self._graphs.record(function, tensors, tuple(each.data_ptr() for each in weights))
+        state = tuple([each.data_ptr() for each in parameters])
+        *outputs, passes = self._graphs.record(_Counted(self, function), tensors, state)
+        for count in self._counters():
+            count.forward += float(passes)
+        return outputs
 
     def _run(self, function: Function, views: list[Tensor]) -> list[Tensor]:
         """Features of views, checked and counted."""
@@ -216,14 +223,12 @@ class Encoder(nn.Module):
         finally:
             _counts.reset(token)
 
-    @property
-    def is_counted(self) -> bool:
-        """True inside :meth:`counting`."""
-        return any(encoder is self for encoder, _ in _counts.get())
+    def _counters(self) -> list[Passes]:
+        return [count for encoder, count in _counts.get() if encoder is self]
 
     def _count(self, size: int, features: Tensor) -> None:
         """Add features of images of this size to the counts of this thread."""
-        counts = [count for encoder, count in _counts.get() if encoder is self]
+        counts = self._counters()
         if not counts or torch._C._current_graph_task_id() != -1:  # in a backward pass
             return
         passes = len(features) * self.token_fraction(size)
@@ -299,7 +304,8 @@ class Encoder(nn.Module):
         Graphs are recorded when a shape is met for the second time.
         """
         self._graphs = Graphs()
-        for module in self.tower.modules():
+        self._modules_of_tower = list(self.tower.modules())
+        for module in self._modules_of_tower:
             if isinstance(module, AddNorm):
                 module.compiled = can_compile()
         return self
@@ -327,10 +333,21 @@ class Encoder(nn.Module):
         return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
 
 
-def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """``list(module.parameters())`` in a fifth of the time."""
-    own = [each for each in module._parameters.values() if each is not None]
-    return own + [each for child in module._modules.values() if child is not None for each in _weights(child)]
+@dataclass(frozen=True)
+class _Counted:
+    """A function that also returns how many passes it made, as a number on the CPU: replayed graphs count nothing."""
+
+    encoder: Encoder
+    function: Function
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        token = _counts.set(())
+        try:
+            with self.encoder.counting() as count:
+                outputs = self.function(*tensors)
+        finally:
+            _counts.reset(token)
+        return [*outputs, torch.tensor(count.forward, device="cpu")]
 
 
 _first_process: int | None = None
