@@ -35,10 +35,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from react_clip.evaluation.recipe import format_eps
-from react_clip.evaluation.results import EvaluationResult, Row, join
+from react_clip.evaluation.numbers import Row
+from react_clip.evaluation.recipe import format_eps, title_of
+from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.report.ranking import rank
-from react_clip.report.tables import all_tables, caption, defenses_of, over, title_of
+from react_clip.report.tables import all_tables, caption, defenses_of, over
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

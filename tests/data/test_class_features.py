@@ -36,7 +36,6 @@ def test_folders_default_to_the_names(tmp_path: Path) -> None:
         ({"names": ["cat"], "features": np.eye(2)}, r"shape \(2, 2\) for 1 names"),
         ({"names": ["cat", "dog"], "features": np.ones(2)}, r"shape \(2,\)"),
         ({"names": np.array(["cat", None], dtype=object), "features": np.eye(2)}, "allow_pickle"),
-        (b"", ""),
         (b"PK\x03\x04 broken", ""),
         (b"junk" * 50, ""),
     ],

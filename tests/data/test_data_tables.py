@@ -54,9 +54,6 @@ def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
     table([0], None, "answer").to_parquet(path)
     with pytest.raises(ReactClipError, match="has the columns image, answer; a set needs one of images"):
         data.load("stl10", root=tmp_path)
-    table([0, -1]).to_parquet(path)
-    with pytest.raises(ReactClipError, match="test/000001 of stl10 has the label -1"):
-        data.load("stl10", root=tmp_path)
     path.write_bytes(b"PAR1 but not really")
     with pytest.raises(ReactClipError, match=r"test\.parquet cannot be read"):
         data.load("stl10", root=tmp_path)
@@ -121,7 +118,6 @@ def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
     for members, line in (
         ({"x.png": picture(1)}, r"a set needs one of images and .*\(in shards a \.cls or \.json member for each"),
         ({"x.png": picture(1), "x.cls": b"10"}, "0/x of stl10 has the label 10, which is none of its 10 classes"),
-        ({"x.txt": b"hello"}, r"has the columns .*txt; a set needs one of images"),
     ):
         write_tar(shard, members)
         with pytest.raises(ReactClipError, match=line):

@@ -3,25 +3,20 @@
 Each class is a random pattern of half a grey level, buried in noise; the encoder is the matched filter. Most photos are
 classified rightly, and 1/255 in the right direction breaks them. With ``amplitude=20`` nothing small can.
 
-As a program it evaluates the toy into folders by processes that it kills, races and starves of disk.
+As a program it evaluates the toy into a folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import random
-import resource
-import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from PIL import Image
 from torch import Tensor, nn
 
@@ -29,7 +24,6 @@ import react_clip as rc
 from react_clip.attacks import Adaptive, Queries, Suite, Transfer
 from react_clip.encoders import Encoder
 from react_clip.evaluation import EvaluationResult, Recipe, evaluate
-from react_clip.evaluation.yaml import parse_yaml
 
 SIZE, CLASSES, COUNT = 32, 5, 40
 NAMES = [f"class {number}" for number in range(CLASSES)]
@@ -145,7 +139,7 @@ defenses: [react, defend-clip]
 
 def adaptive_recipe(**changes: Any) -> Recipe:
     """A recipe whose attacker knows the defence, with some keys changed."""
-    return Recipe.from_dict({**parse_yaml(ADAPTIVE), **changes})
+    return Recipe.from_dict({**yaml.safe_load(ADAPTIVE), **changes})
 
 
 def write_head(path: Path, classes: int = CLASSES, dim: int = CLASSES, name: str = "class") -> None:
@@ -155,82 +149,5 @@ def write_head(path: Path, classes: int = CLASSES, dim: int = CLASSES, name: str
     np.savez(path, names=names, folders=folders, features=torch.eye(max(classes, dim))[:classes, :dim].numpy())
 
 
-# ---------------------------------------------------------------------- as a program
-
-
-def child(run: Callable[[], object], largest_file: int | None = None) -> int:
-    """Fork a process that calls ``run`` and exits with 0, or with 2 and one line if it is refused; returns its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        run()
-        code = 0
-    except rc.ReactClipError as error:
-        print(f"refused: {error}", file=sys.stderr, flush=True)
-        code = 2
-    finally:
-        os._exit(code)
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def interrupted(run: Callable[[], object], folder: Path, shards: int, stop: signal.Signals) -> int:
-    """Start ``run`` in a child and send it a signal when it has finished so many shards more; returns its pid.
-
-    The moment is counted in shards, not in seconds: a slow machine is interrupted in the middle of its work too.
-    """
-
-    def finished() -> int:
-        return sum(1 for _ in folder.rglob("*.safetensors"))
-
-    enough, pid = finished() + shards, child(run)
-    while finished() < enough and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        time.sleep(0.002)
-    os.kill(pid, stop)
-    return pid
-
-
-def killed(run: Callable[[], object], folder: Path, kills: int) -> int:
-    """Kill as many processes as asked for, each after a few shards; returns how many really died of it."""
-    chance = random.Random(0)
-    pids = (interrupted(run, folder, chance.randint(1, 6), signal.SIGKILL) for _ in range(kills))
-    return sum(exit_code(pid) == -signal.SIGKILL for pid in pids)
-
-
-def make_runs(folder: Path) -> dict[str, Any]:
-    """Uninterrupted, killed, racing and starved runs, each below ``folder``; returns what became of their processes.
-
-    All of them are made by children of one process: which kernels torch uses depends on a process's history (on aarch64
-    the number of threads is fixed by the first convolution), so runs of different processes agree in all but the last
-    bits.
-    """
-
-    def toy(name: str) -> Callable[[], object]:
-        return lambda: toy_run(folder / name)
-
-    def starved() -> object:
-        return toy_run(folder / "starved", store="none")
-
-    outcome: dict[str, Any] = {
-        "finished": exit_code(child(toy("finished"))),
-        "kills": killed(toy("killed"), folder / "killed", 4),
-        "killed": exit_code(child(toy("killed"))),
-    }
-    first = interrupted(toy("race"), folder / "race", 1, signal.SIGSTOP)
-    second = exit_code(child(toy("race")))
-    os.kill(first, signal.SIGCONT)
-    return outcome | {
-        "race": [exit_code(first), second],
-        "starved": exit_code(child(starved, largest_file=8_000)),
-    }
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(make_runs(Path(sys.argv[1]))))
+    toy_run(Path(sys.argv[1]))

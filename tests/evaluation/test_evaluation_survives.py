@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,14 @@ from react_clip.attacks import Attack
 from react_clip.defenses import Defense
 from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.store import ShardStore
+from react_clip.storage import held_folder
 
-by_processes = pytest.mark.process
+SMALL: dict[str, Any] = {"attacks": [], "draws": 1}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """The folder of the program's runs, what became of its processes, and what they said on stderr."""
-    folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, evaluation_toys.__file__, str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return folder, json.loads(ended.stdout), ended.stderr
+def shards_of(folder: Path) -> dict[Path, int]:
+    """When each shard was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
 
 def assert_same(folder: Path, other: Path, rows_of: Any) -> None:
@@ -44,37 +42,40 @@ def assert_same(folder: Path, other: Path, rows_of: Any) -> None:
     assert not list(folder.rglob("*.part"))
 
 
-SMALL: dict[str, Any] = {"attacks": [], "draws": 1}
-
-
-@by_processes
-def test_killed_again_and_again_it_ends_with_the_same_numbers(runs: Any, rows_of: Any) -> None:
-    folder, codes, _ = runs
-    assert (codes["finished"], codes["killed"]) == (0, 0)
-    assert codes["kills"] == 4, "processes were to be killed, not to finish"
-    assert_same(folder / "killed", folder / "finished", rows_of)
-
-
-@by_processes
-def test_of_two_runs_on_one_folder_one_is_refused(runs: Any, rows_of: Any) -> None:
-    folder, codes, said = runs
-    assert codes["race"] == [0, 2]
-    assert said.count("is in use by process") == 1
-    assert_same(folder / "race", folder / "finished", rows_of)
-
-
-@by_processes
-def test_a_full_disk_is_one_line_and_keeps_what_is_finished(runs: Any, finished: Any, rows_of: Any) -> None:
-    folder, codes, said = runs
-    assert codes["starved"] == 2
-    (line,) = [line for line in said.splitlines() if "cannot write" in line]
-    assert "free some space or choose another place" in line
-    assert len(said.splitlines()) == 2, "the refused race and this line"
-    written = {path: path.stat().st_mtime_ns for path in (folder / "starved").rglob("*.safetensors")}
+def goes_on(folder: Path, finished: EvaluationResult, **options: Any) -> None:
+    """It keeps what is there and ends with the same numbers; other processes differ in the last bits of diagnostics."""
+    written = shards_of(folder)
     assert len(written) >= 5
-    again = toy_run(folder / "starved", store="none")
-    assert {path: path.stat().st_mtime_ns for path in written} == written, "finished shards are not computed again"
-    assert [row.accuracy for row in again.rows] == [row.accuracy for row in finished[1].rows]
+    again = toy_run(folder, **options)
+    assert written.items() <= shards_of(folder).items(), "finished shards are not computed again"
+    assert [row.accuracy for row in again.rows] == [row.accuracy for row in finished.rows]
+    assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.process
+def test_a_killed_run_goes_on_where_it_was(finished: Any, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, evaluation_toys.__file__, str(tmp_path)])
+    while process.poll() is None and len(shards_of(tmp_path)) < 8:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was to be killed, not to finish"
+    goes_on(tmp_path, finished[1])
+
+
+def test_of_two_runs_on_one_folder_one_is_refused(tmp_path: Path) -> None:
+    with held_folder(tmp_path), pytest.raises(rc.ReactClipError, match=f"is in use by process {os.getpid()}; wait"):
+        toy_run(tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_finished(finished: Any, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))
+    try:
+        with pytest.raises(rc.ReactClipError, match=r"cannot write .* free some space or choose another place"):
+            toy_run(tmp_path, store="none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    goes_on(tmp_path, finished[1], store="none")
 
 
 def flip(path: Path, place: int) -> None:
@@ -87,7 +88,6 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "truncated": lambda path, _: path.write_bytes(path.read_bytes()[:-7]),
     "flipped in its numbers": lambda path, _: flip(path, -3),
     "flipped in its header": lambda path, _: flip(path, 40),
-    "replaced by text": lambda path, _: path.write_text("hello, I am not a shard"),
     "replaced by another shard": lambda path, other: shutil.copy(other, path),
 }
 
@@ -120,9 +120,9 @@ def test_a_damaged_shard_is_noticed_and_computed_again(
 
 
 def test_of_a_finished_run_nothing_is_computed_again(copy_to_damage: Path, finished: Any, rows_of: Any) -> None:
-    shards = {path: path.stat().st_mtime_ns for path in copy_to_damage.rglob("*.safetensors")}
+    shards = shards_of(copy_to_damage)
     toy_run(copy_to_damage)
-    assert {path: path.stat().st_mtime_ns for path in copy_to_damage.rglob("*.safetensors")} == shards
+    assert shards_of(copy_to_damage) == shards
     assert_same(copy_to_damage, finished[0], rows_of)
 
 
@@ -155,7 +155,7 @@ class Signed(Undefended):
 def imported(folder: Path, name: str, text: str) -> Any:
     """A module of the user's, written, and imported or imported again as a new process would."""
     (folder / f"{name}.py").write_text(text)
-    os.utime(folder / f"{name}.py", (time := imported.calls + 1_000_000_000, time))
+    os.utime(folder / f"{name}.py", (when := imported.calls + 1_000_000_000, when))
     imported.calls += 1
     sys.modules.pop(name, None)
     importlib.invalidate_caches()
@@ -177,12 +177,12 @@ def test_shards_of_other_code_are_computed_again(
         for registry in (Attack.registry, Defense.registry):
             for kind in ("shift", "signed"):
                 registry._classes.pop(kind, None)
-        times = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+        times = shards_of(run)
         imported(tmp_path, "att_helper", f"def moved(x):\n    return x + {eps} / 255\n")
         attack = imported(tmp_path, "att_shift", ATTACK.format(helper="att_helper")).Shift()
         guard = imported(tmp_path, "att_signed", DEFENCE.format(sign=sign)).Signed()
         result = toy_run(run, attacks=[attack], defenses={"signed": guard}, draws=1, self_check=False)
-        new = [path for path in run.rglob("*.safetensors") if times.get(path) != path.stat().st_mtime_ns]
+        new = [path for path, written in shards_of(run).items() if times.get(path) != written]
         kinds = {"/".join(path.relative_to(run / "shards" / "data").parts[:-1]) for path in new}
         return {row.attack: row.paper_accuracy for row in result.rows}, kinds
 

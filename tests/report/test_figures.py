@@ -10,6 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from react_clip.calibration import Calibration
+from react_clip.defenses import Defense, ReACT
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.report.figures import (
     KINDS,
@@ -26,7 +27,7 @@ from react_clip.report.figures import (
     sets_as_heat_map,
     sigma_over_drift,
 )
-from react_clip.report.style import COLOURS, lines_of, new_figure, save_figure
+from react_clip.report.style import TOWERS, lines_of, new_figure, save_figure
 from synthetic_runs import CLIP, DEFENSES, REACT, SECOND, SETS, synthetic_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -179,7 +180,7 @@ def test_leakage_shows_the_best_reported_configuration_of_each_method() -> None:
 
 
 def test_every_defence_has_a_line_of_its_own() -> None:
-    entries = {kind: {"kind": kind} for kind in COLOURS} | {
+    entries = {kind: {"kind": kind} for kind in Defense.registry.names()} | {
         "FARE, eps 4": {"kind": "undefended"},
         "mine": {"kind": "a:B"},
     }
@@ -187,8 +188,8 @@ def test_every_defence_has_a_line_of_its_own() -> None:
     lines = lines_of(entries)
     looks = [(line["color"], line["marker"], line["linestyle"]) for line in lines.values()]
     assert len(set(looks)) == len(looks)
-    assert lines["FARE, eps 4"]["color"] == COLOURS["fare"]
-    assert lines["react"]["color"] == COLOURS["react"]
+    assert lines["FARE, eps 4"]["color"] == TOWERS["fare"]
+    assert lines["react"]["color"] == ReACT.colour
 
 
 def test_the_same_figure_is_the_same_file_and_an_old_one_stays_until_it_is_complete(tmp_path: Path) -> None:

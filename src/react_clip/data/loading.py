@@ -6,7 +6,6 @@ torchvision's own format: it checks their MD5 before it opens them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _on_disk(folder: Path, name: str, root: Path, split: str, spec: DatasetSpec 
 
 
 def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
-    """The published release: read by torchvision, or downloaded as class folders or tables."""
+    """The published release: read by torchvision, or downloaded as tables or as an archive of class folders."""
     if split not in spec.official_splits:
         raise ReactClipError(
             f"{spec.name} has no official split {split!r} (it has {', '.join(spec.official_splits)}); put your own in "
@@ -99,7 +98,7 @@ def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> Imag
         )
     if download and spec.hub:
         download_from_hub(spec, root, split)
-    elif spec.name in READ_BY_TORCHVISION:
+    elif spec.torchvision and not spec.directories:
         return load_torchvision(spec, root, split, download=download)
     elif download:
         construct(spec, root, download=True)
@@ -119,42 +118,30 @@ def _as_in_the_paper(dataset: ImageDataset, spec: DatasetSpec, seed: int) -> Ima
 
 # ---------------------------------------------------------------------- official releases
 
-READ_BY_TORCHVISION = (
-    *("cifar10", "cifar100", "stl10", "dtd", "oxford_pets", "flowers102"),
-    *("fgvc_aircraft", "stanford_cars", "food101"),
-)
-"""The other sets that torchvision downloads are class folders once unpacked, which are read as such."""
-
 
 def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: bool) -> ImageDataset:
     """Read a set through its torchvision class; no photo is decoded."""
-    options: dict[str, Any] = {"split": split}
+    pets = spec.name == "oxford_pets"
+    options: dict[str, Any] = {"split": "trainval" if pets and split == "train" else split}
     if spec.name.startswith("cifar"):
         options = {"train": split == "train"}
-    elif spec.name == "oxford_pets":
-        options = {"split": "trainval" if split == "train" else split}
-    elif spec.name != "stl10":
+    elif spec.name != "stl10" and not pets:
         options["loader"] = Path  # the path stands for the decoded image
-    source = construct(spec, root, download=download, **options)
-    rows = []
-    for number, (photo, label) in enumerate(_photos(spec.name, source, root, options)):
-        name = f"{split}/{number:05d}" if isinstance(photo, np.ndarray) else photo.relative_to(root).as_posix()
-        rows.append(Labelled(name, int(label), photo))
-    return build_dataset(rows, [str(name) for name in getattr(source, "classes", ())], spec.name, split, spec)
-
-
-def _photos(name: str, source: Any, root: Path, options: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
-    """Pixels or file of each photo, and its label."""
-    if name.startswith("cifar"):
-        return zip(source.data, source.targets, strict=True)
-    if name == "stl10":
-        return zip(source.data.transpose(0, 2, 3, 1), source.labels, strict=True)  # it keeps colour first
-    if name == "oxford_pets":  # its torchvision class has no ``loader``
+    source: Any = construct(spec, root, download=download, **options)
+    own_names = [str(name) for name in getattr(source, "classes", ())]
+    if pets:  # its torchvision class has no ``loader``
         folder = root / "oxford-iiit-pet"
-        lines = (folder / "annotations" / f"{options['split']}.txt").read_text().split("\n")
+        lines = (folder / "annotations" / f"{options['split']}.txt").read_text().splitlines()
         parts = [line.split() for line in lines if line.strip()]
-        return [(folder / "images" / f"{stem}.jpg", int(number) - 1) for stem, number, *_ in parts]
-    return (source[index] for index in range(len(source)))
+        source = [(folder / "images" / f"{stem}.jpg", int(number) - 1) for stem, number, *_ in parts]
+    rows = []
+    for number in range(len(source)):
+        photo, label = source[number]
+        if isinstance(photo, Path):
+            rows.append(Labelled(photo.relative_to(root).as_posix(), int(label), photo))
+        else:
+            rows.append(Labelled(f"{split}/{number:05d}", int(label), np.asarray(photo)))
+    return build_dataset(rows, own_names, spec.name, split, spec)
 
 
 def construct(spec: DatasetSpec, root: Path, **options: Any) -> Any:

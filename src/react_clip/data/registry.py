@@ -38,7 +38,7 @@ class DatasetSpec:
     official_splits: tuple[str, ...] = ("test",)
     """Splits of the official release (the paper's test data is always called ``test`` here)."""
     torchvision: str = ""
-    """Class of ``torchvision.datasets`` that reads or at least downloads the set."""
+    """Class of ``torchvision.datasets`` that reads the set or, where there are directories, downloads its archive."""
     directories: tuple[str, ...] = ()
     """Folders below the root into which the official archive unpacks its class folders: the ``test`` split."""
     hub: str = ""

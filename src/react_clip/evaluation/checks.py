@@ -19,16 +19,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from react_clip.attacks import PGD, Adaptive, Attack, Queries, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
+from react_clip.defenses import Defense
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import CLEAN, LabelledDefense, Recipe, format_eps
-from react_clip.evaluation.results import AttackRow, Check, EvaluationResult, Row, SelfCheck
+from react_clip.evaluation.numbers import AttackRow, Row
+from react_clip.evaluation.recipe import CLEAN, LabelledDefense, Recipe, format_eps, title_of
+from react_clip.evaluation.results import Check, EvaluationResult, SelfCheck
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import ShardStore, log
+from react_clip.evaluation.store import ShardStore, Tensors, log
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,7 +53,8 @@ def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
     rows = torch.linspace(0, len(subject) - 1, min(len(subject), _SELF_CHECK_IMAGES)).long().tolist()
     log.info("self-check: PGD-10 at 1/255 on %d images of %s", len(rows), subject.name)
-    x, y = _images_at(subject, rows)
+    x = subject.batch(rows)
+    y = subject.labels[rows].to(x.device)
     adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
     with torch.no_grad():
         clean, robust = (float((victim(images).argmax(-1) == y).double().mean()) for images in (x, adversarial))
@@ -72,10 +74,43 @@ def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
     return check
 
 
-def _images_at(subject: EvaluationSet, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Pixels ``[len(rows), 3, S, S]`` and labels of some images, on the classifier's device."""
-    pixels = torch.cat([subject.batch(row, row + 1) for row in rows])
-    return pixels, subject.labels[rows].to(pixels.device)
+# ---------------------------------------------------------------------- do the defences repeat their answers?
+
+_REPEATED = 5
+"""Images of which a defence is asked again."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest change of a unit feature that counts as rounding; 0.05 in half precision."""
+
+
+def unrepeatable(recipe: Recipe, subject: EvaluationSet, store: ShardStore) -> list[str]:
+    """One line for each defence that answers a few images differently when it is asked again with the same seed."""
+    clf, images = subject.clf, subject.batch(slice(_REPEATED))
+
+    def asked_again(defense: Defense) -> Tensors:
+        """Changes of the features: asked for the same batch again, and for the images in two parts.
+
+        Of the parts it is the median: a gate may open or shut by rounding for an image or two.
+        """
+        batches = (images, images, *images.chunk(2))
+        first, again, *parts = (defense(clf, batch, seed=recipe.seed).features.detach().float() for batch in batches)
+        apart = torch.cat(parts)
+        return {"again": (first - again).norm(dim=1).max(), "apart": (first - apart).norm(dim=1).median()}
+
+    lines = []
+    for chosen in recipe.defenses:
+        about = {"defense": chosen.defense.to_dict(), "code": subject.code(chosen.defense), **subject.identity}
+        path = (subject.name, "checks", chosen.label, "repeats")
+        changes = store.get(path, about, partial(asked_again, chosen.defense)).tensors
+        tolerance = _TOLERANCE.get(clf.encoder.dtype, 0.05)
+        if changes["again"] > tolerance:
+            why = "when it is asked again with the same seed: it draws from a global generator"
+        elif changes["apart"] > tolerance:
+            why = "in another batch: they depend on the other images, or on a global generator"
+        else:
+            continue
+        lines.append(f"{chosen.label} gives other answers {why}; its numbers cannot be repeated")
+        log.warning("%s", lines[-1])
+    return lines
 
 
 # ---------------------------------------------------------------------- sanity checks of attacks that know the defence
@@ -93,8 +128,8 @@ def _wanted(recipe: Recipe) -> bool:
 
 
 def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFrame, store: ShardStore) -> list[Check]:
-    """Sanity checks by extra attacks on the first few images of the first set that undefended CLIP gets right."""
-    if not _wanted(recipe) or subject.name != recipe.datasets[0]:
+    """Sanity checks by extra attacks on the first few images of a set that undefended CLIP gets right."""
+    if not _wanted(recipe):
         return []
     eps = min(item.eps for item in recipe.attacks)
     attacks = {item.label: item.attack for item in recipe.attacks if item.eps == eps}
@@ -111,7 +146,7 @@ def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFra
         rows = sorted(set(answers["index"].tolist()))[:_IMAGES]
         left = answers[answers["index"].isin(rows)].groupby("attack", observed=True)["correct"].mean()
         under = partial(_accuracy_under, recipe, subject, store, chosen, rows)
-        about, least = (chosen.label, f"{left.idxmin()} {format_eps(eps)}"), float(left.min())
+        about, least = (chosen.label, title_of(str(left.idxmin()), eps)), float(left.min())
         once = metrics.wilson(least, len(rows))
         slack = (once.high - once.low) / 2
         expected = "twice the steps and draws leave less by at most half the interval"
@@ -133,18 +168,20 @@ def _accuracy_under(
 ) -> float:
     """Accuracy of a defence on attacked images, mean over the recipe's draws; stored in a shard."""
     clf, defense = subject.clf, chosen.defense
-    path = (subject.name, "checks", chosen.label, f"{attack.name} {format_eps(attack.eps)}")
     about = {"attack": repr(attack), "defense": defense.to_dict(), "seeds": recipe.seeds, "rows": rows}
-    about |= {"code": subject.code(attack, *_members(attack), defense), **subject.identity()}
-    shard = store.read(path, about)
-    if shard is None:
+    about |= {"code": subject.code(attack, defense), **subject.identity}
+
+    def wrong_answers() -> Tensors:
         target, wrong = attack.target(subject.attack_clf, defense), []
         for at in range(0, len(rows), recipe.batch):
-            x, y = _images_at(subject, rows[at : at + recipe.batch])
+            x = subject.batch(rows[at : at + recipe.batch])
+            y = subject.labels[rows[at : at + recipe.batch]].to(x.device)
             images = attack(target, x, y, seed=recipe.seed).images
             wrong.append(torch.stack([defense(clf, images, seed=s).labels != y for s in recipe.seeds]))
-        shard = store.write(path, about, {"wrong": torch.cat(wrong, dim=1)})
-    return 1.0 - float(shard.tensors["wrong"].double().mean())
+        return {"wrong": torch.cat(wrong, dim=1)}
+
+    path = (subject.name, "checks", chosen.label, f"{attack.name} {format_eps(attack.eps)}")
+    return 1.0 - float(store.get(path, about, wrong_answers).tensors["wrong"].double().mean())
 
 
 def _members(attack: Attack) -> tuple[Attack, ...]:
@@ -181,7 +218,7 @@ def budget_checks(rows: Sequence[Row]) -> Iterator[Check]:
     attacked = sorted((row for row in rows if row.eps), key=lambda row: (row.dataset, row.attack, row.defense, row.eps))
     for small, large in itertools.pairwise(attacked):
         if (small.dataset, small.attack, small.defense) == (large.dataset, large.attack, large.defense):
-            title = f"{large.attack} {format_eps(large.eps)} on {large.dataset}"
+            title = f"{title_of(large.attack, large.eps)} on {large.dataset}"
             expected = f"it leaves no more than {format_eps(small.eps)}"
             one, two = small.paper_accuracy, large.paper_accuracy
             yield _compare("budget", large.defense, title, expected, one, two, small.n)

@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -52,18 +51,14 @@ def _collect(file: Path, texts: dict[Path, str]) -> None:
 @cache
 def _read(file: Path, changed: int) -> tuple[str, tuple[str, ...]]:
     """The syntax tree of a file, and the names that it imports."""
-    tree = ast.parse(file.read_bytes())
-    return ast.dump(tree), tuple(dict.fromkeys(_imports(tree)))
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that a module imports; the last part may be a name within a module."""
+    tree, names = ast.parse(file.read_bytes()), dict[str, None]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= dict.fromkeys(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            # What is imported may be a module or a name within one.
+            names |= dict.fromkeys((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return ast.dump(tree), tuple(names)
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Metrics from per-image outcomes: accuracies with 95 % intervals, worst case and majority over draws, leakage, gates.
-
-Outcomes are boolean arrays ``[K, N]``: K draws of the defence's noise, N images.
-"""
+"""95 % intervals of fractions, on one data set or as the mean over several."""
 
 from __future__ import annotations
 
@@ -9,13 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 Z_95 = 1.959963984540054
 """The normal quantile behind a two-sided 95 % interval."""
-
-Flags = NDArray[np.bool_]
 
 
 class Estimate(NamedTuple):
@@ -79,43 +71,3 @@ def mean_over_sets(fractions: Sequence[float], sizes: Sequence[int]) -> Estimate
     mean = math.fsum(fractions) / len(fractions)
     reach = Z_95 * math.sqrt(variance) / len(fractions)
     return Estimate(mean, max(0.0, mean - reach), min(1.0, mean + reach))
-
-
-def worst_of(correct: Flags) -> float:
-    """Fraction of images that are correct in every draw: the accuracy against an attacker who may try K times.
-
-    >>> worst_of(np.array([[True, False, True], [True, True, True]]))
-    0.6666666666666666
-    """
-    return float(correct.all(axis=0).mean())
-
-
-def majority(correct: Flags) -> float:
-    """Fraction of images that are correct in more than half of the draws.
-
-    >>> majority(np.array([[True, False], [True, False], [False, True]]))
-    0.5
-    """
-    return float((2 * correct.sum(axis=0) > len(correct)).mean())
-
-
-def leakage(clean_correct: Flags, attacked: Flags, correct: Flags) -> float:
-    """Label leakage: number of attacked images that CLIP gets wrong clean and the defence gets right, mean over draws.
-
-    An untargeted attack moves away from the true label, so a correcting defence that reverses it finds that label, even
-    for images that CLIP gets wrong without attack. It is 0 if only images that CLIP gets right are attacked.
-
-    >>> leakage(np.array([True, False, False]), np.array([True, True, True]), np.array([[True, True, False]]))
-    1.0
-    """
-    leaked = correct & attacked & ~clean_correct
-    return float(leaked.sum(axis=1).mean())
-
-
-def gate_rate(gated: Flags, counted: Flags) -> float:
-    """Fraction of the images in the mask ``counted`` whose gate opened, mean over draws; NaN if the mask is empty.
-
-    >>> gate_rate(np.array([[True, False, True, True]]), np.array([True, True, False, True]))
-    0.6666666666666666
-    """
-    return float(gated[:, counted].mean()) if counted.any() else math.nan

@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
@@ -58,16 +58,8 @@ Label = Annotated[Line, Field(min_length=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 # YAML reads `none` as text and `null` as nothing; both mean that no image is stored.
 Store = Annotated[Literal["uint8", "none"], BeforeValidator(lambda value: value or "none")]
-Sets = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-
-
-def _check_list(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError(f"it must be a list, such as [{value}]")
-    return value
-
-
-Titles = Annotated[tuple[Label, ...], BeforeValidator(_check_list)]
+Labels = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Several, or one without brackets."""
 
 
 class LabelledAttack(Configuration):
@@ -89,7 +81,7 @@ class LabelledAttack(Configuration):
     @property
     def title(self) -> str:
         """The label with the budget, such as ``pgd-10 4/255``; natural damage has none."""
-        return self.label if self.attack.natural else f"{self.label} {format_eps(self.eps)}"
+        return title_of(self.label, self.eps)
 
     def to_dict(self) -> dict[str, Any]:
         """The attack's entry in a recipe."""
@@ -126,7 +118,7 @@ class Recipe(Configuration):
 
     model: Label
     """The encoder, as ``rc.load`` takes it."""
-    datasets: Sets
+    datasets: Labels
     """Names of data sets, or ``all``, ``downstream``, ``downstream-9`` or ``imagenet-suite``."""
     defenses: tuple[LabelledDefense, ...]
     """Defences, in the order of the tables."""
@@ -156,7 +148,7 @@ class Recipe(Configuration):
     """Storage of adversarial images."""
     batch: Count = 64
     """Images per shard and per encoder call."""
-    worst_of: Titles = ()
+    worst_of: Labels = ()
     """Titles of attacks, such as ``pgd-10 4/255``, or ``all``: their worst case per image is a column of its own."""
     self_check: bool = True
     """Before the run, attack undefended CLIP; stop if that does not work."""
@@ -195,11 +187,6 @@ class Recipe(Configuration):
                     f"threat is {self.threat!r}, but attack {item.title!r} belongs to "
                     f"{' or '.join(item.attack.threats)}; for it set threat: {item.attack.threats[0]}"
                 )
-
-    @property
-    def crafting_dtype(self) -> str:
-        """Precision of the encoder that attacks are crafted on."""
-        return self.attack_dtype or self.dtype
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -255,6 +242,15 @@ def format_eps(eps: float) -> str:
     '8/255'
     """
     return f"{eps * 255:.4g}/255"
+
+
+def title_of(attack: str, eps: float) -> str:
+    """An attack with its budget; clean images, natural damage and the worst case over several budgets have none.
+
+    >>> title_of("pgd-10", 4 / 255), title_of("clean", 0.0)
+    ('pgd-10 4/255', 'clean')
+    """
+    return f"{attack} {format_eps(eps)}" if eps and not attack.startswith("worst of") else attack
 
 
 def _check_unique(what: str, labels: Sequence[str], way_out: str) -> None:
@@ -374,13 +370,9 @@ def _grid_label(label: str, point: dict[str, Any]) -> str:
     if "{" not in label:
         values = {name.rpartition(".")[2]: f"{v:g}" if isinstance(v, float) else v for name, v in point.items()}
         return " ".join([label, *(f"{name}={value}" for name, value in values.items())])
-    fields: dict[str, Any] = {}
-    for name, value in point.items():
-        _set_at(fields, name, value)
     try:
-        # str.format reads {mapping.sigma} as an attribute.
-        return label.format(**{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in fields.items()})
-    except (KeyError, AttributeError, ValueError, IndexError, TypeError) as error:
+        return re.sub(r"{([\w.]*):?([^{}]*)}", lambda field: format(point[field[1]], field[2]), label)
+    except (KeyError, ValueError, TypeError) as error:
         raise ReactClipError(
             f"label {label!r} cannot be filled in ({error!r}); the grid sweeps {', '.join(point)}"
         ) from None

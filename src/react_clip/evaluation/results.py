@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,79 +28,17 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from react_clip import storage
 from react_clip.errors import MissingFileError, ReactClipError
 from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import CLEAN, MEAN, THREATS, format_eps
+from react_clip.evaluation.numbers import KEY, AttackRow, Row, attack_rows, attacks_of, means_of, rows_of
+from react_clip.evaluation.recipe import MEAN, THREATS, title_of
 from react_clip.optional import require
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RESULT, IMAGES = "result.json", "images.parquet"
-PART = "part "
-"""Prefix of columns about one member of a suite."""
-KEY = ["dataset", "attack", "eps", "defense"]
-"""Columns that tell the rows of a table apart."""
-ANSWER = [*KEY, "draw", "index"]
-"""Columns that tell answers apart."""
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may be NaN, which JSON writes as null."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One defence under one attack on one set, or on the mean over sets. Fractions lie in [0, 1]; NaN: not measured."""
-
-    dataset: str
-    attack: str
-    eps: float
-    defense: str
-    threat: str
-    scoring: str
-    n: int
-    attacked: int
-    """Images that were attacked; the rest passed through the defence unperturbed."""
-    accuracy: float
-    """Over the whole set, the mean over draws: right on the image and, under attack, on the clean one too."""
-    low: float
-    high: float
-    paper_accuracy: float
-    """As the paper counts: right on the image, whatever the answer on the clean one."""
-    paper_low: float
-    paper_high: float
-    worst: float
-    """Only images that are right in every draw."""
-    majority: float
-    """Only images that are right in more than half of the draws."""
-    leakage: float
-    """Attacked images that undefended CLIP gets wrong clean and the defence gets right (mean over draws)."""
-    leakage_fraction: float
-    """The same as a fraction of all images: the part of the paper's accuracy that is due to leakage."""
-    gate_rate: float
-    """Fraction of images whose gate opened, among those that undefended CLIP gets right clean."""
-    passes: float
-    """Encoder passes per image."""
-    backward_passes: float
-
-
-@dataclass(frozen=True)
-class AttackRow:
-    """Success and cost of an attack on one set, against undefended CLIP or the defence that it knows."""
-
-    dataset: str
-    attack: str
-    eps: float
-    attacked: int
-    success_rate: float
-    """Fraction of attacked images that undefended CLIP (or the defence, over its draws) gets wrong."""
-    lost: int
-    """Attacks that had succeeded before rounding to 8 bits (or under the attack's own draws of the noise), and that
-    fail on the image as it was judged."""
-    queries: float
-    """Forward passes the attack spent per attacked image."""
-    defense: str = ""
-    """The defence that the attack knows; its success is then that on the defended answers. Empty for other attacks."""
-    part: str = ""
-    """For one member of a suite: its name; ``success_rate`` is then as the suite saw it."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +130,7 @@ class EvaluationResult:
     @cached_property
     def means(self) -> tuple[Row, ...]:
         """The unweighted mean over sets of every attack and defence; counts are summed."""
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault((row.attack, row.eps, row.defense), []).append(row)
-        return tuple(map(_mean_row, groups.values()))
+        return tuple(means_of(self.rows))
 
     @cached_property
     def attacks(self) -> tuple[AttackRow, ...]:
@@ -213,10 +148,9 @@ class EvaluationResult:
         """The means over sets."""
         lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
         for row in self.means:
-            budget = f" {format_eps(row.eps)}" if row.eps else ""
             accuracy = metrics.interval(100 * row.accuracy, 100 * row.low, 100 * row.high)
             leaked = f", {row.leakage:g} leaked" if self.scoring == "attack_all" else ""
-            lines.append(f"  {row.attack}{budget}, {row.defense}: {accuracy} %{leaked}")
+            lines.append(f"  {title_of(row.attack, row.eps)}, {row.defense}: {accuracy} %{leaked}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,7 +197,7 @@ def load(path: str | Path) -> pd.DataFrame:
         frame = require("pyarrow.parquet", "reading results", extra="eval").read_table(path).to_pandas()
     except (OSError, ValueError) as error:
         raise ReactClipError(f"{path} is damaged ({error}); run the evaluation again to write it") from None
-    if absent := [name for name in (*ANSWER, "correct", "robust") if name not in frame]:
+    if absent := [name for name in (*KEY, "draw", "index", "correct", "robust") if name not in frame]:
         raise ReactClipError(f"{path} has no column {absent[0]!r}; it was written by another version of react-clip")
     return frame
 
@@ -275,119 +209,9 @@ def write_images(path: Path, tables: Sequence[pd.DataFrame]) -> None:
 
     # Not joined in pandas, which would copy them several times: runs may have millions of rows.
     parts = [pa.Table.from_pandas(table, preserve_index=False) for table in tables]
-    sink = pa.BufferOutputStream()
-    merged = pa.concat_tables(parts, promote_options="default").unify_dictionaries()
-    parquet.write_table(merged, sink, compression="zstd")
     with storage.atomic_path(path) as temporary:
-        # Written by Python, so that a full disk is an OSError with a reason.
-        temporary.write_bytes(sink.getvalue())
-
-
-# ---------------------------------------------------------------------- tables
-
-
-def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a table; ``worst_of`` names attacks whose worst case per image has rows of its own."""
-    for table in (images, _worst_case(images, worst_of)):
-        # Sorted once and cut by row numbers: runs may have thousands of groups.
-        table = table.sort_values(["draw", "index"], kind="stable")
-        values = {name: table[name].to_numpy() for name in _COUNTED}
-        groups: dict[Any, Any] = table.groupby(KEY, sort=False, observed=True).indices
-        for (dataset, attack, eps, defense), rows in groups.items():
-            yield _row(dataset, attack, eps, defense, {name: column[rows] for name, column in values.items()})
-
-
-_COUNTED = (
-    *("draw", "label", "clean_prediction", "threat", "scoring", "attacked", "correct", "robust", "gated"),
-    *("passes", "backward_passes"),
-)
-
-
-def _row(dataset: str, attack: str, eps: float, defense: str, group: dict[str, Any]) -> Row:
-    """The numbers of one defence under one attack on one set, from the columns of all its draws."""
-    n = int((group["draw"] == group["draw"][0]).sum())
-    right = group["clean_prediction"][:n] == group["label"][:n]
-    attacked = group["attacked"][:n]
-    correct, robust, gated = (group[name].reshape(-1, n) for name in ("correct", "robust", "gated"))
-    leaked = metrics.leakage(right, attacked, correct)
-    return Row(
-        *(str(dataset), str(attack), float(eps), str(defense)),
-        *(str(group["threat"][0]), str(group["scoring"][0])),
-        n,
-        int(attacked.sum()),
-        *metrics.wilson(float(robust.mean()), n),
-        *metrics.wilson(float(correct.mean()), n),
-        worst=metrics.worst_of(robust),
-        majority=metrics.majority(robust),
-        leakage=leaked,
-        leakage_fraction=leaked / n,
-        # Under attack, gates are counted on attacked images that CLIP gets right clean.
-        gate_rate=metrics.gate_rate(gated, right if attack == CLEAN else right & attacked),
-        passes=float(group["passes"].mean()),
-        backward_passes=float(group["backward_passes"].mean()),
-    )
-
-
-def _worst_case(images: pd.DataFrame, titles: Sequence[str]) -> pd.DataFrame:
-    """The worst case per image over some attacks: right only if it is right under each of them.
-
-    ``all`` stands for all attacks, without natural damage. The budget is the largest one; gates and passes are means.
-    """
-    pairs = images[["attack", "eps"]].drop_duplicates().itertuples(index=False, name=None)
-    wanted = [
-        (attack, eps)
-        for attack, eps in pairs
-        if (eps and "all" in titles) or (f"{attack} {format_eps(eps)}" if eps else attack) in titles
-    ]
-    chosen = images[[pair in set(wanted) for pair in zip(images["attack"], images["eps"], strict=True)]]
-    rules = dict.fromkeys(("label", "clean_prediction", "threat", "scoring"), "first")
-    rules |= {"attacked": "any", "correct": "all", "robust": "all"}
-    rules |= dict.fromkeys(("gated", "passes", "backward_passes"), "mean")
-    # Row order is that of the defences in the run.
-    worst = chosen.groupby(["dataset", "defense", "draw", "index"], sort=False, observed=True).agg(rules).reset_index()
-    return worst.assign(attack=f"worst of {len(wanted)}", eps=max((eps for _, eps in wanted), default=0.0))
-
-
-def _mean_row(group: list[Row]) -> Row:
-    sizes = [row.n for row in group]
-    values: dict[str, Any] = {name: sum(getattr(row, name) for row in group) for name in ("n", "attacked", "leakage")}
-    for prefix in ("", "paper_"):
-        estimate = metrics.mean_over_sets([getattr(row, f"{prefix}accuracy") for row in group], sizes)
-        values |= zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True)
-    for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
-        measured = [value for row in group if not math.isnan(value := getattr(row, name))]
-        values[name] = math.fsum(measured) / len(measured) if measured else math.nan
-    values["leakage_fraction"] = values["leakage"] / values["n"]
-    return dataclasses.replace(group[0], dataset=MEAN, **values)
-
-
-def attack_rows(images: pd.DataFrame) -> Iterator[AttackRow]:
-    """Rows about the attacks; those that do not know the defence made the same images for all, so one row is enough."""
-    seen = set()
-    for (dataset, attack, eps, defense), group in images.groupby(KEY, sort=False, observed=True):
-        adaptive = group["threat"].iloc[0] == "adaptive"
-        about = (str(dataset), str(attack), float(eps))
-        if attack == CLEAN or (about in seen and not adaptive):
-            continue
-        seen.add(about)
-        first = group[group["draw"] == group["draw"].min()]
-        success = first["attack_success"].astype(float)
-        if adaptive:
-            success = 1.0 - group.groupby("index")["correct"].mean().reindex(first["index"]).set_axis(first.index)
-        tried, crafted = first["attacked"], first["crafted_success"]
-        whole = AttackRow(
-            *about,
-            attacked=int(tried.sum()),
-            success_rate=float(success[tried].mean()),
-            lost=int((tried & crafted & (success <= 0.5)).sum()),
-            queries=float(first["queries"][tried].mean()),
-            defense=str(defense) if adaptive else "",
-        )
-        yield whole
-        for name in [name for name in group if str(name).startswith(PART) and group[name].notna().any()]:
-            broken = first[name].dropna()
-            part = dataclasses.replace(whole, part=name.removeprefix(PART), attacked=len(broken), lost=0)
-            yield dataclasses.replace(part, success_rate=float(broken.mean()), queries=math.nan)
+        merged = pa.concat_tables(parts, promote_options="default").unify_dictionaries()
+        parquet.write_table(merged, temporary, compression="zstd")
 
 
 # ---------------------------------------------------------------------- several runs as one
@@ -447,11 +271,6 @@ def _differences(one: EvaluationResult, other: EvaluationResult) -> Iterator[str
     for name in photos[0].keys() | photos[1].keys():
         if photos[0].get(name) != photos[1].get(name):
             yield f"they have other photos of {name}"
-    titles = [_attack_titles(result.images) for result in (one, other)]
+    titles = [{title_of(*at) for at in attacks_of(result.images)} for result in (one, other)]
     if unshared := titles[0] ^ titles[1]:
         yield f"only one of them has the attacks {', '.join(sorted(unshared))}"
-
-
-def _attack_titles(images: pd.DataFrame) -> set[str]:
-    pairs: Iterable[tuple[str, float]] = images[["attack", "eps"]].drop_duplicates().itertuples(index=False, name=None)
-    return {f"{attack} {format_eps(eps)}" if eps else attack for attack, eps in pairs}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,14 +19,11 @@ from react_clip.environment import device_name, typed_command, versions
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import checks, code, results, sets
 from react_clip.evaluation.recipe import LabelledAttack, LabelledDefense, Recipe
-from react_clip.evaluation.results import Check, EvaluationResult, SelfCheck, SetInfo
+from react_clip.evaluation.results import EvaluationResult, SetInfo
 from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import Data, EvaluationSet
 from react_clip.evaluation.store import log, open_run
 from react_clip.zeroshot import ZeroShotClassifier
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def evaluate(
@@ -114,72 +110,46 @@ def run_recipe(
     return _run(recipe, subjects, Path(folder), progress=progress)
 
 
-@dataclass(frozen=True, eq=False)
-class SetOutcome:
-    """All results of one set."""
-
-    info: SetInfo
-    device: str
-    images: pd.DataFrame
-    """The answers, see :meth:`SetRunner.run`."""
-    checks: list[Check]
-    """Sanity checks that took attacks of their own."""
-    notes: list[str]
-    """Lines about defences whose answers cannot be repeated; only of the first set."""
-
-
-def set_outcome(runner: SetRunner, *, progress: bool) -> SetOutcome:
-    """Compute or read back the results of one set."""
-    subject, device = runner.subject, device_name(runner.subject.clf.device)
-    log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
-    images = runner.run(progress=progress)
-    extra = checks.sanity_by_attacks(runner.recipe, subject, images, runner.store)
-    notes = runner.unrepeatable() if subject.name == runner.recipe.datasets[0] else []
-    for note in notes:
-        log.warning("%s", note)
-    return SetOutcome(subject.info, device, images, extra, notes)
-
-
 def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, progress: bool) -> EvaluationResult:
+    infos, tables = list[SetInfo](), list[Any]()
     with open_run(folder, recipe) as store:
-        check, outcomes = checks.NO_SELF_CHECK, list[SetOutcome]()
         for subject in subjects:
-            if not outcomes:
+            device = device_name(subject.clf.device)
+            log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
+            if not infos:
                 check = checks.self_check(recipe, subject)
-            outcomes.append(set_outcome(SetRunner(recipe, subject, store), progress=progress))
-        return write_result(recipe, folder, check, outcomes)
-
-
-def write_result(recipe: Recipe, folder: Path, check: SelfCheck, outcomes: Sequence[SetOutcome]) -> EvaluationResult:
-    """Write the answers and the result of a run, from the outcomes of its sets in the recipe's order."""
-    results.write_images(folder / results.IMAGES, [outcome.images for outcome in outcomes])
-    result = EvaluationResult(
-        schema=2,
-        title=recipe.title,
-        paper=recipe.paper,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=typed_command(),
-        commit=code.git_commit(),
-        package=code.package_digest(),
-        # On a CPU the last bits of a number may depend on how many threads computed it.
-        versions={**versions(), "threads": str(torch.get_num_threads())},
-        device=outcomes[-1].device,
-        recipe=recipe.to_dict(),
-        recipe_hash=recipe.fingerprint(),
-        self_check=check,
-        sets=tuple(outcome.info for outcome in outcomes),
-        checks=(),
-        notes=(),
-        images=results.load(folder),
-    )
-    sanity = [check for outcome in outcomes for check in outcome.checks]
-    sanity += checks.sanity_by_numbers(recipe, result)
-    checks.raise_if_failed(sanity)
-    notes = [*_notes(recipe, result), *(note for outcome in outcomes for note in outcome.notes)]
-    result = dataclasses.replace(result, checks=tuple(sanity), notes=tuple(notes))
-    result.save(folder)
-    log.info("finished: %s", folder / results.RESULT)
-    return result
+            infos.append(subject.info)
+            tables.append(SetRunner(recipe, subject, store).run(progress=progress))
+            if len(infos) == 1:
+                sanity = checks.sanity_by_attacks(recipe, subject, tables[0], store)
+                unrepeatable = checks.unrepeatable(recipe, subject, store)
+        results.write_images(folder / results.IMAGES, tables)
+        result = EvaluationResult(
+            schema=2,
+            title=recipe.title,
+            paper=recipe.paper,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=typed_command(),
+            commit=code.git_commit(),
+            package=code.package_digest(),
+            # On a CPU the last bits of a number may depend on how many threads computed it.
+            versions={**versions(), "threads": str(torch.get_num_threads())},
+            device=device,
+            recipe=recipe.to_dict(),
+            recipe_hash=recipe.fingerprint(),
+            self_check=check,
+            sets=tuple(infos),
+            checks=(),
+            notes=(),
+            images=results.load(folder),
+        )
+        sanity += checks.sanity_by_numbers(recipe, result)
+        checks.raise_if_failed(sanity)
+        notes = (*_notes(recipe, result), *unrepeatable)
+        result = dataclasses.replace(result, checks=tuple(sanity), notes=notes)
+        result.save(folder)
+        log.info("finished: %s", folder / results.RESULT)
+        return result
 
 
 def _notes(recipe: Recipe, result: EvaluationResult) -> list[str]:

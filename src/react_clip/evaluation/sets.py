@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.attacks.base import TRANSFER
-from react_clip.data import ClassFeatures, ImageDataset, load_class_features
+from react_clip.data import ClassFeatures, ImageDataset, Photo, load_class_features
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
 from react_clip.errors import ReactClipError
@@ -30,7 +30,6 @@ Data = ImageDataset | tuple[Tensor, Tensor]
 """Photos of a data set, or pixels ``[N, 3, S, S]`` in [0, 1] with their labels ``[N]``."""
 
 _FOLDER = "folder:"
-_HEAD_SUFFIXES = (".npz", ".safetensors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +52,11 @@ class EvaluationSet:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def batch(self, start: int, stop: int) -> Tensor:
-        """Float pixels of a range of images, on the classifier's device."""
-        return to_float(self.pixels[start:stop].to(self.clf.device))
+    def batch(self, rows: slice | Sequence[int] | Tensor) -> Tensor:
+        """Float pixels of some images, on the classifier's device."""
+        return to_float(self.pixels[rows].to(self.clf.device))
 
+    @cached_property
     def identity(self) -> dict[str, str]:
         """Fingerprints of everything that all results on this set depend on."""
         return {
@@ -67,8 +67,9 @@ class EvaluationSet:
         }
 
     def code(self, *parts: object) -> str:
-        """Digest of the code of both encoders and of some attacks and defences."""
-        return code_digest(*map(type, (self.clf.encoder, self.attack_clf.encoder, *parts)))
+        """Digest of the code of both encoders, and of some defences and attacks with the members of suites."""
+        members = [member for part in parts for member in getattr(part, "members", ())]
+        return code_digest(*map(type, (self.clf.encoder, self.attack_clf.encoder, *parts, *members)))
 
 
 def _model_fingerprint(clf: ZeroShotClassifier) -> str:
@@ -86,27 +87,25 @@ def _from_photos(
 
 def from_data(clf: ZeroShotClassifier, attack_clf: ZeroShotClassifier, data: Data, progress: bool) -> EvaluationSet:
     """The set of :func:`react_clip.evaluation.evaluate`: data that must fit a given classifier."""
-    source = "the caller's classifier"
-    if isinstance(data, ImageDataset):
-        if tuple(clf.names) != data.class_names and sorted(clf.names) == sorted(data.class_names):
-            raise ReactClipError(f"the classifier has the classes of {data.name} in another order; build it from them")
-        if len(clf.names) != len(data.class_names):
-            raise ReactClipError(
-                f"the classifier has {len(clf.names)} classes and {data.name} has {len(data.class_names)}; build it "
-                "from the set's class_names, or fit the set with dataset.align(class_features)"
-            )
-        return _from_photos(data, clf, attack_clf, source, progress)
-    pixels, labels = _checked_pair(clf, data)
-    digest = hashlib.sha256(f"{tensor_digest(pixels)}{tensor_digest(labels)}".encode()).hexdigest()
-    about = (digest, source, _model_fingerprint(clf), (), tuple(clf.names))
-    return EvaluationSet(SetInfo("data", len(pixels), len(clf.names), *about), clf, attack_clf, pixels, labels)
+    if not isinstance(data, ImageDataset):
+        photos, names = _checked_photos(clf, data), tuple(clf.names)
+        data = ImageDataset("data", "test", names, photos)
+    if len(clf.names) != len(data.class_names):
+        raise ReactClipError(
+            f"the classifier has {len(clf.names)} classes and {data.name} has {len(data.class_names)}; build it from "
+            "the set's class_names, or fit the set with dataset.align(class_features)"
+        )
+    if tuple(clf.names) != data.class_names and sorted(clf.names) == sorted(data.class_names):
+        raise ReactClipError(f"the classifier has the classes of {data.name} in another order; build it from them")
+    return _from_photos(data, clf, attack_clf, "the caller's classifier", progress)
 
 
 def load_encoders(recipe: Recipe, device: str | None) -> tuple[Encoder, Encoder]:
     """The defended encoder and the one that attacks are crafted on; the same unless the recipe says otherwise."""
+    dtype = recipe.attack_dtype or recipe.dtype
     encoder = attacked = encoders.load(recipe.model, device=device, dtype=recipe.dtype)
-    if recipe.transfer_model is not None or recipe.crafting_dtype != recipe.dtype:
-        attacked = encoders.load(recipe.transfer_model or recipe.model, device=device, dtype=recipe.crafting_dtype)
+    if recipe.transfer_model is not None or dtype != recipe.dtype:
+        attacked = encoders.load(recipe.transfer_model or recipe.model, device=device, dtype=dtype)
     if recipe.preprocessing == "paper":
         for each in (encoder, attacked):
             each.preprocessing = Preprocessing.paper(each.image_size)
@@ -155,8 +154,8 @@ def check_replayable(source: Encoder, target: Encoder) -> None:
         )
 
 
-def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Pixels in 8 bits, as files hold them, and labels."""
+def _checked_photos(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple[Photo, ...]:
+    """Photos in 8 bits a channel, as files hold them, of pixels and labels."""
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Tensor) for part in data):
         raise ReactClipError("data is no ImageDataset and no pair of tensors; give (pixels [N, 3, S, S], labels [N])")
     pixels, labels = (part.detach().cpu() for part in data)
@@ -169,7 +168,8 @@ def _checked_pair(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tuple
         raise ReactClipError(
             f"labels span {int(labels.min())} to {int(labels.max())}; they must lie in 0 to {len(clf.names) - 1}"
         )
-    return pixels.mul(255.0).round().byte(), labels.long()
+    arrays = pixels.mul(255.0).round().byte().permute(0, 2, 3, 1).numpy()
+    return tuple(Photo(str(row), int(label), arrays[row]) for row, label in enumerate(labels))
 
 
 # ---------------------------------------------------------------------- class features
@@ -209,7 +209,7 @@ def class_source(
     own_folder = dataset.name.startswith(_FOLDER)
     folder = Path(dataset.name.removeprefix(_FOLDER)).expanduser() if own_folder else root / dataset.name
     if heads is not None:
-        for path in [heads, *(heads / f"{folder.name}{suffix}" for suffix in _HEAD_SUFFIXES)]:
+        for path in (heads, heads / f"{folder.name}.npz"):
             if path.is_file():
                 head = load_class_features(path)
                 aligned = dataset.align(head)
@@ -234,7 +234,7 @@ def class_source(
     photos_in = f" nor photos in {train}" if average_train else " nor another split than train"
     raise ReactClipError(
         f"{dataset.name} has no class features: {encoder.name!r} has no text tower, the label bank lacks its names, "
-        f"and there is neither {folder.name}{_HEAD_SUFFIXES[0]} in --heads DIR{missing}{photos_in}; add one of them or "
+        f"and there is neither {folder.name}.npz in --heads DIR{missing}{photos_in}; add one of them or "
         "use a model with a text tower"
     )
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation.recipe import CLEAN, Recipe, format_eps
+from react_clip.evaluation.recipe import CLEAN, Recipe, title_of
 from react_clip.evaluation.results import IMAGES, RESULT
 from react_clip.evaluation.yaml import read_yaml
 from react_clip.optional import require
@@ -54,7 +54,8 @@ def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
     with storage.held_folder(folder):
         store = ShardStore(folder / SHARDS)
         _check_or_write_recipe(folder, recipe)
-        store.remove_leftovers()
+        for leftover in store.folder.rglob(".*.part"):  # of processes that were killed
+            leftover.unlink(missing_ok=True)
         handler = _LogFile(folder / "run.log", encoding="utf-8", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
@@ -142,10 +143,9 @@ class ShardStore:
         storage.write_tensors(self._file(path), tensors, {_HEADER: header})
         return Shard(tensors, digest)
 
-    def remove_leftovers(self) -> None:
-        """Remove the half-written files of killed processes."""
-        for leftover in self.folder.rglob(".*.part"):
-            leftover.unlink(missing_ok=True)
+    def get(self, path: tuple[str, ...], about: dict[str, Any], compute: Callable[[], Tensors]) -> Shard:
+        """The shard at ``path``, read back, or computed and written."""
+        return self.read(path, about) or self.write(path, about, compute())
 
     def _file(self, path: tuple[str, ...]) -> Path:
         *folders, name = (slug(part) for part in path)
@@ -177,7 +177,7 @@ class Pictures:
 
         An attack that knows the defence makes images for each, so name the ``defense``.
         """
-        return self._read(index, dataset, f"{attack} {format_eps(eps)}", *([] if defense is None else [defense]))
+        return self._read(index, dataset, title_of(attack, eps), *filter(None, [defense]))
 
     def _read(self, index: int, *path: str) -> Tensor | None:
         folder = self._shards.joinpath(*map(slug, path), PIXELS)

@@ -18,12 +18,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from react_clip.defenses import ReACT
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.recipe import CLEAN, format_eps
+from react_clip.evaluation.recipe import CLEAN, format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.report.page import Progress
 from react_clip.report.style import (
-    COLOURS,
+    GREY,
     INK,
     SMALL,
     budget_colour,
@@ -33,7 +34,7 @@ from react_clip.report.style import (
     save_figure,
     style_axes,
 )
-from react_clip.report.tables import defenses_of, title_of
+from react_clip.report.tables import defenses_of
 
 if TYPE_CHECKING:
     from react_clip.calibration import Calibration
@@ -302,7 +303,7 @@ def leakage(result: EvaluationResult) -> Figure:
         best = own.loc[own.groupby("eps")["paper_accuracy"].idxmax()].sort_values("eps")
         for step, (column, label) in enumerate((("paper_accuracy", "as reported"), ("kept", "leaked not counted"))):
             x = np.arange(len(best)) + 0.4 * (step - 0.5)
-            axes.bar(x, 100 * best[column], 0.38, label=label, color=(COLOURS["undefended"], COLOURS["react"])[step])
+            axes.bar(x, 100 * best[column], 0.38, label=label, color=(GREY, ReACT.colour)[step])
         axes.set_xticks(range(len(best)), [f"{255 * eps:.4g}" for eps in best["eps"]])
         axes.set_ylim(0, 100)
 

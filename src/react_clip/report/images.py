@@ -9,12 +9,11 @@ import pandas as pd
 from PIL.Image import Resampling
 from torch import Tensor
 
-from react_clip.evaluation.recipe import CLEAN
+from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.evaluation.store import Pictures
 from react_clip.preprocess import data_uri, to_float, to_image
 from react_clip.report.page import Photo, Picture, Shown
-from react_clip.report.tables import title_of
 
 SIDE = 160
 """Longest side of a picture in the page, in pixels."""

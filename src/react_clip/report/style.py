@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from react_clip.defenses import Defense
 from react_clip.storage import atomic_path
 
 if TYPE_CHECKING:
@@ -19,32 +20,10 @@ WIDTH = 6.4
 SMALL, TEXT = 7.5, 8.0
 """Font sizes in points."""
 
-COLOURS = {
-    "undefended": "#767676",
-    "react": "#0072B2",
-    "second_look": "#332288",
-    "aom": "#E69F00",
-    "defend-clip": "#56B4E9",
-    "ttc": "#D55E00",
-    "doc": "#CC79A7",
-    "mac": "#009E73",
-    "anti-adv": "#8C6D31",
-    "hd": "#B5A900",
-    "csr": "#EE6677",
-    "et3": "#882255",
-    "clipure": "#4477AA",
-    "agc": "#228833",
-    "dbd": "#BBAA33",
-    "tte": "#44AA99",
-    "r-tpt": "#AA4499",
-    "ss-tpt": "#C2452D",
-    "tecoa": "#7F7FD5",
-    "pmg-aft": "#5E8C31",
-    "fare": "#6F4FA8",
-    "clip-ft": "#A6604A",
-}
-"""Colour of each kind of defence and of each finetuned tower: Okabe and Ito's palette, then muted colours."""
-_TOWERS = ("tecoa", "pmg-aft", "fare", "clip-ft")
+TOWERS = {"tecoa": "#7F7FD5", "pmg-aft": "#5E8C31", "fare": "#6F4FA8", "clip-ft": "#A6604A"}
+"""Colour of each finetuned tower. Defences have theirs in their classes: Okabe and Ito's palette, then muted."""
+GREY = "#767676"
+"""Of clean images, and of what was not defended."""
 _MARKERS = "osD^vP<>Xd*ph8"
 _DASHES = ("-", "--", ":", "-.")
 
@@ -67,7 +46,7 @@ def method_of(label: str, kind: str) -> str:
     >>> method_of("our best", "react"), method_of("TeCoA, eps 4", "undefended")
     ('react', 'tecoa')
     """
-    towers = (tower for tower in _TOWERS if f"-{tower}-" in f"-{slug(label)}-")
+    towers = (tower for tower in TOWERS if f"-{tower}-" in f"-{slug(label)}-")
     return next(towers, kind) if kind == "undefended" else kind
 
 
@@ -83,17 +62,19 @@ def lines_of(defenses: Mapping[str, Mapping[str, Any]]) -> dict[str, Line]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    seen: list[str] = []
+    kinds = Defense.registry.names()
+    known, seen = [*kinds, *TOWERS], list[str]()
     families = [entry.get("family") if entry.get("params") else None for entry in defenses.values()]
     lines: dict[str, Line] = {}
     for place, (label, entry) in enumerate(defenses.items()):
         method, family = method_of(label, str(entry.get("kind", ""))), families[place]
         variant = seen.count(method)
         seen.append(method)
-        colour = COLOURS.get(method) or to_hex(colormaps["tab20"](len(set(seen)) % 20))
+        own = Defense.registry.get(method).colour if method in kinds else TOWERS.get(method)
+        colour = own or to_hex(colormaps["tab20"](len(set(seen)) % 20))
         if family is not None and families.count(family) > 1:
             colour = to_hex(colormaps["viridis"](families[:place].count(family) / families.count(family)))
-        number = (list(COLOURS).index(method) if method in COLOURS else len(COLOURS)) + variant
+        number = (known.index(method) if method in known else len(known)) + variant
         dashes = _DASHES[variant % len(_DASHES)] if family is None else "-"
         lines[label] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "linestyle": dashes}
         lines[label] |= {"linewidth": 1.3, "markersize": 4}
@@ -104,7 +85,7 @@ def budget_colour(place: int, count: int) -> Any:
     """The colour of the budget number ``place`` of ``count``, from light to dark; clean images (0) are grey."""
     from matplotlib import colormaps
 
-    return COLOURS["undefended"] if place == 0 else colormaps["plasma_r"](0.15 + 0.75 * place / count)
+    return GREY if place == 0 else colormaps["plasma_r"](0.15 + 0.75 * place / count)
 
 
 def new_figure(height: float = 3.2, width: float = WIDTH) -> Figure:

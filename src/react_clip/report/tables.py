@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 
 from react_clip.evaluation import metrics
-from react_clip.evaluation.recipe import format_eps
-from react_clip.evaluation.results import EvaluationResult, Row
+from react_clip.evaluation.numbers import Row
+from react_clip.evaluation.recipe import title_of
+from react_clip.evaluation.results import EvaluationResult
 from react_clip.storage import write_text
 
 SCORINGS = {
@@ -127,11 +128,6 @@ def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
-
-
-def title_of(attack: str, eps: float) -> str:
-    """An attack with its budget, such as ``pgd-10 4/255``."""
-    return f"{attack} {format_eps(eps)}" if eps and not attack.startswith("worst of") else attack
 
 
 def _by_attack(
