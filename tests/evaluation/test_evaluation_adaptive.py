@@ -14,7 +14,6 @@ from evaluation_toys import (
     MEMBERS,
     ToyEncoder,
     adaptive_run,
-    part_of,
     toy_classifier,
     toy_photos,
     toy_run,
@@ -24,7 +23,6 @@ import react_clip as rc
 from react_clip.attacks import Adaptive, Queries
 from react_clip.evaluation import EvaluationResult, checks
 from react_clip.evaluation.numbers import AttackRow, Row
-from react_clip.evaluation.results import join
 from react_clip.evaluation.store import Pictures
 
 
@@ -61,9 +59,6 @@ def test_members_and_checks_are_reported(attacked: Any) -> None:
     names = ["", *(member.name for member in MEMBERS)]
     parts = {label: sorted(row.part for row in result.attacks if row.defense == label) for label in GUARDS}
     assert parts == {"ReACT": sorted(2 * names), "AOM": sorted(2 * [name for name in names if "evade" not in name])}
-    both = join([part_of(result, label) for label in GUARDS])
-    assert sorted(map(repr, both.attacks)) == sorted(map(repr, result.attacks))
-    assert sorted(map(repr, both.checks)) == sorted(map(repr, result.checks))
 
 
 # ---------------------------------------------------------------------- transfer
@@ -100,7 +95,7 @@ def test_an_attack_weaker_than_an_oblivious_one_is_refused(tmp_path: Path, monke
     # An attack that takes no gradients has no steps or budget to probe: only the comparison can catch it.
     monkeypatch.setattr(Queries, "search", lambda self, problem: problem.x)
     options: dict[str, Any] = {"attacks": [Queries(eps=4 / 255, queries=1, eot=1)], **PLAIN}
-    line = r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20 .* nothing is reported"
+    line = r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20.* nothing is reported"
     with pytest.raises(rc.ReactClipError, match=line) as caught:
         adaptive_run(tmp_path, **options)
     assert "\n" not in str(caught.value)

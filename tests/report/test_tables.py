@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from react_clip.evaluation.results import EvaluationResult
-from react_clip.report.tables import Cell, Table, accuracy_table, all_tables, write_tables
+from react_clip.report.tables import Cell, Table, all_tables, write_tables
 from synthetic_runs import CLIP, REACT, synthetic_run
 
 
@@ -18,7 +18,7 @@ def run() -> EvaluationResult:
 
 
 def test_the_first_table_holds_strict_accuracies(run: EvaluationResult) -> None:
-    table = accuracy_table(run)
+    table = all_tables(run)[0]
     assert table.header == ("defence", "clean", "pgd-10 1/255", "pgd-10 4/255")
     for (label,), cells in table.rows:
         rows = run.select(dataset="mean", defense=label)

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     from react_clip.evaluation import Recipe, run_recipe, validate
     from react_clip.evaluation.store import TABLES
-    from react_clip.report.tables import accuracy_table, write_tables
+    from react_clip.report.tables import all_tables, write_tables
 
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     write_tables(result, folder / TABLES)
     notices = [f"note: {note}" for note in result.notes]
     notices.append(f"result, per-image values and tables are in {folder}")
-    common.print_result(args, result.to_dict(), [accuracy_table(result).markdown()], notices)
+    common.print_result(args, result.to_dict(), [all_tables(result)[0].markdown()], notices)
     return 0
 
 

@@ -42,9 +42,6 @@ class ClassFeatures:
                 f"{len(self.folders)} folders; they must be [classes, dimension], one row per name"
             )
 
-    def __len__(self) -> int:
-        return len(self.names)
-
 
 def load_class_features(path: str | Path) -> ClassFeatures:
     """Read an ``.npz`` with the arrays ``names``, ``features`` and, unless they equal the names, ``folders``."""
@@ -186,8 +183,8 @@ class ImageDataset:
         if lost:
             dropped = f"dropped {len(self) - len(photos)} photos of {len(lost)} classes without features"
             aligned = aligned.with_note(f"{dropped}: {', '.join(lost)}")
-        if idle := len(classes) - len({photo.label for photo in photos}):
-            aligned = aligned.with_note(f"{idle} of the {len(classes)} classes with features have no photo here")
+        if idle := len(classes.names) - len({photo.label for photo in photos}):
+            aligned = aligned.with_note(f"{idle} of the {len(classes.names)} classes with features have no photo here")
         return aligned
 
     def with_note(self, note: str) -> ImageDataset:

@@ -74,11 +74,6 @@ class LabelledAttack(Configuration):
         return self.attack.eps
 
     @property
-    def adaptive(self) -> bool:
-        """True if the attack crafts separate images for each defence."""
-        return ADAPTIVE in self.attack.threats
-
-    @property
     def title(self) -> str:
         """The label with the budget, such as ``pgd-10 4/255``; natural damage has none."""
         return title_of(self.label, self.eps)

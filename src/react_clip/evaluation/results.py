@@ -235,24 +235,20 @@ def join(results: Sequence[EvaluationResult]) -> EvaluationResult:
                 f"{first.title!r} and {other.title!r} cannot be joined: {difference}; report them apart"
             )
     known: dict[str, Any] = {}
-    tables, checks, defenses = [], [], []
+    tables, checks = [], []
     for result in results:
         new = {item["label"]: (result.model, item) for item in result.recipe["defenses"]}
         if clash := [label for label in new if known.get(label, new[label]) != new[label]]:
             raise ReactClipError(f"defence {clash[0]!r} is in several of the results; give one of them another label")
         labels = new.keys() - known.keys()
         known |= new
-        defenses += [item for item in result.recipe["defenses"] if item["label"] in labels]
         tables.append(result.images[result.images["defense"].isin(labels)].astype(dict.fromkeys(_TEXTS, object)))
         checks += [check for check in result.checks if check.defense in labels]
+    models = ", ".join(dict.fromkeys(result.model for result in results))
     return dataclasses.replace(
         first,
         command="; ".join(result.command for result in results if result.command),
-        recipe={
-            **first.recipe,
-            "model": ", ".join(dict.fromkeys(result.model for result in results)),
-            "defenses": defenses,
-        },
+        recipe={**first.recipe, "model": models, "defenses": [item for _, item in known.values()]},
         images=pd.concat(tables, ignore_index=True),
         checks=tuple(checks),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),

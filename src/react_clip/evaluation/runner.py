@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from react_clip.attacks import Attack
-from react_clip.defenses import Defended, Defense
+from react_clip.attacks.base import ADAPTIVE
+from react_clip.defenses import Defense
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.numbers import PART
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
@@ -94,7 +95,7 @@ class SetRunner:
         for item in self.recipe.attacks:
             images: ShardImages | None = None
             for (chosen, draw), frame in zip(asked, before, strict=True):
-                if draw == 0 and (item.adaptive or chosen is self.recipe.defenses[0]):
+                if draw == 0 and (self.recipe.threat == ADAPTIVE or chosen is self.recipe.defenses[0]):
                     # Only an attack that knows the defence crafts images for each one.
                     images = self._attacked_images(item, span, clean, chosen)
                 if images is not None:
@@ -138,7 +139,7 @@ class SetRunner:
             photos = self.subject.batch(rows + span[0])
             return self._craft(item.attack, chosen.defense, photos, labels[rows]) | {"index": (rows + span[0]).int()}
 
-        known = [chosen] if item.adaptive else []
+        known = [chosen] if self.recipe.threat == ADAPTIVE else []
         about = {
             **{"work": "attack", "attack": repr(item.attack), "clean": clean.shard.digest},
             "code": self.subject.code(item.attack, *(one.defense for one in known)),
@@ -192,7 +193,10 @@ class SetRunner:
         stage = f"{title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else "")
 
         def ask() -> Tensors:
-            return _answer_columns(defense(self.subject.clf, images.pixels(), seed=seed))
+            answer = defense(self.subject.clf, images.pixels(), seed=seed)
+            measured = {"passes": answer.passes, "backward_passes": answer.backward_passes, **answer.diagnostics}
+            numbers = {name: values.float() for name, values in measured.items()}
+            return {"prediction": answer.labels.int(), "gated": answer.gated, **numbers}
 
         shard = self._shard(stage, (title, chosen.label, f"draw-{draw}"), span, about, ask)
         self.bar.update()
@@ -222,15 +226,3 @@ class SetRunner:
         """Undefended predictions ``[B]`` on pixels ``[B, 3, S, S]``."""
         logits: Tensor = self.subject.clf(images)
         return logits.argmax(-1).int().cpu()
-
-
-def _answer_columns(defended: Defended) -> Tensors:
-    """The columns of an answer: prediction, gate, passes, and the defence's diagnostics under their names."""
-    columns = {
-        "prediction": defended.labels.int(),
-        "gated": defended.gated,
-        "passes": defended.passes,
-        "backward_passes": defended.backward_passes,
-        **{name: value.float() for name, value in defended.diagnostics.items()},
-    }
-    return {name: (v.float() if v.is_floating_point() else v).detach().cpu() for name, v in columns.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from react_clip import data as data_room
+from react_clip.attacks.base import ADAPTIVE
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.sets import check_replayable, class_source, load_encoders
@@ -77,7 +78,7 @@ def validate(
         dataset = source.dataset if recipe.limit is None else source.dataset.take(recipe.limit)
         images += len(dataset)
         sets[name] = f"{len(dataset):,} images, {len(dataset.class_names):,} classes, {source.description}"
-    crafted = images * sum(len(recipe.defenses) if item.adaptive else 1 for item in recipe.attacks)
+    crafted = images * len(recipe.attacks) * (len(recipe.defenses) if recipe.threat == ADAPTIVE else 1)
     answers = images * len(recipe.defenses) * recipe.draws * (1 + len(recipe.attacks))
     # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet. A
     # shard has a header, and all shards but the last of a set hold a whole batch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.evaluation.store import Pictures
-from react_clip.preprocess import data_uri, to_float, to_image
+from react_clip.preprocess import data_uri, to_image
 from react_clip.report.page import Photo, Picture, Shown
 
 SIDE = 160
@@ -44,10 +44,9 @@ def table_of_images(
         shown = _pictures(albums, dataset, attack, eps, index) if with_pictures < pictures else ()
         with_pictures += bool(shown)
         answers = [_shown(classes, first["clean_prediction"], first["label"])]
-        answers += [
-            _shown(classes, row["prediction"], row["label"], f"{row['passes']:.3g} passes, gate {_gate(row)}")
-            for _, row in own.iterrows()
-        ]
+        for _, row in own.iterrows():
+            note = f"{row['passes']:.3g} passes, gate {'open' if row['gated'] else 'closed'}"
+            answers.append(_shown(classes, row["prediction"], row["label"], note))
         title = f"{dataset} {index}: {_name(classes, first['label'])}"
         photos.append(Photo(title, shown, tuple(answers)))
     return [f"CLIP, {CLEAN}", *(f"{label}, {title_of(attack, eps)}" for label in rows["defense"].unique())], photos
@@ -70,22 +69,18 @@ def _shown(classes: Sequence[str], answer: int, label: int, note: str = "") -> S
     return Shown(_name(classes, answer), bool(answer == label), note)
 
 
-def _gate(row: pd.Series) -> str:
-    return "open" if row["gated"] else "closed"
-
-
 def _pictures(albums: Sequence[Pictures], dataset: str, attack: str, eps: float, index: int) -> tuple[Picture, ...]:
     """The photo, and if it was kept the attacked photo and its perturbation: black to white spans the budget."""
     for album in albums:
         clean = album.clean(dataset, index)
         if clean is None:
             continue
-        found = [_picture(to_float(clean), "the photo")]
+        found = [_picture(clean, "the photo")]
         photo = album.attacked(dataset, attack, eps, index) if eps else None
         if photo is not None and photo.shape == clean.shape:
-            change = to_float(photo) - to_float(clean)
+            change = photo - clean
             reach = max(eps, float(change.abs().max()))
-            found.append(_picture(to_float(photo), f"attacked, {title_of(attack, eps)}"))
+            found.append(_picture(photo, f"attacked, {title_of(attack, eps)}"))
             words = f"the perturbation, magnified {0.5 / reach:.0f} times"
             found.append(_picture((change / reach / 2 + 0.5).clamp(0, 1), words, Resampling.NEAREST))
         return tuple(found)

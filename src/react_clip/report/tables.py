@@ -76,15 +76,8 @@ class Table:
 
     def latex(self) -> str:
         """A booktabs table."""
-        escaped: dict[str, str | int | None] = {
-            "&": r"\&",
-            "%": r"\%",
-            "$": r"\$",
-            "#": r"\#",
-            "_": r"\_",
-            "±": r"$\pm$",
-        }
-        caption = self.caption.translate(str.maketrans(escaped))
+        escaped = str.maketrans({letter: rf"\{letter}" for letter in "&%$#_"} | {"±": r"$\pm$"})
+        caption = self.caption.translate(escaped)
         frame = pd.DataFrame(self.texts, columns=list(self.header))
         return str(frame.to_latex(index=False, escape=True, caption=caption)).replace("±", r"$\pm$")
 
@@ -112,11 +105,6 @@ def all_tables(result: EvaluationResult) -> list[Table]:
         words = f"accuracy in %, {over(result)}, of images that are right in all of {result.draws} draws of the noise"
         tables.append(_by_attack(result, "draws", words, lambda row: Cell(100 * row.worst)))
     return [*tables, _attack_table(result)] if result.attacks else tables
-
-
-def accuracy_table(result: EvaluationResult) -> Table:
-    """Accuracy of defences by attacks, the mean over sets."""
-    return all_tables(result)[0]
 
 
 def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
