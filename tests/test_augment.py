@@ -22,7 +22,7 @@ def test_no_magnitude_is_the_identity() -> None:
 
 def test_hue_keeps_the_brightness() -> None:
     pixels = 0.4 + 0.2 * toy_images(2)
-    turned = torch.einsum("bij,bjhw->bihw", _hue_matrices(torch.tensor([0.1, -0.1])), pixels)
+    turned = torch.einsum("bij,bjhw->bihw", _hue_matrices(torch.tensor([0.0, 1.0]), 0.02), pixels)
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (pixels * luma).sum(1), atol=1e-4)
     assert (turned - pixels).abs().max() > 1e-3

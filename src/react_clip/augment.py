@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import math
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -26,8 +27,7 @@ from react_clip.config import Configuration, Count, Fraction, Range
 from react_clip.errors import ReactClipError
 
 _LUMA = (0.299, 0.587, 0.114)
-_RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
-_YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
+_RGB_TO_YIQ = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
 
 
 class Motion(Configuration):
@@ -51,16 +51,11 @@ class Motion(Configuration):
 
     def _move(self, images: Tensor, draw: Tensor) -> Tensor:
         """Images moved by random numbers ``[B, 4]`` in [0, 1); black comes in from outside."""
-        angle = math.radians(self.rotation) * (2.0 * draw[:, :1] - 1.0)
-        # grid_sample's coordinates run from -1 to 1, so a share of the side counts twice.
-        right, down = (2.0 * self.translation * (2.0 * draw[:, i : i + 1] - 1.0) for i in (1, 2))
-        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3:4]
-        cos, sin = angle.cos() / zoom, angle.sin() / zoom
-        x, y = (_pixel_centres(side, images)[None] for side in (images.shape[3], images.shape[2]))
-        across = (cos * x)[:, None, :] + (right - sin * y)[:, :, None]
-        along = (sin * x)[:, None, :] + (cos * y + down)[:, :, None]
-        grid = torch.stack([across, along], 3)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0.0, 1.0)
+        turns = noise.tabulated(_turns, draw[:, 0], self.rotation)
+        zoom = self.scale[0] + (self.scale[1] - self.scale[0]) * draw[:, 3]
+        # Coordinates run from -1 to 1, so a share of the side counts twice.
+        shift = 2.0 * self.translation * (2.0 * draw[:, 1:3] - 1.0)
+        return affine(images, turns / zoom[:, None, None], shift)
 
 
 class WeakAugmentation(Motion):
@@ -104,7 +99,7 @@ class WeakAugmentation(Motion):
         view = self._move(images, draw[:, 0:4])
         if self._jitter_first:
             view = torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
-        kernels = self._blur_kernels(draw[:, 7])
+        kernels = noise.tabulated(_gaussians, draw[:, 7], *self.blur_sigma, self.blur_kernel)
         blurry = filtered(filtered(view, kernels[:, None, :]), kernels[:, :, None])
         view = torch.where(_per_image(blurred), blurry, view)
         # A view without noise has noise of scale zero.
@@ -113,13 +108,6 @@ class WeakAugmentation(Motion):
             return view
         return torch.where(_per_image(jittered), self._jitter(view, draw[:, 9:13]), view)
 
-    def _blur_kernels(self, draw: Tensor) -> Tensor:
-        """One Gaussian kernel per image, ``[B, blur_kernel]``."""
-        low, high = self.blur_sigma
-        half = self.blur_kernel // 2
-        offsets = torch.arange(-half, half + 1, device=draw.device, dtype=draw.dtype)
-        return torch.softmax(-(offsets**2) / (2.0 * (low + (high - low) * draw[:, None]) ** 2), dim=1)
-
     def _jitter(self, images: Tensor, draw: Tensor) -> Tensor:
         """Images with other brightness, contrast, saturation and hue."""
         factors = 1.0 + self.jitter * (2.0 * draw[:, :3] - 1.0)
@@ -127,7 +115,7 @@ class WeakAugmentation(Motion):
         view = (images * brightness).clamp(0.0, 1.0)
         view = torch.lerp(_gray(view).mean(dim=(2, 3), keepdim=True), view, contrast).clamp(0.0, 1.0)
         view = torch.lerp(_gray(view), view, saturation).clamp(0.0, 1.0)
-        turns = _hue_matrices(2.0 * math.pi * self.hue * (2.0 * draw[:, 3] - 1.0))
+        turns = noise.tabulated(_hue_matrices, draw[:, 3], self.hue)
         return torch.einsum("bij,bjhw->bihw", turns, view).clamp(0.0, 1.0)
 
 
@@ -141,7 +129,33 @@ def smaller_copy(images: Tensor, size: int) -> Tensor:
     """Images resized to ``[B, 3, size, size]``, bilinear with antialiasing; those of that size are returned as is."""
     if images.shape[-1] == size:
         return images
-    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+    # Single precision would compute weights that differ by 1e-5 between devices; Apple's GPUs have no other.
+    exact = images if images.device.type == "mps" else images.double()
+    return F.interpolate(exact, size=(size, size), mode="bilinear", antialias=True).to(images.dtype)
+
+
+def affine(images: Tensor, matrices: Tensor, shifts: Tensor, border: str = "zeros") -> Tensor:
+    """Images whose pixel at (x, y) comes from ``matrix @ (x, y) + shift``, in coordinates that run from -1 to 1.
+
+    Each image has its own matrix ``[B, 2, 2]`` and shift ``[B, 2]``; ``border`` is a padding mode of ``F.grid_sample``.
+
+    >>> half = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[1.0, 0.0]])
+    >>> affine(torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]]), *half)
+    tensor([[[[0.3000, 0.4000, 0.0000, 0.0000]]]])
+    """
+    x, y = (_pixel_centres(side, images.device, images.dtype) for side in (images.shape[3], images.shape[2]))
+    down = matrices[:, :, 1:] * y + shifts[..., None]
+    places = (matrices[:, :, :1] * x)[:, :, None] + down[..., None]
+    return sampled(images, places.movedim(1, 3), border)
+
+
+def sampled(images: Tensor, places: Tensor, border: str, mode: str = "bilinear") -> Tensor:
+    """Images at ``places`` ``[B, H, W, 2]``, (x, y) in coordinates that run from -1 to 1; clamped to [0, 1]."""
+    # Rounded to less than a hundredth of a pixel: so few bits let `F.grid_sample`, whose formula depends on the device,
+    # compute positions in pixels without rounding.
+    steps = 2.0 ** (23 - max(images.shape[2:]).bit_length())
+    grid = (places * steps).round_().mul_(1.0 / steps).to(images.dtype)
+    return F.grid_sample(images, grid, mode=mode, padding_mode=border, align_corners=False).clamp(0.0, 1.0)
 
 
 def _per_image(values: Tensor) -> Tensor:
@@ -149,9 +163,10 @@ def _per_image(values: Tensor) -> Tensor:
     return values[:, None, None, None]
 
 
-def _pixel_centres(side: int, like: Tensor) -> Tensor:
+@cache
+def _pixel_centres(side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Centres of the pixels of a side that runs from -1 to 1."""
-    return (2.0 * torch.arange(side, device=like.device, dtype=like.dtype) + 1.0) / side - 1.0
+    return torch.arange(1 - side, side, 2, dtype=dtype, device="cpu").div(side).to(device)
 
 
 def filtered(images: Tensor, kernels: Tensor, border: str = "reflect") -> Tensor:
@@ -180,7 +195,8 @@ def jpeg(images: Tensor, quality: int) -> Tensor:
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "JPEG", quality=quality)
         read.append(torch.from_numpy(np.array(Image.open(file))))
-    return torch.stack(read).permute(0, 3, 1, 2).to(images).div(255.0)
+    # Divided on the CPU: a GPU would multiply by the reciprocal.
+    return torch.stack(read).permute(0, 3, 1, 2).to(images.dtype).div(255.0).to(images.device)
 
 
 def low_pass(images: Tensor, radius: float) -> Tensor:
@@ -205,10 +221,29 @@ def _gray(images: Tensor) -> Tensor:
     return (_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue)[:, None]
 
 
-def _hue_matrices(angle: Tensor) -> Tensor:
-    """RGB matrices ``[B, 3, 3]`` that rotate the chroma plane of YIQ: the hue change of HSV if small, but smooth."""
+# Functions of uniform numbers [P], which noise.tabulated calls.
+
+
+def _turns(uniform: Tensor, most: float) -> Tensor:
+    """Matrices ``[P, 2, 2]`` of rotations by up to ``most`` degrees in both directions."""
+    angle = math.radians(most) * (2.0 * uniform - 1.0)
     cos, sin = angle.cos(), angle.sin()
-    one, zero = torch.ones_like(cos), torch.zeros_like(cos)
-    turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).reshape(-1, 3, 3)
-    turned: Tensor = _YIQ_TO_RGB.to(angle) @ turn @ _RGB_TO_YIQ.to(angle)
+    return torch.stack([cos, -sin, sin, cos], 1).reshape(-1, 2, 2)
+
+
+def _hue_matrices(uniform: Tensor, most: float) -> Tensor:
+    """RGB matrices ``[P, 3, 3]`` that rotate the chroma plane of YIQ by up to ``most`` of a circle in both directions.
+
+    It is the hue change of HSV if small, but smooth.
+    """
+    to_yiq = torch.tensor(_RGB_TO_YIQ, dtype=uniform.dtype)
+    turns = torch.eye(3, dtype=uniform.dtype).repeat(len(uniform), 1, 1)
+    turns[:, 1:, 1:] = _turns(uniform, 360.0 * most)
+    turned: Tensor = torch.linalg.inv(to_yiq) @ turns @ to_yiq
     return turned
+
+
+def _gaussians(uniform: Tensor, low: float, high: float, length: int) -> Tensor:
+    """Gaussian kernels ``[P, length]`` of sum 1 with standard deviations from ``low`` to ``high``."""
+    offsets = torch.arange(length, dtype=uniform.dtype) - length // 2
+    return torch.softmax(-(offsets**2) / (2.0 * (low + (high - low) * uniform[:, None]) ** 2), dim=1)

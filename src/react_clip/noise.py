@@ -2,8 +2,13 @@
 
 A stream is a 64-bit key. Keys come from the pixels and a seed (or a secret), child streams from :func:`fork`, and
 numbers are a pure function of the key and their position. So any subset of images, views or positions can be drawn in
-any order, on any device, with the same result. The generator is SplitMix64 run as a counter; normal numbers are
-Box-Muller pairs. Global random state is neither read nor changed.
+any order, on any device, with the same bits. The generator is SplitMix64 run as a counter; normal numbers are looked up
+in a table of quantiles. Global random state is neither read nor changed.
+
+Bits are the same because everything here is integer arithmetic, or one operation at a time that IEEE 754 rounds in one
+way (+, -, *, /, sqrt). Logarithms, exponentials and sines differ between devices, so they come from tables
+(:func:`tabulated`). So does a division by a plain number, for which a GPU multiplies by the reciprocal: divide by a
+tensor, or multiply.
 
 PyTorch's own generators cannot do this: they draw for a whole batch, in an order that depends on its size.
 """
@@ -13,7 +18,7 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import SupportsIndex
 
@@ -82,19 +87,45 @@ def uniform(keys: Tensor, count: int) -> Tensor:
 
 
 def normal(keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """``[N, *shape]`` standard normal numbers (fp32).
+    """``[N, *shape]`` standard normal numbers (fp32): 2^16 different ones, of absolute values up to 4.3.
 
     >>> noise = normal(torch.tensor([7]), (3, 64, 64))
     >>> bool(noise.mean().abs() < 0.03), bool((noise.std() - 1).abs() < 0.03)
     (True, True)
     """
-    bits = _bits(keys, (math.prod(shape) + 1) // 2)
-    # Two 24-bit uniform numbers from each integer; the first is in (0, 1], so that its logarithm is finite.
-    radius = _shift_right(bits, 40).add_(1).float().mul_(_UNIT_24).log_().mul_(-2.0).sqrt_()
-    angle = (bits >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0 * math.pi * _UNIT_24)
-    # The first half of a draw are the cosines of the pairs, the second half their sines.
-    pairs = torch.stack([angle.cos(), angle.sin()], dim=1).mul_(radius[:, None])
-    return pairs.flatten(1)[:, : math.prod(shape)].reshape(len(keys), *shape)
+    count = math.prod(shape)
+    # Each integer has four pieces of 16 bits, from -2^15 to 2^15 - 1.
+    pieces = _bits(keys, -(-count // 4)).view(torch.int16).int().add_(2**15)
+    quantiles = _table(_normal_quantiles, (), 2**16, keys.device, torch.float32)
+    return quantiles.index_select(0, pieces.flatten()).view(len(keys), -1)[:, :count].reshape(len(keys), *shape)
+
+
+def _normal_quantiles(shares: Tensor) -> Tensor:
+    """Standard normal quantiles, scaled to a variance of exactly 1: the middle of an outer part is nearer to zero."""
+    quantiles = torch.special.ndtri(shares)
+    return quantiles / quantiles.square().mean().sqrt()
+
+
+def tabulated(function: Callable[..., Tensor], draws: Tensor, *constants: float) -> Tensor:
+    """``function(draws, *constants)`` of uniform draws, each rounded to the middle of one of 4096 equal parts.
+
+    The function maps fp64 numbers ``[P]`` to ``[P, ...]``. It is called once, on the CPU, so that the results have the
+    same bits on every device, whatever it computes.
+
+    >>> tabulated(torch.special.ndtri, torch.tensor([0.0, 0.5]))
+    tensor([-3.6683e+00,  3.0597e-04])
+    """
+    table = _table(function, constants, 2**12, draws.device, draws.dtype)
+    return table[(draws * len(table)).long()]
+
+
+@cache
+def _table(
+    function: Callable[..., Tensor], constants: tuple[float, ...], parts: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Values of a function in the middles of equal parts of [0, 1], kept for the life of the process."""
+    middles = (torch.arange(parts, dtype=torch.float64, device="cpu") + 0.5) / parts
+    return function(middles, *constants).to(device, dtype)
 
 
 def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:

@@ -203,14 +203,18 @@ def to_8bit(image: ImageSource, how: Preprocessing, limits: Limits = DEFAULT_LIM
 
 
 def to_float(pixels: Tensor) -> Tensor:
-    """Float pixels in [0, 1] of uint8 pixels; floats stay as they are.
+    """Float pixels in [0, 1] of uint8 pixels; floats stay as they are."""
+    return from_levels(pixels.float()) if pixels.dtype == torch.uint8 else pixels.float()
 
-    Bit by bit the same on every device, because random numbers depend on them.
+
+def from_levels(levels: Tensor) -> Tensor:
+    """Pixels in [0, 1] of floats from 0 to 255, the same bits on every device, because random numbers depend on them.
+
+    >>> from_levels(torch.tensor([0.0, 51.0, 255.0]))
+    tensor([0.0000, 0.2000, 1.0000])
     """
-    if pixels.dtype != torch.uint8:
-        return pixels.float()
     # Divided by a tensor: CUDA replaces a division by a number with a multiplication, which rounds differently.
-    return pixels / torch.full((), 255.0, dtype=torch.float32, device=pixels.device)
+    return levels / torch.full((), 255.0, dtype=levels.dtype, device=levels.device)
 
 
 def as_pixels(images: Images, how: Preprocessing, limits: Limits = DEFAULT_LIMITS) -> Tensor:

@@ -58,16 +58,15 @@ def ends_of(coefficients: Tensor, points: Tensor) -> Tensor:
 def test_the_map_sends_the_moved_corners_to_those_of_the_image() -> None:
     starts = torch.tensor([[[0.0, 0.0], [15.0, 0.0], [15.0, 15.0], [0.0, 15.0]]], dtype=F64)
     ends = torch.tensor([[[2.0, 1.0], [14.0, 0.0], [12.0, 13.0], [0.0, 15.0]]], dtype=F64)
-    assert torch.allclose(ends_of(agc._perspective(starts, ends), ends[0]), starts, atol=1e-9)
+    assert torch.allclose(ends_of(agc._perspective(ends, 15.0), ends[0]), starts, atol=1e-9)
 
 
 def test_views_are_those_of_pillow_on_a_smooth_image() -> None:
     """Both sample with cubic kernels, whose parameters differ; on a smooth image that hardly matters."""
     wave = torch.linspace(0, 3, 64, dtype=F64)
     plane = 0.5 + 0.2 * torch.sin(wave)[:, None] + 0.2 * torch.cos(1.3 * wave)[None, :]
-    starts = torch.tensor([[[0.0, 0.0], [63.0, 0.0], [63.0, 63.0], [0.0, 63.0]]], dtype=F64)
     ends = torch.tensor([[[10.0, 3.0], [55.0, 12.0], [60.0, 50.0], [1.0, 62.0]]], dtype=F64)
-    coefficients = agc._perspective(starts, ends)
+    coefficients = agc._perspective(ends, 63.0)
     ours = agc._warp(plane.expand(1, 3, 64, 64), coefficients)[0, 0].numpy()
     picture = Image.fromarray(plane.float().numpy())
     theirs = np.asarray(
@@ -81,7 +80,7 @@ def test_views_are_those_of_pillow_on_a_smooth_image() -> None:
 def test_corners_move_inwards_in_whole_pixels_and_reach_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     solve = agc._perspective
-    monkeypatch.setattr(agc, "_perspective", lambda starts, ends: seen.append(ends) or solve(starts, ends))
+    monkeypatch.setattr(agc, "_perspective", lambda ends, last: seen.append(ends) or solve(ends, last))
     agc.perspective_views(toy_images(1).expand(300, 3, 16, 16), torch.arange(300))
     top_left, top_right, bottom_right, bottom_left = seen[0].unbind(1)
     near, far = list(range(5)), list(range(11, 16))

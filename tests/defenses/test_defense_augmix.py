@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from react_clip.augment import affine
 from react_clip.defenses import augmix
 from react_clip.defenses.augmix import AugMix, autocontrast, equalize, posterize, solarize
 
@@ -68,8 +69,8 @@ def test_autocontrast_equals_pillow() -> None:
 def test_geometry_equals_pillow(kind: int, sign: int) -> None:
     level = 5.05
     image = pictures(1)
-    theta = augmix._affine(torch.tensor([kind]), torch.tensor([level]), torch.tensor([float(sign)]), SIDE)
-    ours = augmix._sample(image, theta, "zeros")[0]
+    moves = augmix._moves(torch.tensor([kind]), torch.tensor([level]), torch.tensor([float(sign)]), SIDE)
+    ours = affine(image, *moves)[0]
     picture, bilinear = to_pillow(image[0]), Image.Resampling.BILINEAR
     shear, shift = 0.03 * level * sign, int(level * SIDE / 30) * sign
     matrices = {

@@ -15,6 +15,7 @@ from react_clip import augment, noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import from_levels
 
 _LARGEST = {"shot": 1000.0, "fog": 1.0, "pixelate": 1.0}
 """Largest severity of some types; 100 for the others."""
@@ -66,7 +67,7 @@ class Corruption(Attack):
     def search(self, problem: Problem) -> Tensor:
         """The damaged images."""
         with torch.no_grad():
-            return self._damaged(problem.x, problem.keys).clamp(0.0, 1.0).mul(255.0).round().div(255.0)
+            return from_levels(self._damaged(problem.x, problem.keys).clamp(0.0, 1.0).mul(255.0).round())
 
     def _damaged(self, x: Tensor, keys: Tensor) -> Tensor:
         severity = self.severity
@@ -104,7 +105,7 @@ def _shot_noise(x: Tensor, keys: Tensor, photons: float) -> Tensor:
         np.random.default_rng(int(key) % 2**64).poisson(pixels.double().cpu().numpy() * photons)
         for pixels, key in zip(x, keys, strict=True)
     ]
-    return torch.from_numpy(np.stack(counted)).to(x).div(photons)
+    return torch.from_numpy(np.stack(counted) / photons).to(x)
 
 
 def _gaussian(sigma: float) -> Tensor:

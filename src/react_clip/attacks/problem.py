@@ -15,7 +15,7 @@ from react_clip.attacks.losses import Loss, margin
 from react_clip.defenses.base import DefendedModule
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import check_range
+from react_clip.preprocess import check_range, from_levels
 from react_clip.zeroshot import ZeroShotClassifier
 
 Model = Callable[[Tensor], Tensor]
@@ -255,7 +255,7 @@ def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
     """
     low = ((ball.centre - ball.eps).clamp_min(0.0) * 255.0 - 1e-4).ceil()
     high = ((ball.centre + ball.eps).clamp_max(1.0) * 255.0 + 1e-4).floor()
-    return torch.where(low <= high, (images * 255.0).round().clamp(low, high) / 255.0, ball.centre)
+    return torch.where(low <= high, from_levels((images * 255.0).round().clamp(low, high)), ball.centre)
 
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:

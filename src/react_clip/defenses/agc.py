@@ -18,10 +18,10 @@ than torch's (a = -0.75), which is used here.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.augment import sampled
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View
@@ -91,22 +91,31 @@ def perspective_views(images: Tensor, keys: Tensor) -> Tensor:
     side = images.shape[-1]
     reach = int(DISTORTION * (side // 2))
     # A draw just below 1 can round up to the end of the range, which is outside it.
-    shift = (noise.uniform(keys, 8) * (reach + 1)).long().clamp_max(reach).reshape(-1, 4, 2)
-    corners = torch.tensor([[0, 0], [side - 1, 0], [side - 1, side - 1], [0, side - 1]], device=images.device)
-    ends = torch.where(corners == 0, shift, corners - shift)
-    return _warp(images, _perspective(corners.expand_as(ends).double(), ends.double()))
+    x, y = (noise.uniform(keys, 8) * (reach + 1)).floor().clamp_max(reach).double().reshape(-1, 4, 2).unbind(-1)
+    last = side - 1.0
+    x = torch.stack([x[:, 0], last - x[:, 1], last - x[:, 2], x[:, 3]], 1)
+    y = torch.stack([y[:, 0], y[:, 1], last - y[:, 2], last - y[:, 3]], 1)
+    return _warp(images, _perspective(torch.stack([x, y], 2), last))
 
 
-def _perspective(starts: Tensor, ends: Tensor) -> Tensor:
+def _perspective(ends: Tensor, last: float) -> Tensor:
     """Coefficients ``[N, 8]`` of the maps x = (a X + b Y + c) / (g X + h Y + 1), likewise y with d, e, f, from the four
-    ``ends`` (X, Y) of each view to the ``starts`` (x, y), both ``[N, 4, 2]``."""
-    x, y = ends.unbind(-1)
-    one, zero = torch.ones_like(x), torch.zeros_like(x)
-    rows_x = torch.stack([x, y, one, zero, zero, zero, -starts[..., 0] * x, -starts[..., 0] * y], -1)
-    rows_y = torch.stack([zero, zero, zero, x, y, one, -starts[..., 1] * x, -starts[..., 1] * y], -1)
-    targets = torch.cat([starts[..., 0], starts[..., 1]], 1)
-    coefficients: Tensor = torch.linalg.solve(torch.cat([rows_x, rows_y], 1), targets)
-    return coefficients
+    ``ends`` (X, Y) ``[N, 4, 2]`` of each view to (0, 0), (last, 0), (last, last) and (0, last).
+
+    In plain steps: a solver of linear equations would round differently on every device.
+    """
+    (x0, x1, x2, x3), (y0, y1, y2, y3) = (side.unbind(1) for side in ends.unbind(2))
+    sum_x, sum_y = x0 - x1 + x2 - x3, y0 - y1 + y2 - y3
+    # The map from the unit square to the ends (Heckbert, 1989), as a 3 x 3 matrix with rows abc, def, ghi.
+    g = sum_x * (y3 - y2) - (x3 - x2) * sum_y
+    h = (x1 - x2) * sum_y - sum_x * (y1 - y2)
+    i = (x1 - x2) * (y3 - y2) - (x3 - x2) * (y1 - y2)
+    a, b, c = (x1 - x0) * i + g * x1, (x3 - x0) * i + h * x3, x0 * i
+    d, e, f = (y1 - y0) * i + g * y1, (y3 - y0) * i + h * y3, y0 * i
+    # Its inverse, but for a factor.
+    places = torch.stack([e * i - f * h, c * h - b * i, b * f - c * e, f * g - d * i, a * i - c * g, c * d - a * f], 1)
+    depth = torch.stack([d * h - e * g, b * g - a * h], 1)
+    return torch.cat([last * places, depth], 1) / (a * e - b * d)[:, None]
 
 
 def _warp(images: Tensor, coefficients: Tensor) -> Tensor:
@@ -120,6 +129,5 @@ def _warp(images: Tensor, coefficients: Tensor) -> Tensor:
     inside = ((place >= 0) & (place < side)).all(-1)[:, None]
     # Places outside may be infinite, which would make their gradients NaN.
     place = torch.where(inside[:, 0, :, :, None], place, 0.0)
-    grid = (2.0 * place / side - 1.0).to(images.dtype)
-    views = F.grid_sample(images, grid, mode="bicubic", padding_mode="border", align_corners=False)
-    return torch.where(inside, views, 0.0).clamp(0.0, 1.0)
+    views = sampled(images, place * (2.0 / side) - 1.0, "border", "bicubic")
+    return torch.where(inside, views, 0.0)

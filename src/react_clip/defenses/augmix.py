@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.augment import affine
 from react_clip.config import Configuration, Range, Whole
 from react_clip.errors import ReactClipError
+from react_clip.preprocess import from_levels
 
 ASPECT = (3 / 4, 4 / 3)
 """Width over height of a crop, drawn uniformly on the logarithmic scale."""
@@ -66,8 +68,8 @@ class AugMix(Configuration):
             return base
         draw = noise.uniform(noise.fork(keys, _MIX), self.chains + 1).to(images.dtype)
         # Dirichlet(1) is a set of exponentials over their sum.
-        weight = -torch.log1p(-draw[:, 1:]) + 1e-12
-        weight = weight / weight.sum(1, keepdim=True)
+        weight = noise.tabulated(_exponential, draw[:, 1:])
+        weight = weight / reduce(torch.add, weight.unbind(1))[:, None]
         streams = noise.fork(keys, _CHAINS)
         ends = torch.stack([self._chain(base, noise.fork(streams, i)) for i in range(self.chains)], 1)
         mixed = (weight[:, :, None, None, None] * ends).sum(1)
@@ -77,20 +79,18 @@ class AugMix(Configuration):
     def _crop_and_flip(self, images: Tensor, draw: Tensor) -> Tensor:
         side = images.shape[-1]
         area = self.area[0] + (self.area[1] - self.area[0]) * draw[:, :_ATTEMPTS]
-        low, high = map(math.log, ASPECT)
-        aspect = torch.exp(low + (high - low) * draw[:, _ATTEMPTS : 2 * _ATTEMPTS])
+        aspect = noise.tabulated(_aspect, draw[:, _ATTEMPTS : 2 * _ATTEMPTS])
         sizes = (side * torch.stack([(area * aspect).sqrt(), (area / aspect).sqrt()], 2)).round().clamp_min(1.0)
         fits = (sizes <= side).all(2)
         first = fits.int().argmax(1)
         size = sizes[torch.arange(len(sizes), device=sizes.device), first]
-        size = torch.where(fits.any(1, keepdim=True), size, torch.full_like(size, side))
+        whole = torch.full_like(size, side)
+        size = torch.where(fits.any(1, keepdim=True), size, whole)
         corner = (draw[:, -3:-1] * (side - size + 1.0)).floor()
-        # grid_sample's coordinates run from -1 to 1 over the side.
-        zoom, centre = size / side, (2.0 * corner + size) / side - 1.0
-        flip = torch.where(draw[:, -1] < 0.5, -1.0, 1.0)
-        zero = torch.zeros_like(flip)
-        theta = torch.stack([zoom[:, 0] * flip, zero, centre[:, 0], zero, zoom[:, 1], centre[:, 1]], 1)
-        return _sample(images, theta.reshape(-1, 2, 3), "border")
+        # Coordinates run from -1 to 1 over the side.
+        zoom, centre = size / whole, (2.0 * corner + size) / whole - 1.0
+        zoom[:, 0] *= torch.where(draw[:, -1] < 0.5, -1.0, 1.0)
+        return affine(images, torch.diag_embed(zoom).to(images.dtype), centre.to(images.dtype), "border")
 
     def _chain(self, views: Tensor, keys: Tensor) -> Tensor:
         """One to three operations in a row, each with its own kind, level and sign."""
@@ -107,7 +107,8 @@ class AugMix(Configuration):
         """Each view with the operation chosen for it; -1 leaves it alone."""
 
         def move(old: Tensor, rows: Tensor) -> Tensor:
-            return _sample(old, _affine(chosen[rows], level[rows], sign[rows], views.shape[-1]), "zeros")
+            matrices, shifts = _moves(chosen[rows], level[rows], sign[rows], views.shape[-1])
+            return affine(old, matrices.to(old.dtype), shifts.to(old.dtype))
 
         operations: list[tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]] = [
             ((chosen >= _ROTATE) & (chosen <= _TRANSLATE_Y), move),
@@ -123,23 +124,30 @@ class AugMix(Configuration):
         return views
 
 
-def _affine(kind: Tensor, level: Tensor, sign: Tensor, side: int) -> Tensor:
-    """Maps ``[N, 2, 3]`` from output to input coordinates; at level 10: 30 degrees, shear 0.3, a third of the side."""
+def _exponential(uniform: Tensor) -> Tensor:
+    return -torch.log1p(-uniform)
+
+
+def _aspect(uniform: Tensor) -> Tensor:
+    low, high = map(math.log, ASPECT)
+    return torch.exp(low + (high - low) * uniform)
+
+
+def _moves(kind: Tensor, level: Tensor, sign: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Matrices ``[N, 2, 2]`` and shifts ``[N, 2]`` of :func:`affine`; at level 10 30 degrees, shear 0.3, side / 3."""
     # Whole degrees and pixels, as published: at severity 1 some of these operations do nothing.
-    angle = torch.where(kind == _ROTATE, torch.deg2rad((3.0 * level).floor()) * sign, 0.0)
-    shift = (level * side / 30.0).floor() * sign * 2.0 / side
+    angle = torch.where(kind == _ROTATE, (3.0 * level).floor() * sign, 0.0) * math.radians(1.0)
+    shift = (level * (side / 30.0)).floor() * sign * (2.0 / side)
     shear = 0.03 * level * sign
     shear_x, shear_y = torch.where(kind == _SHEAR_X, shear, 0.0), torch.where(kind == _SHEAR_Y, shear, 0.0)
     # A shear keeps the first row or column where it is: it turns about the corner, a rotation about the centre.
     shift_x = torch.where(kind == _TRANSLATE_X, shift, shear_x)
     shift_y = torch.where(kind == _TRANSLATE_Y, shift, shear_y)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([cos, shear_x - sin, shift_x, shear_y + sin, cos, shift_y], 1).reshape(-1, 2, 3)
-
-
-def _sample(images: Tensor, theta: Tensor, padding: str) -> Tensor:
-    grid = F.affine_grid(theta.to(images.dtype), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode=padding, align_corners=False).clamp(0.0, 1.0)
+    # Sines of GPUs are others than those of CPUs; for 3 degrees these series differ by less than 1e-8.
+    square = angle * angle
+    cos, sin = 1.0 - square * (0.5 - square * (1 / 24)), angle * (1.0 - square * (1 / 6))
+    matrices = torch.stack([cos, shear_x - sin, shear_y + sin, cos], 1).reshape(-1, 2, 2)
+    return matrices, torch.stack([shift_x, shift_y], 1)
 
 
 def _levels(images: Tensor) -> Tensor:
@@ -171,7 +179,7 @@ def equalize(images: Tensor) -> Tensor:
     step = (levels.shape[2] - brightest) // 255
     below = count.cumsum(2) - count
     table = ((step // 2 + below) // step.clamp_min(1)).clamp_max(255)
-    flat = table.gather(2, levels).to(images.dtype) / 255.0
+    flat = from_levels(table.gather(2, levels).to(images.dtype))
     return torch.where((step > 0)[..., None], flat.reshape(images.shape), images)
 
 
@@ -182,7 +190,7 @@ def posterize(images: Tensor, bits: Tensor) -> Tensor:
     tensor([[[[96.]]]])
     """
     width = (2 ** (8 - bits))[:, None, None, None]
-    return (_levels(images) // width * width).to(images.dtype) / 255.0
+    return from_levels((_levels(images) // width * width).to(images.dtype))
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
@@ -191,5 +199,5 @@ def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     >>> solarize(torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([128]))
     tensor([[[[0.2500, 0.2500]]]])
     """
-    limit = threshold.to(images.dtype)[:, None, None, None] / 255.0
+    limit = from_levels(threshold.to(images.dtype))[:, None, None, None]
     return torch.where(images < limit, images, 1.0 - images)
