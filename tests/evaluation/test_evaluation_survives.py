@@ -21,9 +21,8 @@ import torch
 from evaluation_toys import numbers, toy_run
 
 import react_clip as rc
-from react_clip.attacks import Attack
-from react_clip.defenses import Defense
-from react_clip.evaluation import EvaluationResult
+from react_clip.evaluation import EvaluationResult, sets
+from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.store import ShardStore
 from react_clip.storage import held_folder
 
@@ -135,64 +134,38 @@ def test_other_data_or_weights_are_not_mistaken_for_ours(tmp_path: Path, caplog:
     assert repr(again.rows) == repr(fresh.rows)
 
 
-ATTACK = """
-from react_clip.attacks import Attack
-from {helper} import moved
-class Shift(Attack):
-    kind = "shift"
-    def search(self, problem):
-        return problem.ball.project(moved(problem.x))
-"""
-DEFENCE = """
-from react_clip.defenses import Undefended
-class Signed(Undefended):
-    kind = "signed"
-    def defend(self, x):
-        return {sign} x.plain, {{}}
-"""
+def test_shards_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[str] = []
+    monkeypatch.setattr(sets, "code_digest", lambda *classes: repr([c for c in classes if c.__name__ in changed]))
+
+    def computed() -> set[str]:
+        """The kinds of shards that a run writes."""
+        before = shards_of(tmp_path)
+        toy_run(tmp_path, attacks=evaluation_toys.toy_attacks()[:1], draws=1)
+        new = [path for path, written in shards_of(tmp_path).items() if before.get(path) != written]
+        return {"/".join(path.relative_to(tmp_path / "shards" / "data").parts[:-1]) for path in new}
+
+    everything = computed()
+    assert computed() == set(), "the same code: nothing is computed"
+    changed.append("ReACT")
+    assert computed() == {kind for kind in everything if "react" in kind}, "images are kept"
+    changed.append("PGD")
+    assert computed() == {kind for kind in everything if kind.startswith("pgd") and kind.endswith("images")}
 
 
-def imported(folder: Path, name: str, text: str) -> Any:
-    """A module of the user's, written, and imported or imported again as a new process would."""
-    (folder / f"{name}.py").write_text(text)
-    os.utime(folder / f"{name}.py", (when := imported.calls + 1_000_000_000, when))
-    imported.calls += 1
-    sys.modules.pop(name, None)
-    importlib.invalidate_caches()
-    return importlib.import_module(name)
-
-
-imported.calls = 0  # type: ignore[attr-defined]
-
-
-def test_shards_of_other_code_are_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_new_classes: None
+def test_the_digest_of_code_follows_its_imports_and_not_its_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a defence: its answers. Of an attack, or of a module that it imports: its images and all answers to them."""
-    monkeypatch.syspath_prepend(tmp_path)
-    run = tmp_path / "run"
+    def digest(folder: str, helper: str) -> str:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "att_guard.py").write_text("from att_helper import x\nclass Guard:\n    y = x\n")
+        (tmp_path / folder / "att_helper.py").write_text(helper)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        for name in ("att_guard", "att_helper"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return code_digest(importlib.import_module("att_guard").Guard)
 
-    def evaluated(sign: str, eps: str) -> tuple[dict[str, float], set[str]]:
-        """Accuracy on clean and attacked photos, and the kinds of shards that were written."""
-        for registry in (Attack.registry, Defense.registry):
-            for kind in ("shift", "signed"):
-                registry._classes.pop(kind, None)
-        times = shards_of(run)
-        imported(tmp_path, "att_helper", f"def moved(x):\n    return x + {eps} / 255\n")
-        attack = imported(tmp_path, "att_shift", ATTACK.format(helper="att_helper")).Shift()
-        guard = imported(tmp_path, "att_signed", DEFENCE.format(sign=sign)).Signed()
-        result = toy_run(run, attacks=[attack], defenses={"signed": guard}, draws=1, self_check=False)
-        new = [path for path, written in shards_of(run).items() if times.get(path) != written]
-        kinds = {"/".join(path.relative_to(run / "shards" / "data").parts[:-1]) for path in new}
-        return {row.attack: row.paper_accuracy for row in result.rows}, kinds
-
-    first, everything = evaluated("+", "1")
-    assert evaluated("+", "1") == (first, set()), "the same code: nothing is computed"
-    negated, kinds = evaluated("-", "1")
-    assert first["clean"] > 0.5 > negated["clean"]
-    assert kinds == {kind for kind in everything if "signed" in kind}, "images are kept"
-    _, kinds = evaluated("-", "2")
-    assert kinds == {kind for kind in everything if kind.startswith("shift")}, "clean answers are kept"
+    assert digest("one", "x = 1") == digest("two", "x = 1  # again") != digest("three", "x = 2")
 
 
 def test_labels_cannot_leave_the_folder(tmp_path: Path) -> None:
