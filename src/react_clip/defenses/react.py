@@ -90,7 +90,7 @@ class ReACT(Defense):
         if self.instability and self.tau is not None:
             # The margin covers rounding in r + J: a view that is skipped must not matter.
             undecided = (r < self.tau) & (r >= self.tau - MAX_INSTABILITY - 1e-6 * (1.0 + abs(self.tau)))
-            augmented = x.encode(x.drawn(self.augmentation, AUGMENT), where=undecided)
+            augmented = x.encode(x.drawn(self.augmentation, AUGMENT, recordable=True), where=undecided)
             j = x.instability(f, augmented, where=undecided)
             score = intervention_score(r, j.nan_to_num(0.0))
         gated = x.gate(score, self.tau)
