@@ -14,12 +14,12 @@ from pydantic import Field
 from torch import Tensor
 
 from react_clip import linf
-from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defended_logits
+from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defended_answer
 from react_clip.attacks.losses import cross_entropy, ranked_targets, target_margin
 from react_clip.attacks.problem import Candidates, Problem, checked_gradient, on_8_bits, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
 from react_clip.defenses.base import DefendedModule, Forced
-from react_clip.defenses.batch import Gradients
+from react_clip.defenses.batch import Gradients, straight_through
 
 _INSTABILITY_TEMPERATURE = 10.0
 """Divides the logits of which the gradient of J is taken; at 1 it vanishes where the answer is clear."""
@@ -41,14 +41,10 @@ class Aim:
         return Aim(self.labels[rows], self.features[rows], None if self.targets is None else self.targets[rows])
 
     def loss(self, logits: Tensor) -> Tensor:
-        """The loss ``[n]`` of an answer: cross-entropy, or the margin of the target class if there is one."""
+        """The loss ``[n]`` of logits: cross-entropy, or the margin of the target class if there is one."""
         if self.targets is None:
             return cross_entropy(logits, self.labels)
         return target_margin(logits, self.labels, self.targets)
-
-    def distance(self, features: Tensor) -> Tensor:
-        """``[n]``: one minus the cosine of features and the clean ones."""
-        return 1.0 - F.cosine_similarity(features, self.features)
 
 
 class Adaptive(DefendedAttack):
@@ -66,7 +62,7 @@ class Adaptive(DefendedAttack):
                 gate shut; each :math:`\lambda` is a search of its own
     ``bpda``    :math:`\ell(z_{closed} + g\,(z_{open} - z_{closed}))` with the hard gate
                 :math:`g = 1[s \ge \tau]`, whose gradient is that of :math:`\mathrm{sigmoid}((s - \tau) / T)`
-    ``feature`` :math:`2 - \cos(f_{closed}, f) - \cos(f_{open}, f)`: away from the clean feature f, without labels
+    ``feature`` as ``both``, with :math:`\ell = 1 - \cos(f_{def}, f)`: away from the clean feature f, without labels
     =========== =======================================================================================
 
     A search keeps the iterate whose defended answer is wrong in most of its K draws and, among these, has the largest
@@ -167,34 +163,25 @@ class Adaptive(DefendedAttack):
                     draw = draws.forced(pixels)
                     value = self.value(draw, aim, weight)
                     gradient += checked_gradient(linf.gradient(value, pixels), "adaptive-square")
-                wrong = wrong + self.is_wrong(draw, aim)
-                loss = loss + self.answer_loss(draw, aim).detach().float()
+                logits, features = defended_answer(draw)
+                if self.objective != "feature":  # which knows no labels
+                    wrong = wrong + (logits.argmax(1) != aim.labels)
+                loss = loss + self._loss(logits, features, aim).detach().float()
         return Candidates(images, wrong / self.eot, loss / self.eot), gradient
 
     def value(self, draw: Forced, aim: Aim, weight: float) -> Tensor:
         """The objective ``[n]``; ``weight`` is the lambda of ``evade``."""
-        closed, opened = draw.closed, draw.opened
-        if self.objective == "feature":
-            return aim.distance(closed.features) + aim.distance(opened.features)
-        if self.objective == "through":
-            return aim.loss(opened.logits)
-        if self.objective == "both":
-            return (aim.loss(closed.logits) + aim.loss(opened.logits)) / 2
+        closed, opened = (self._loss(answer.logits, answer.features, aim) for answer in (draw.closed, draw.opened))
+        if self.objective in ("both", "feature"):
+            return (closed + opened) / 2
         if self.objective == "evade":
-            return aim.loss(closed.logits) - weight * torch.relu(draw.score - draw.threshold + self.margin)
-        if not bool(draw.threshold.isfinite().all()):  # bpda without a gate
-            return aim.loss(opened.logits)
+            return closed - weight * torch.relu(draw.score - draw.threshold + self.margin)
+        if self.objective == "through" or not bool(draw.threshold.isfinite().all()):  # or bpda without a gate
+            return opened
         soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
-        gate = (draw.score >= draw.threshold).to(soft.dtype) + (soft - soft.detach())
-        return aim.loss(closed.logits + gate[:, None] * (opened.logits - closed.logits))
+        gate = straight_through((draw.score >= draw.threshold).to(soft.dtype), soft)[:, None]
+        return aim.loss(draw.closed.logits + gate * (draw.opened.logits - draw.closed.logits))
 
-    def answer_loss(self, draw: Forced, aim: Aim) -> Tensor:
-        """The loss ``[n]`` of the defended answer, by which iterates are compared."""
-        if self.objective == "feature":
-            return aim.distance(torch.where(draw.gated[:, None], draw.opened.features, draw.closed.features))
-        return aim.loss(defended_logits(draw))
-
-    def is_wrong(self, draw: Forced, aim: Aim) -> Tensor:
-        """Mask ``[n]``: whose defended answer is wrong; without labels it is not known, so none is."""
-        wrong = defended_logits(draw).argmax(1) != aim.labels
-        return wrong if self.objective != "feature" else torch.zeros_like(wrong)
+    def _loss(self, logits: Tensor, features: Tensor, aim: Aim) -> Tensor:
+        """The loss ``[n]`` of an answer."""
+        return 1.0 - F.cosine_similarity(features, aim.features) if self.objective == "feature" else aim.loss(logits)

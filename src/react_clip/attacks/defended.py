@@ -20,50 +20,40 @@ from react_clip.attacks.base import ADAPTIVE, Attack
 from react_clip.attacks.losses import margin
 from react_clip.attacks.problem import Candidates, Model, Problem, on_8_bits
 from react_clip.defenses.base import DefendedModule, Defense, Forced, derived_seed, forced_answers
-from react_clip.defenses.batch import Gradients
+from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.zeroshot import ZeroShotClassifier
 
-_PLAIN = Gradients()
 JUDGE_DRAWS = 10
 """Draws of the noise that decide whether an attack on a defence succeeded; no attack optimises on them."""
 
 
-class Draws:
+class Draws(DefendedModule):
     """A defended classifier that draws new noise in every call; the sequence follows from the seed and the label."""
 
     def __init__(
-        self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = _PLAIN
+        self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = PLAIN_GRADIENTS
     ) -> None:
-        self.clf, self.defense = module.clf, with_views(module.defense, views)
-        self.seed = derived_seed(module.seed, label)
-        self._how = how
-        self._count = 0
-
-    def _next_seed(self) -> Seed:
-        self._count += 1
-        return derived_seed(self.seed, f"draw {self._count}")
+        super().__init__(
+            module.clf, with_views(module.defense, views), seed=derived_seed(module.seed, label), fresh=True
+        )
+        self.how = how
 
     def forced(self, pixels: Tensor) -> Forced:
         """Both answers of one draw, with gradients where the pixels require them."""
-        return forced_answers(self.defense, self.clf, pixels, self._next_seed(), self._how)
-
-    @torch.no_grad()
-    def logits(self, images: Tensor) -> Tensor:
-        """The defended logits ``[n, K]`` of one draw."""
-        return self.defense(self.clf, images, seed=self._next_seed()).logits
+        return forced_answers(self.defense, self.clf, pixels, self.next_seed(), self.how)
 
     def mean(self, images: Tensor, draws: int) -> Tensor:
         """Mean of the defended logits ``[n, K]`` over several draws."""
-        return torch.stack([self.logits(images) for _ in range(draws)]).mean(0)
+        return torch.stack([self(images) for _ in range(draws)]).mean(0)
 
     def judge(self, problem: Problem, images: Tensor, draws: int = JUDGE_DRAWS) -> Candidates:
         """The images with their fraction of wrong answers and mean margin over several draws."""
         wrong, loss = torch.zeros(2, len(images), device=images.device)
         with problem.counted():
             for _ in range(draws):
-                logits = self.logits(images)
+                logits = self(images)
                 wrong = wrong + (logits.argmax(1) != problem.y)
                 loss = loss + margin(logits, problem.y).float()
         return Candidates(images, wrong / draws, loss / draws)
@@ -83,9 +73,10 @@ def with_views(defense: Defense, views: int | None) -> Defense:
     return defense if views is None or not isinstance(own, int) else defense.replace(views=min(views, own))
 
 
-def defended_logits(draw: Forced) -> Tensor:
-    """The logits ``[n, K]`` that the defence gives."""
-    return torch.where(draw.gated[:, None], draw.opened.logits, draw.closed.logits)
+def defended_answer(draw: Forced) -> tuple[Tensor, Tensor]:
+    """The logits ``[n, K]`` and features ``[n, D]`` that the defence gives."""
+    opened, closed, gated = draw.opened, draw.closed, draw.gated[:, None]
+    return torch.where(gated, opened.logits, closed.logits), torch.where(gated, opened.features, closed.features)
 
 
 class DefendedAttack(Attack, ABC):

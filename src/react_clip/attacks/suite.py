@@ -12,7 +12,7 @@ from torch import Tensor
 from react_clip.attacks.adaptive import Adaptive
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import Attack
-from react_clip.attacks.defended import DefendedAttack, Draws, defended_logits
+from react_clip.attacks.defended import DefendedAttack, Draws, defended_answer
 from react_clip.attacks.pgd import PGD
 from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.attacks.square import Square
@@ -77,7 +77,7 @@ class Rand(DefendedAttack):
         draws = Draws(problem.defended, label, views=self.views, how=how)
 
         def target(images: Tensor) -> Tensor:
-            return defended_logits(draws.forced(images)) if images.requires_grad else answers.mean(images, self.eot)
+            return defended_answer(draws.forced(images))[0] if images.requires_grad else answers.mean(images, self.eot)
 
         return member.search(problem.on(target, draws.seed))
 
