@@ -42,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(MARKED_BY_FIXTURE[fixture])
 
 
+def _one_line(self: ReactClipError, *words: Any) -> None:
+    super(ReactClipError, self).__init__(*words)
+    assert "\n" not in str(self), "errors of ours are one line"
+
+
+ReactClipError.__init__ = _one_line  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with photos and heads beside the repository."""

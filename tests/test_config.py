@@ -66,6 +66,9 @@ def test_json_gives_the_same_configuration_back(tmp_path: Path) -> None:
     shelf.save(tmp_path / "shelf.json")
     assert Shelf.load(tmp_path / "shelf.json") == shelf
     assert camera.to_dict()["eps"] == "4/255"
+    (tmp_path / "damaged.json").write_text("{")
+    with pytest.raises(rc.ReactClipError, match="is no valid JSON"):
+        Shelf.load(tmp_path / "damaged.json")
 
 
 def test_files_of_earlier_versions_are_read_if_they_mean_the_same() -> None:

@@ -28,8 +28,8 @@ from react_clip.preprocess import as_pixels
 from react_clip.storage import cache_dir, class_folders, write_tensors
 
 DEFAULT_TEMPLATES = ("This is a photo of a {}.",)
-_PHOTOS, _PROMPTS = 64, 256
-"""Photos and prompts that are encoded at a time."""
+_PHOTOS = 64
+"""Photos that are encoded at a time."""
 _FEW_PROMPTS = 64
 """Prompts whose features are computed as fast as the cache is asked for them."""
 
@@ -194,7 +194,7 @@ def _prompt_features(encoder: Encoder, names: tuple[str, ...], templates: tuple[
     prompts = [fill_template(template, name) for template in templates for name in names]
 
     def compute() -> Tensor:
-        features = torch.cat([encoder.encode_text(prompts[i : i + _PROMPTS]) for i in range(0, len(prompts), _PROMPTS)])
+        features = encoder.encode_text(prompts)
         return functional.normalize(features.reshape(len(templates), len(names), -1).mean(0)).cpu()
 
     if len(prompts) <= _FEW_PROMPTS:

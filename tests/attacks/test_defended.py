@@ -98,13 +98,6 @@ def test_evading_keeps_any_gate_shut_where_that_is_possible(bright: Any) -> None
     assert not bool(only_weak.success.any()), "the search over lambdas finds the weight"
 
 
-@pytest.mark.parametrize("kind", ["react", "second_look", "defend-clip", "ttc", "csr", "dbd"])
-def test_evading_is_known_to_every_defence_with_a_gate(kind: str, toy: Any) -> None:
-    clf, _, _ = toy
-    guard = rc.defenses.from_dict(kind)
-    assert Adaptive(objective="evade").why_not(rc.as_module(clf, guard)) == ""
-
-
 def test_the_soft_gate_is_hard_forward_and_soft_backward(bright: Any) -> None:
     clf, x, y = bright
     pixels = (x + 0.001).requires_grad_()

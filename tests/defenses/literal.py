@@ -163,17 +163,10 @@ def tte(tower: Tower, c: Any, image: Array, origin: tuple[int, int]) -> dict[str
 
 def low_pass(image: Array, radius: float) -> Array:
     """Channels of ``[3, S, S]`` times a centred Gaussian mask in the shifted spectrum."""
-    side = image.shape[-1]
-    mask = np.empty((side, side))
-    for row in range(side):
-        for column in range(side):
-            square = (row - side // 2) ** 2 + (column - side // 2) ** 2
-            mask[row, column] = np.exp(-square / (2 * radius**2))
-    channels = []
-    for channel in image:
-        spectrum = np.fft.fftshift(np.fft.fft2(channel)) * mask
-        channels.append(np.fft.ifft2(np.fft.ifftshift(spectrum)).real)
-    return np.clip(np.stack(channels), 0.0, 1.0)
+    frequency = np.arange(image.shape[-1]) - image.shape[-1] // 2
+    mask = np.exp(-(frequency[:, None] ** 2 + frequency**2) / (2 * radius**2))
+    spectra = [np.fft.fftshift(np.fft.fft2(channel)) * mask for channel in image]
+    return np.clip([np.fft.ifft2(np.fft.ifftshift(spectrum)).real for spectrum in spectra], 0.0, 1.0)
 
 
 def csr(tower: Tower, c: Any, image: Array) -> dict[str, Any]:

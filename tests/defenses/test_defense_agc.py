@@ -15,7 +15,7 @@ from react_clip.defenses import AGC, agc
 from toys import toy_classifier, toy_images
 
 from .literal import Array, unit
-from .watching import F64
+from .prompt_toys import F64
 
 
 def literal_agc(x: Array, views: list[Array], c: AGC) -> tuple[Array, float, float]:
@@ -47,18 +47,12 @@ def test_it_equals_the_released_arithmetic(guard: AGC) -> None:
         assert out.drift[i].item() == pytest.approx(angle, abs=1e-9)
 
 
-def ends_of(coefficients: Tensor, points: Tensor) -> Tensor:
-    """Where the maps send points ``[4, 2]``."""
-    a, b, c, d, e, f, g, h = coefficients[:, :, None].unbind(1)
-    x, y = points[:, 0], points[:, 1]
-    depth = g * x + h * y + 1
-    return torch.stack([(a * x + b * y + c) / depth, (d * x + e * y + f) / depth], -1)
-
-
 def test_the_map_sends_the_moved_corners_to_those_of_the_image() -> None:
     starts = torch.tensor([[[0.0, 0.0], [15.0, 0.0], [15.0, 15.0], [0.0, 15.0]]], dtype=F64)
     ends = torch.tensor([[[2.0, 1.0], [14.0, 0.0], [12.0, 13.0], [0.0, 15.0]]], dtype=F64)
-    assert torch.allclose(ends_of(agc._perspective(ends, 15.0), ends[0]), starts, atol=1e-9)
+    homography = torch.cat([agc._perspective(ends, 15.0)[0], torch.ones(1)]).reshape(3, 3)
+    sent = torch.cat([ends[0], torch.ones(4, 1)], 1) @ homography.T
+    assert torch.allclose(sent[:, :2] / sent[:, 2:], starts[0], atol=1e-9)
 
 
 def test_views_are_those_of_pillow_on_a_smooth_image() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +10,7 @@ import react_clip as rc
 from react_clip.defenses import CLIPure
 from toys import toy_classifier, toy_images
 
-from .watching import F64
+from .prompt_toys import F64
 
 
 def released(features: Tensor, prompt: Tensor, steps: int = 10, size: float = 30.0) -> Tensor:
@@ -62,12 +60,3 @@ def test_without_a_graph_an_attacker_gets_the_gradients_of_clip() -> None:
     logits = rc.as_module(clf, guard, differentiable=True)(pixels)
     assert torch.equal(logits.detach(), CLIPure()(clf, pixels.detach()).logits)
     assert torch.allclose(pixel_gradient(logits, pixels), pixel_gradient(clf(pixels), pixels))
-
-
-def test_the_prompt_is_the_templates_with_an_empty_name_or_the_mean_of_the_classes(tiny_folder: Path) -> None:
-    encoder, toy = rc.load(tiny_folder, device="cpu"), toy_classifier()
-    clf = rc.ZeroShotClassifier(encoder, ["cat", "dog"], templates=["a {}.", "some {} there"])
-    with torch.inference_mode():
-        prompt = clf.empty_prompt()
-    assert torch.allclose(prompt, F.normalize(encoder.encode_text(["a .", "some  there"]).mean(0), dim=0), atol=1e-6)
-    assert torch.allclose(toy.empty_prompt(), F.normalize(toy.class_features.mean(0), dim=0), atol=1e-6)

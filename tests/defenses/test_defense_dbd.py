@@ -15,7 +15,7 @@ from react_clip.defenses import DBD, dbd
 from toys import toy_classifier, toy_images
 
 from .literal import Array, unit
-from .watching import F64
+from .prompt_toys import F64
 
 
 def literal_dbd(x: Array, views: Array, classes: Array, c: DBD) -> tuple[Array, float]:

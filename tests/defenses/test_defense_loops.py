@@ -17,7 +17,40 @@ from react_clip.defenses.counterattack import START
 from toys import ToyEncoder, toy_classifier, toy_images
 
 from . import literal
-from .watching import F64, branch, literal_tower, normal_draws, uniform_draws
+from .literal import Array, Tower
+from .prompt_toys import F64
+
+
+def literal_tower(clf: rc.ZeroShotClassifier) -> Tower:
+    """The encoder as functions of arrays, one image at a time."""
+
+    def raw(flat: Tensor) -> Tensor:
+        return clf.encoder.raw(flat.reshape(1, 3, 16, 16))[0]
+
+    def encode(image: Array) -> Array:
+        return raw(torch.tensor(image)).numpy()
+
+    def pull_back(image: Array, vector: Array) -> Array:
+        return torch.autograd.functional.vjp(raw, torch.tensor(image), torch.tensor(vector))[1].numpy()
+
+    return Tower(encode, pull_back, clf.class_features.numpy())
+
+
+def branch(keys: Tensor, *path: int) -> Tensor:
+    """The stream after several forks."""
+    for step in path:
+        keys = noise.fork(keys, step)
+    return keys
+
+
+def uniform_draws(keys: Tensor) -> Array:
+    """One uniform number per pixel of the toy's only image."""
+    return noise.uniform(keys, 3 * 16 * 16)[0].double().numpy()
+
+
+def normal_draws(keys: Tensor) -> Array:
+    """One normal number per pixel of the toy's only image."""
+    return noise.normal(keys, (3 * 16 * 16,))[0].double().numpy()
 
 
 def written_out(guard: Any, clf: rc.ZeroShotClassifier, image: Tensor, key: Tensor) -> dict[str, Any]:

@@ -60,18 +60,6 @@ def test_embedded_prompts_are_the_prompts_however_long(places: dict[str, str], l
     assert torch.pdist(embedded).min() > 1e-2
 
 
-def test_each_image_may_have_a_context_of_its_own(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts = random_contexts(encoder, 3)
-    prompts = SoftPrompts(encoder, WORDS, NAMES)
-    expected = torch.stack([hooked_features(encoder, context) for context in contexts])
-    for most in (1, 4, 1000):
-        monkeypatch.setattr(prompt_tuning, "PROMPTS", most)
-        features = prompts(contexts)
-        assert features.shape == (3, len(NAMES), encoder.dim)
-        assert (features - expected).abs().max() < 1e-9
-    assert (expected[0] - expected[1]).norm(dim=1).min() > 1e-3
-
-
 @pytest.mark.parametrize("most", [5, 1000])
 def test_the_gradient_of_the_context_agrees_with_finite_differences(
     encoder: Encoder, most: int, monkeypatch: pytest.MonkeyPatch

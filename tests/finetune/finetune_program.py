@@ -7,7 +7,6 @@ one process, because starting one costs more than training the tiny CLIP.
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
 import sys
@@ -54,17 +53,13 @@ def rows(out: Path) -> int:
     return max(0, log.read_text().count("\n") - 1) if log.exists() else 0
 
 
-def kill(encoder: rc.Encoder, out: Path, times: int) -> None:
-    """Kill children with a step or two more in the log, at a random moment of the next step."""
-    moments = random.Random(0)
-    for _ in range(times):
-        enough = rows(out) + moments.randint(1, 2)
-        pid = child(encoder, out, lambda done, total, loss: time.sleep(0.03))
-        while rows(out) < enough and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.05))
-        os.kill(pid, signal.SIGKILL)
-        print("killed ended", exit_code(pid), flush=True)
+def kill(encoder: rc.Encoder, out: Path) -> None:
+    """Kill a child in the middle of a step, after a few in the log."""
+    pid = child(encoder, out, lambda done, total, loss: time.sleep(0.03))
+    while rows(out) < 4 and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    print("killed ended", exit_code(pid), flush=True)
 
 
 def starve(done: int, total: int, loss: float) -> None:
@@ -77,7 +72,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model, root = rc.load(sys.argv[1], device="cpu"), Path(sys.argv[2])
     print("plain ended", exit_code(child(model, root / "plain")), flush=True)
-    kill(model, root / "killed", 3)
+    kill(model, root / "killed")
     print("killed ended", exit_code(child(model, root / "killed")), flush=True)
     print("starved ended", exit_code(child(model, root / "starved", starve)), flush=True)
     print("starved left", *sorted(path.name for path in (root / "starved").iterdir()), flush=True)

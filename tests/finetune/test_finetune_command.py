@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,24 +21,7 @@ from react_clip.cli import main
 from react_clip.storage import sha256_of
 
 NAMES = ("reed", "brick", "cloth", "sand")
-JSON = ("--json", "--quiet")
-RECIPE = (
-    *(
-        "--eps",
-        "2/255",
-        "--eps-start",
-        "1/255",
-        "--ramp",
-        "0.5",
-        "--attack-steps",
-        3,
-        "--clean",
-        "0.5",
-        "--crop",
-        "0.5",
-    ),
-    *("--cutmix", "0.5", "--average", "0.9"),
-)
+RECIPE = "--eps 2/255 --eps-start 1/255 --ramp 0.5 --attack-steps 3 --clean 0.5 --crop 0.5 --cutmix 0.5 --average 0.9"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +61,18 @@ def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
     return out
 
 
+@pytest.fixture
+def tune(root: Path, tiny_folder: Path, run: Run) -> Run:
+    """Runs ``react-clip finetune METHOD DATA`` on the photos and the tiny CLIP, and adds further words."""
+
+    def call(method: str, data: str, *words: object) -> tuple[int, str, str]:
+        return run(
+            "finetune", method, data, "--data", root, "--model", tiny_folder, "--device", "cpu", "--quiet", *words
+        )
+
+    return call
+
+
 def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
     assert {path.name for path in tuned.iterdir()} == {
         *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
@@ -106,25 +100,22 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
     assert Image.open(tuned / "loss.png").size[0] > 300
 
 
-def test_the_same_command_again_says_that_it_is_done(tuned: Path, root: Path, tiny_folder: Path, run: Run) -> None:
-    arguments = ["tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", tuned, "--steps", 6, "--batch", 8]
+def test_the_same_command_again_says_that_it_is_done(tuned: Path, tune: Run) -> None:
+    arguments = ["tecoa", "stripes", "--out", tuned, "--steps", 6, "--batch", 8]
     before = sha256_of(tuned / "finetune.json")
-    code, out, _ = run("finetune", *arguments, "--lr", "1e-3", "--device", "cpu", "--quiet")
+    code, out, _ = tune(*arguments, "--lr", "1e-3")
     assert code == 0
     assert out == f"{tuned} is finished already: tecoa, 6 steps; nothing was done\n"
     assert sha256_of(tuned / "finetune.json") == before
-    code, _, err = run("finetune", *arguments, "--lr", "1e-4", "--device", "cpu", "--quiet")
+    code, _, err = tune(*arguments, "--lr", "1e-4")
     assert code == 2
     assert err.startswith(f"react-clip: {tuned} holds another run (other settings.lr);")
     assert err.count("\n") == 1
 
 
-def test_fare_needs_neither_text_nor_heads(
-    tuned: Path, root: Path, tiny_folder: Path, tmp_path: Path, run: Run
-) -> None:
-    arguments = ["fare", f"folder:{root / 'stripes'}", "--model", tiny_folder, "--out", tmp_path / "fare"]
-    arguments += ["--epochs", "1.5", "--batch", 16, "--limit", 20, "--device", "cpu"]
-    code, out, err = run("finetune", *arguments, "--dtype", "bf16", "--half", "--lr", "2e-5", *RECIPE, *JSON)
+def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run) -> None:
+    arguments = f"--epochs 1.5 --batch 16 --limit 20 --dtype bf16 --half --lr 2e-5 {RECIPE} --json".split()
+    code, out, err = tune("fare", f"folder:{root / 'stripes'}", "--out", tmp_path / "fare", *arguments)
     assert code == 0, err
     record = json.loads(out)
     assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
@@ -154,19 +145,12 @@ def test_fare_needs_neither_text_nor_heads(
     ],
 )
 def test_mistakes_are_one_line(
-    changes: list[str],
-    message: str,
-    root: Path,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
+    changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.npz").write_bytes(b"nothing")
-    arguments: list[Any] = ["--data", root, "--model", tiny_folder, "--out", tmp_path / "out", "--device", "cpu"]
-    code, out, err = run("finetune", *changes[:2], *arguments, *changes[2:], "--quiet")
+    code, out, err = tune(*changes, "--out", tmp_path / "out")
     assert code == 2
     assert out == ""
     assert message in err

@@ -14,7 +14,7 @@ from torch import Tensor
 import react_clip as rc
 import tiny_clip
 from react_clip.encoders.checkpoints import image_parameters
-from react_clip.finetune import METHODS, Finetuned, Settings, clip_ft, fare, finetune, names, pmg_aft, tecoa
+from react_clip.finetune import METHODS, Finetuned, Settings, clip_ft, fare, finetune, pmg_aft, tecoa
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.methods import Batch
 from react_clip.finetune.training import Task, _loss, _photos_of, attacked, augmented
@@ -79,17 +79,6 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
     assert float(fare(batch.first(2), far[:2])) == pytest.approx(
         float((moved.raw(far[:2]) - encoder.raw(batch.pixels[:2])).square().sum(1).mean()), rel=1e-4
     )
-
-
-def test_each_method_has_its_published_optimiser() -> None:
-    published = {name: (each.optimiser, each.lr, each.weight_decay) for name, each in METHODS.items()}
-    assert published == {
-        "clip-ft": ("adamw", 1e-5, 1e-4),
-        "fare": ("adamw", 1e-5, 1e-4),
-        "pmg-aft": ("sgd", 5e-5, 0.0),
-        "tecoa": ("sgd", 1e-5, 0.0),
-    }
-    assert names() == sorted(METHODS)
 
 
 def test_training_is_sgd_with_momentum_along_a_warm_up_and_a_cosine(
@@ -243,9 +232,8 @@ def test_what_cannot_be_trained_is_refused(
     def refused(
         message: str, *arguments: Any, model: rc.Encoder = encoder, method: str = "tecoa", **changes: Any
     ) -> None:
-        with pytest.raises(rc.ReactClipError, match=message) as caught:
+        with pytest.raises(rc.ReactClipError, match=message):
             finetune(model, method, *arguments, out=tmp_path / "out", settings=QUICK.replace(**changes))
-        assert "\n" not in str(caught.value)
 
     refused("tecoa needs labels; .*fare", pixels)
     refused("pmg-aft needs class_features", pixels, labels, method="pmg-aft")

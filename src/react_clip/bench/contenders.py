@@ -16,8 +16,6 @@ BARE = "bare encoder"
 """Label of the encoder without a defence."""
 PUBLISHED = "Defend-CLIP as published"
 """Label of Defend-CLIP with the steps of its released code."""
-_PROMPTS = 256
-"""Prompts per call of the text tower."""
 
 
 def attacked_rows(count: int, fraction: float) -> Tensor:
@@ -87,8 +85,8 @@ def published(clf: ZeroShotClassifier) -> Answer:
 
     @torch.no_grad()
     def answer(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        for start in range(0, len(prompts), _PROMPTS):
-            encoder.encode_text(prompts[start : start + _PROMPTS])
+        if prompts:
+            encoder.encode_text(prompts)
         # One generator for the batch, as published; cheaper than a stream per image.
         generator = torch.Generator(device=pixels.device).manual_seed(0)
         plain = encoder.encode(pixels)

@@ -29,8 +29,6 @@ class Gradients:
 
     checkpoint: bool = False
     """Recompute encoder activations in the backward pass instead of keeping them: one call bounds the memory."""
-    detach_sigma: bool = False
-    """Treat the noise scale of anchor views as a constant instead of a function of the pixels."""
     instability_temperature: float = 1.0
     """The gradient of J is that of logits divided by this: at CLIP's own scale it vanishes where an answer is clear."""
 

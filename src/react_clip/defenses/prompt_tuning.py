@@ -17,8 +17,9 @@ one, for every image.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -144,33 +145,24 @@ class PromptTuning(Defense):
         variants = self._encode_views(x)
         quality, features = self._quality(variants, class_features, similarity), variants[:, :, 0]
         chosen = most_confident(similarity.logits(features, class_features), self.selected)
-        mean = (self._weights(quality)[..., None] * features).sum(1)
         sure = torch.arange(len(x), device=chosen.device)[:, None], chosen
-        sure_features, sure_quality, tuned = features[sure].detach(), quality[sure].detach(), []
-        group = max(1, PROMPTS // len(prompts))
-        for start in range(0, len(x), group):
-            rows = slice(start, start + group)
-            context = self._tune(prompts, sure_features[rows], sure_quality[rows], similarity)
-            with torch.no_grad():
-                tuned.append(prompts(context))
+        context = self._tune(prompts, features[sure].detach(), quality[sure].detach(), similarity)
+        mean = (self._weights(quality)[..., None] * features).sum(1)
+        with torch.no_grad():
+            tuned = prompts(context)
         x.backward_passes += self.steps
-        return normalize(mean), {"logits": similarity.logits(mean[:, None], torch.cat(tuned))[:, 0]}
+        return normalize(mean), {"logits": similarity.logits(mean[:, None], tuned)[:, 0]}
 
     def _encode_views(self, x: View) -> Tensor:
         """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
-        shared = x.keys(VARIANTS)
 
-        def eight_bits(images: Tensor) -> Tensor:
-            return straight_through((255.0 * images.detach()).floor() / 255.0, images)
+        def view(change: Callable[..., Tensor], images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+            eight_bits = straight_through((255.0 * images.detach()).floor() / 255.0, images)
+            return self._views(change(eight_bits, keys), keys, shared)
 
-        def itself(images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
-            return self._views(eight_bits(images), keys, shared)
-
-        def augmented(images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
-            return self._views(self.augmix(eight_bits(images), keys), keys, shared)
-
+        shared, itself = x.keys(VARIANTS), partial(view, lambda images, keys: images)
         first = x.drawn(itself, VIEWS, range(1), shared)
-        others = x.drawn(augmented, VIEWS, range(1, self.views), shared)
+        others = x.drawn(partial(view, self.augmix), VIEWS, range(1, self.views), shared)
         features = torch.cat(x.encode_together(first, others), 1)
         return features.reshape(len(x), self.views, -1, features.shape[-1])
 

@@ -119,8 +119,7 @@ class View(Batch):
         """``count`` views x + sigma * noise; ``sigma`` is one scale for all images, or one per image ``[B]``."""
         if not isinstance(sigma, Tensor):
             sigma = self.pixels.new_full((len(self),), sigma)
-        sigma = (sigma.detach() if self.how.detach_sigma else sigma).to(self.pixels.dtype)
-        return self.drawn(noise.noisy_view, stream, range(count), sigma, recordable=True)
+        return self.drawn(noise.noisy_view, stream, range(count), sigma.to(self.pixels.dtype), recordable=True)
 
     # ------------------------------------------------------------------ features
 

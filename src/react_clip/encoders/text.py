@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from react_clip import functional
 from react_clip.errors import ReactClipError
 
+PROMPTS = 256
+"""Most prompts in one call of a tower: bounds the memory."""
+
 
 class TextTower(nn.Module, ABC):
     """The text tower ``model`` and its tokenizer."""
@@ -30,7 +33,8 @@ class TextTower(nn.Module, ABC):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Tensor:
         """Unit features of prompts, ``[N, dim]``."""
-        return functional.normalize(at_least_fp32(self._features(list(prompts))))
+        parts = [list(prompts[start : start + PROMPTS]) for start in range(0, len(prompts), PROMPTS)]
+        return functional.normalize(at_least_fp32(torch.cat([self._features(part) for part in parts])))
 
     @torch.no_grad()
     def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:

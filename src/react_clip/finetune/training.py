@@ -27,7 +27,7 @@ from react_clip.errors import ReactClipError
 from react_clip.finetune.folder import Row, RunFolder, read_log, write_log
 from react_clip.finetune.methods import Batch, Method, Tower, get
 from react_clip.finetune.settings import Settings
-from react_clip.linf import Ball, gradient
+from react_clip.linf import Ball, ascend, gradient
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -237,15 +237,17 @@ def _loss(task: Task, step: int) -> Tensor:
 
 def attacked(method: Method, batch: Batch, settings: Settings, step: int, draws: torch.Generator) -> Tensor:
     """Sign-gradient ascent on the method's objective, from a uniform start in the ball of this step's budget."""
+
+    def gradient_at(images: Tensor) -> Tensor:
+        pixels = images.detach().requires_grad_()
+        found = gradient(method.objective(batch, batch.student(pixels)), pixels)
+        assert found is not None, "image towers are differentiable"
+        return found
+
     eps = settings.budget(step)
     ball = Ball(batch.pixels, eps)
-    moved = ball.project(batch.pixels + eps * (2 * _uniform(batch.pixels.shape, draws) - 1))
-    for _ in range(settings.attack_steps):
-        moved = moved.detach().requires_grad_()
-        slope = gradient(method.objective(batch, batch.student(moved)), moved)
-        assert slope is not None, "image towers are differentiable"
-        moved = ball.step(moved.detach(), slope, 2 * eps / settings.attack_steps)
-    return moved
+    start = ball.project(batch.pixels + eps * (2 * _uniform(batch.pixels.shape, draws) - 1))
+    return ascend(gradient_at, start, ball, steps=settings.attack_steps, step_size=2 * eps / settings.attack_steps)
 
 
 def augmented(pixels: Tensor, settings: Settings, draws: torch.Generator) -> Tensor:

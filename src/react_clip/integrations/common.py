@@ -131,4 +131,4 @@ class DefendedFeatures:
             return torch.empty(0, self.encoder.dim)
         if not self.encoder.has_text:
             return ZeroShotClassifier(self.encoder, texts, unique=False).class_features.cpu()
-        return torch.cat([self.encoder.encode_text(texts[i : i + 256]).cpu() for i in range(0, len(texts), 256)])
+        return self.encoder.encode_text(texts).cpu()
