@@ -71,11 +71,7 @@ def target_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return _pick(logits, targets) - _pick(logits, labels)
 
 
-LOSSES: dict[str, Loss] = {
-    "ce": cross_entropy,
-    "margin": margin,
-    "dlr": dlr,
-}
+LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin, "dlr": dlr}
 """Losses by the names that the field ``loss`` of an attack takes."""
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from react_clip.augment import affine
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import TOWER, image_parameters, image_tower, lasting_name, load_tower
 from react_clip.environment import device_name, versions
@@ -257,11 +257,8 @@ def augmented(pixels: Tensor, settings: Settings, draws: torch.Generator) -> Ten
     pixels = torch.where((mirror < 0.5)[:, None, None, None], pixels.flip(3), pixels)
     if settings.crop < 1:
         side = settings.crop + (1 - settings.crop) * side
-        left, top, zero = (2 * left - 1) * (1 - side), (2 * top - 1) * (1 - side), torch.zeros_like(side)
-        rows = [torch.stack([side, zero, left], dim=1), torch.stack([zero, side, top], dim=1)]
-        grid = F.affine_grid(torch.stack(rows, dim=1), list(pixels.shape), align_corners=False)
-        # Bilinear weights sum to one only up to rounding.
-        pixels = F.grid_sample(pixels, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+        shift = (2 * torch.stack([left, top], dim=1) - 1) * (1 - side)[:, None]
+        pixels = affine(pixels, side[:, None, None] * torch.eye(2, device=side.device), shift, "border")
     mix, area, across, down = _uniform((4,), draws).tolist()
     if mix < settings.cutmix:
         length = round(size * math.sqrt(area))
