@@ -104,6 +104,8 @@ class Configuration:
 
     removed: ClassVar[Mapping[str, Any]] = {}
     """Fields that files of earlier versions have, with the value that still means the same (``...`` for any)."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Names of fields in files of earlier versions, and what they are now."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -149,7 +151,8 @@ class Configuration:
         if not isinstance(data, Mapping):
             raise ReactClipError(f"{_short(data)} is not a mapping of {cls.__name__}; {_known_fields(cls)}")
         # JSON and YAML have no tuples; fields are never lists, so that configurations can be hashed.
-        values = {str(key): tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        named = {cls.renamed.get(str(key), str(key)): value for key, value in data.items()}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in named.items()}
         for key, default in cls.removed.items():
             if key in values and (value := values.pop(key)) != default and default is not ...:
                 raise ReactClipError(
@@ -246,12 +249,12 @@ class Registry(Generic[C]):
     """The classes of a family by their kinds.
 
     A kind is the ``kind`` of a class that has been defined. With a ``group`` it is also the name of an entry point in
-    that group of any installed package, or ``module:Class``.
+    that group of any installed package, or ``module:Class``. ``earlier`` maps kinds in files of earlier versions to
+    what they are now: a kind, and fields.
     """
 
-    def __init__(self, family: str, group: str = "") -> None:
-        self._family = family
-        self._group = group
+    def __init__(self, family: str, group: str = "", earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._family, self._group, self._earlier = family, group, earlier or {}
         self._classes: dict[str, type[C]] = {}
 
     def add(self, cls: type[C]) -> None:
@@ -283,7 +286,7 @@ class Registry(Generic[C]):
         values = {"kind": data} if isinstance(data, str) else data
         if not isinstance(values, Mapping):
             raise ReactClipError(f"the {self._family} is {_short(data)}; give its kind, or a mapping with one")
-        values = dict(values)
+        values = {**values, **self._earlier.get(str(values.get("kind")), {})}
         return self.get(values.pop("kind", None)).from_dict(values)
 
     def name_of(self, cls: type[C]) -> str:

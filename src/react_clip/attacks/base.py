@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,13 +31,9 @@ OBLIVIOUS, TRANSFER, ADAPTIVE = "oblivious", "transfer", "adaptive"
 """Threat models: the attacker knows CLIP but not the defence; only another model; CLIP and the defence."""
 
 # Kinds in recipes of earlier versions, and what they are now.
-_EARLIER: dict[str, dict[str, Any]] = {
-    "cw": {"kind": "pgd", "loss": "margin"},
-    **{
-        f"adaptive-{objective}": {"kind": "adaptive", "objective": objective}
-        for objective in ("through", "both", "evade", "bpda", "feature")
-    },
-}
+_OBJECTIVES = ("through", "both", "evade", "bpda", "feature")
+_EARLIER = {f"adaptive-{objective}": {"kind": "adaptive", "objective": objective} for objective in _OBJECTIVES}
+_EARLIER["cw"] = {"kind": "pgd", "loss": "margin"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ class Attack(Registered, ABC):
     pixels and the seed, so no result depends on the batch an image sits in.
     """
 
-    registry: ClassVar[Registry[Attack]] = Registry("attack", "react_clip.attacks")
+    registry: ClassVar[Registry[Attack]] = Registry("attack", "react_clip.attacks", _EARLIER)
     threats: ClassVar[tuple[str, ...]] = (OBLIVIOUS, TRANSFER)
     """Threat models in which the attack can be used."""
     natural: ClassVar[bool] = False
@@ -162,14 +158,6 @@ class Attack(Registered, ABC):
         """The checked target, and the seed of the attack's random streams."""
         return target, seed
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """One of the family from its kind or from plain values; kinds of earlier versions are known."""
-        values: Any = {"kind": data} if isinstance(data, str) else data
-        if isinstance(values, Mapping) and values.get("kind") in _EARLIER:
-            values = {**values, **_EARLIER[values["kind"]]}
-        return super().from_dict(values)
-
 
 def names(threat: str | None = None) -> list[str]:
     """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
@@ -187,4 +175,4 @@ def from_dict(config: Mapping[str, Any] | str) -> Attack:
     >>> from_dict({"kind": "pgd", "eps": "8/255", "steps": 20})
     PGD(eps=8/255, steps=20, step_size=1/255, loss=ce, random_start=True, margin=0.0)
     """
-    return Attack.from_dict(config)  # type: ignore[arg-type]
+    return Attack.registry.read(config)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -85,6 +85,7 @@ class SecondLook(Defense):
     kind = "second_look"
     colour = "#332288"
     at_once = True
+    renamed: ClassVar[Mapping[str, str]] = {"look": "copy_size", "moved_look": "moved_copy_size"}
 
     copy_size: Size | None = 176 / 224
     """Side of the small copy as a fraction of the image's, rounded to whole patches. ``None`` compares with moved views
@@ -128,12 +129,6 @@ class SecondLook(Defense):
         if size is None:
             return encoder.image_size, encoder.image_size
         return size, _whole_patches(encoder, self.moved_copy_size) or size
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Also reads files of the last release, where the small copy was called look."""
-        new = {"look": "copy_size", "moved_look": "moved_copy_size"}
-        return super().from_dict({new.get(name, name): value for name, value in data.items()})
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
