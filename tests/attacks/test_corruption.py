@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import io
 import math
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from react_clip import ReactClipError
@@ -29,14 +26,6 @@ def test_noise_has_the_asked_deviation_and_is_the_same_every_time(photo: Tensor)
     noisy = damaged("noise", 0.05, photo)
     assert (noisy - photo).std() == pytest.approx(0.05, rel=0.05)
     assert torch.equal(noisy, damaged("noise", 0.05, torch.cat([photo.flip(3), photo]))[1:])
-
-
-def test_jpeg_is_what_a_file_of_that_quality_holds(photo: Tensor) -> None:
-    file = io.BytesIO()
-    pixels = photo[0].permute(1, 2, 0).mul(255).round().byte().numpy()
-    Image.fromarray(pixels).save(file, "JPEG", quality=30)
-    expected = torch.from_numpy(np.asarray(Image.open(file)).copy()).permute(2, 0, 1) / 255
-    assert torch.allclose(damaged("jpeg", 30, photo)[0], expected)
 
 
 def test_brightness_and_contrast_scale_pixels(photo: Tensor) -> None:

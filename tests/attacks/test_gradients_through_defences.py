@@ -11,7 +11,6 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import mappings, noise
 from react_clip.defenses.batch import Gradients
-from react_clip.defenses.view import View
 from toys import toy_classifier, toy_images
 
 F64 = torch.float64
@@ -54,15 +53,8 @@ def test_fresh_noise_differs_per_call_and_repeats_with_the_seed() -> None:
     assert torch.equal(fixed[0], OPEN(clf, images, seed=1).logits)
 
 
-class Mirror(rc.Undefended):
-    """Answers for the mirror image, without gradients; without a kind of its own it is not registered."""
-
-    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
-        return x.encoder(x.pixels.detach().flip(3)), {}
-
-
 def test_a_defence_without_gradients_gets_those_of_clip() -> None:
-    clf, guard, images = toy_classifier(), Mirror(), toy_images(2)
+    clf, guard, images = toy_classifier(), rc.defenses.CLIPure(graph="none"), toy_images(2)
     pixels = images.clone().requires_grad_()
     logits = rc.as_module(clf, guard, differentiable=True)(pixels)
     assert torch.equal(logits.detach(), guard(clf, images).logits)

@@ -27,7 +27,6 @@ GATES = {
 }
 """Defences with a gate, and the field of its threshold."""
 GATES_OPEN = {"ttc": {"tau": 1e9}, "csr": {"threshold": 1.0}}
-IN_A_BALL = ("ttc", "doc", "mac", "hd", "csr", "et3")
 every_defense = pytest.mark.parametrize("name", defenses.names())
 every_toy_defense = pytest.mark.parametrize("name", [name for name in defenses.names() if name not in TEXT])
 
@@ -37,14 +36,10 @@ class Trial:
 
     def __init__(self, name: str, tiny: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
         # After an even number of steps CLIPure is back where it began.
-        self.guard = defenses.from_dict(
-            {"kind": name, **TEXT.get(name, {}), **({"steps": 9} if name == "clipure" else {})}
-        )
-        needs_text = name in TEXT
-        self.clf = (
-            classifier(rc.load(tiny, device="cpu", dtype=dtype)) if needs_text and tiny else toy_classifier(dtype)
-        )
-        self.images = photos(7, dtype) if needs_text else toy_images(7, dtype=dtype)
+        self.guard = defenses.from_dict({"kind": name, **TEXT.get(name, {"steps": 9} if name == "clipure" else {})})
+        self.clf, self.images = toy_classifier(dtype), toy_images(7, dtype=dtype)
+        if name in TEXT and tiny:
+            self.clf, self.images = classifier(rc.load(tiny, device="cpu", dtype=dtype)), photos(7, dtype)
         if name in GATES:  # between the scores, so that both sides of the gate are tried
             score = self.guard(self.clf, self.images).score.sort().values
             self.guard = self.guard.replace(**{GATES[name]: float(score[3:5].mean())})
@@ -251,22 +246,13 @@ def test_bad_input_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("name", "field", "value", "says"),
     [
-        *[(name, "eps", 8, "so write 8/255") for name in IN_A_BALL],
-        *[(name, "steps", 0, "steps is 0: ") for name in (*IN_A_BALL, "anti-adv", "clipure")],
-        *[(name, "tau", float("nan"), "tau is nan") for name in ("react", "ttc", "doc", "mac")],
+        ("ttc", "eps", 8, "so write 8/255"),
+        ("react", "tau", float("nan"), "tau is nan"),
         ("react", "sigma_low", 0.05, "need 0 < sigma_low < sigma_high"),
         ("defend-clip", "sigma_low", -0.1, "need 0 < sigma_low"),
-        ("react", "alpha", -1.0, "alpha is -1.0: .*greater than or equal to 0"),
         ("react", "sequential", 0.99, "react no longer has 'sequential'"),
         ("second_look", "threshold", 2.2, "threshold is 2.2: .*less than or equal to 2"),
-        ("second_look", "copy_size", 1.0, "copy_size is 1.0: .*less than 1"),
-        ("csr", "threshold", 1.5, "threshold is 1.5: "),
-        ("et3", "step_size", -1, "step_size is -1: "),
-        ("dbd", "selected", 32, "selected is 32: "),
         ("clipure", "batch", 2, "clipure no longer has 'batch'"),
-        ("clipure", "graph", True, "graph is True: "),
-        ("mac", "temperature", 0, "temperature is 0: "),
-        ("tte", "crops", -1, "crops is -1: "),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),
         ("r-tpt", "words", " ", "words is ' '; give the words before the name"),

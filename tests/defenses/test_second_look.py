@@ -103,9 +103,8 @@ def test_a_copy_of_too_few_patches_or_as_large_as_the_image_is_refused(
     field: str, fraction: float, patches: int
 ) -> None:
     guard, encoder = SecondLook().replace(**{field: fraction}), patch_encoder()
-    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'") as caught:
+    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'"):
         guard.check(encoder)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere() -> None:
@@ -119,9 +118,8 @@ def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere
     assert default_for(known_as("clip-vit-b-16", patch_encoder())) == SecondLook()
     assert default_for(known_as("clip-vit-b-16", ToyEncoder())) == rc.ReACT.for_encoder("clip-vit-b-16")
     assert default_for(known_as("openai/clip-vit-base-patch32", patch_encoder())) == rc.ReACT()
-    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS") as caught:
+    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS"):
         default_for(patch_encoder())
-    assert "\n" not in str(caught.value)
 
 
 def test_gradients_pass_through_every_branch(setting: Any) -> None:

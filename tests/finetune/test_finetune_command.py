@@ -138,10 +138,8 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
         (["tecoa", "stripes", "--limit", "0"], "--limit"),
         (["tecoa", "stripes", "--epochs", "-1"], "--epochs"),
         (["tecoa", "stripes", "--eps", "much"], "eps is 'much'"),
-        (["tecoa", "stripes", "--dtype", "fp16"], "dtype is 'fp16'"),
         (["tecoa", "stripes", "--cutmix", "0.5"], "cutmix mixes photos of several classes"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "holds no class features"),
-        (["tecoa", "stripes", "--crop", "0"], "crop is 0"),
     ],
 )
 def test_mistakes_are_one_line(
