@@ -60,9 +60,27 @@ class LabelTable:
     _matrix: Tensor
 
     @staticmethod
+    @functools.lru_cache(maxsize=4)
     def load(path: Path = TABLE_FILE) -> LabelTable:
         """The table that ships with the package; read once per process."""
-        return _load(path)
+        if not path.is_file():
+            raise MissingFileError(f"the label table {path} is missing; install react-clip again")
+        try:
+            with safe_open(path, framework="pt") as stored:
+                matrix = stored.get_tensor(TENSOR).float()
+                metadata = {key: json.loads(text) for key, text in stored.metadata().items()}
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = first_line(error)
+            raise ReactClipError(f"the label table {path} is damaged ({reason}); install react-clip again") from None
+        return LabelTable(
+            encoder=metadata["encoder"],
+            names=tuple(metadata["names"]),
+            groups={group: tuple(members) for group, members in metadata["groups"].items()},
+            sets={name: tuple(entries) for name, entries in metadata["sets"].items()},
+            _default=tuple(metadata["vocabulary"]),
+            # fp16 storage costs a little length; callers are promised unit rows.
+            _matrix=functional.normalize(matrix),
+        )
 
     def features(self, labels: Sequence[str]) -> Tensor:
         """Unit fp32 features ``[len(labels), D]`` of entries and groups.
@@ -125,25 +143,3 @@ class LabelTable:
 
     def __repr__(self) -> str:
         return f"LabelTable({self.encoder}: {len(self.names)} names, {len(self.groups)} groups)"
-
-
-@functools.lru_cache(maxsize=4)
-def _load(path: Path) -> LabelTable:
-    if not path.is_file():
-        raise MissingFileError(f"the label table {path} is missing; install react-clip again")
-    try:
-        with safe_open(path, framework="pt") as stored:
-            matrix = stored.get_tensor(TENSOR).float()
-            metadata = {key: json.loads(text) for key, text in stored.metadata().items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = first_line(error)
-        raise ReactClipError(f"the label table {path} is damaged ({reason}); install react-clip again") from None
-    return LabelTable(
-        encoder=metadata["encoder"],
-        names=tuple(metadata["names"]),
-        groups={group: tuple(members) for group, members in metadata["groups"].items()},
-        sets={name: tuple(entries) for name, entries in metadata["sets"].items()},
-        _default=tuple(metadata["vocabulary"]),
-        # fp16 storage costs a little length; callers are promised unit rows.
-        _matrix=functional.normalize(matrix),
-    )

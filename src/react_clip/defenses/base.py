@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
-
-if TYPE_CHECKING:
-    pass
 
 SMALL_BATCH = 16
 """Images that leave most of a GPU idle: encoding one more view of each takes less time than waiting for a decision."""

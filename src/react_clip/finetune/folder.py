@@ -48,7 +48,7 @@ class RunFolder:
         """The record of a finished run; ``None`` before it is finished."""
         if not (self.path / RECORD).is_file():
             return None
-        self._drop_checkpoint()
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)  # left where a kill came after the record
         advice = "remove the folder and finetune again"
         record: dict[str, Any] = storage.read_json(self.path / RECORD, advice)
         return record
@@ -59,7 +59,8 @@ class RunFolder:
         storage.write_tensors(self.path / TOWER, tensors, {"format": "pt"})
         complete = {**record, "sha256": storage.sha256_of(self.path / TOWER)}
         storage.write_text(self.path / RECORD, json.dumps(complete, indent=2) + "\n")
-        self._drop_checkpoint()
+        # Up to three times the size of the tower, and not needed beside it.
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)
         return complete
 
     def save(
@@ -100,10 +101,6 @@ class RunFolder:
             return int(header["step"]), float(header["seconds"])
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ReactClipError(f"{path} is damaged ({first_line(error)}); remove it to begin again") from None
-
-    def _drop_checkpoint(self) -> None:
-        """Remove the checkpoint: up to three times the size of the tower, and not needed beside it."""
-        (self.path / _CHECKPOINT).unlink(missing_ok=True)
 
     def _check_identity(self) -> None:
         """Write the identity into a fresh folder; refuse a folder that holds another one."""
