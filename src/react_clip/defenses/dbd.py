@@ -34,6 +34,7 @@ from react_clip.defenses.batch import straight_through
 from react_clip.defenses.prompt_tuning import most_confident
 from react_clip.defenses.view import View
 from react_clip.functional import normalize
+from react_clip.preprocess import from_levels
 
 NOISE = 0.1
 CROPS = AugMix(area=(0.5, 1.0), chains=0)
@@ -82,7 +83,7 @@ def _direction(vectors: Tensor) -> Tensor:
 def _reduce(rounding: Callable[[Tensor], Tensor], images: Tensor, _: Tensor) -> Tensor:
     """Reduction to 3 bits; 256 wraps around to 0."""
     levels = (255.0 * images.detach()).round()
-    return straight_through(rounding(levels / 32.0) * 32.0 % 256.0 / 255.0, images)
+    return straight_through(from_levels(rounding(levels / 32.0) * 32.0 % 256.0), images)
 
 
 def _compress(quality: int, images: Tensor, _: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from react_clip.defenses.view import View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import Similarity, normalize
+from react_clip.preprocess import from_levels
 
 VIEWS, VARIANTS = range(2)
 """Branches: of an image's random stream, its views and what their augmentations share; of each view's stream, its
@@ -157,7 +158,7 @@ class PromptTuning(Defense):
         """Unit features ``[B, V, variants, D]``; view 0 is the image itself."""
 
         def view(change: Callable[..., Tensor], images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
-            eight_bits = straight_through((255.0 * images.detach()).floor() / 255.0, images)
+            eight_bits = straight_through(from_levels((255.0 * images.detach()).floor()), images)
             return self._views(change(eight_bits, keys), keys, shared)
 
         shared, itself = x.keys(VARIANTS), partial(view, lambda images, keys: images)

@@ -66,7 +66,7 @@ def load(
 
 def _load(name: str | Path, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
     text = str(name)
-    if exported.folder_of(text) is not None:
+    if text.startswith(exported.PREFIX):
         return exported.load_exported(text, device=device, dtype=dtype)
     chosen_device = resolve_device(device)
     chosen_dtype = fastest_dtype(text, chosen_device) if dtype == "auto" else resolve_dtype(dtype)
@@ -83,17 +83,14 @@ def _load(name: str | Path, device: str | torch.device | None, dtype: str | torc
     if Path(text).is_dir():
         return load_hf(text, name=text, device=chosen_device, dtype=chosen_dtype)
     if (function := find_offered(GROUP, text, "encoder")) is not None:
-        return _checked(function(chosen_device, chosen_dtype), text)
+        encoder = function(chosen_device, chosen_dtype)
+        if not isinstance(encoder, Encoder):
+            given = type(encoder).__name__
+            raise ReactClipError(f"{text!r} gave a {given}; its function must return a react_clip.Encoder")
+        encoder.name = text
+        return encoder
     source, revision = _hub_id(name)
     return load_hf(source, name=text, device=chosen_device, dtype=chosen_dtype, revision=revision)
-
-
-def _checked(encoder: object, name: str) -> Encoder:
-    """What a function of another package returned, under the name that was asked for."""
-    if not isinstance(encoder, Encoder):
-        raise ReactClipError(f"{name!r} gave a {type(encoder).__name__}; its function must return a react_clip.Encoder")
-    encoder.name = name
-    return encoder
 
 
 def fastest_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -88,18 +88,9 @@ class ExportedEncoder(Encoder):
 # ---------------------------------------------------------------------- loading
 
 
-def folder_of(name: str) -> Path | None:
-    """The folder of ``onnx:FOLDER``; ``None`` for any other name.
-
-    >>> folder_of("onnx:towers/b16")
-    PosixPath('towers/b16')
-    """
-    return Path(name.removeprefix(PREFIX)).expanduser() if name.startswith(PREFIX) else None
-
-
 def load_exported(name: str, *, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
     """Load ``onnx:FOLDER``; its files must be the ones that were checked when exported."""
-    folder = folder_of(name) or Path()
+    folder = Path(name.removeprefix(PREFIX)).expanduser()
     if device is not None and resolve_device(device).type != "cpu":
         raise ReactClipError(f"{name!r} was asked for on {device}, but exported towers run on the CPU; use cpu")
     if dtype != "auto" and resolve_dtype(dtype) != torch.float32:
@@ -187,15 +178,15 @@ def measure_parity(encoder: Encoder, graphs: dict[int, Graph], photos: Tensor) -
     """Compare the tower and its graphs on photos, on noisy views of them, and on one photo alone."""
     sigma = torch.full((len(photos),), _NOISE)
     noisy = torch.cat([photos, noise.noisy_view(photos, noise.stream_keys(photos, 0), sigma)])
-    images, differences, cosines = 0, [], []
+    differences, cosines = [], []
     for size, graph in graphs.items():
         views = smaller_copy(noisy, size)
         expected = encoder.encode(views)
         exported = torch.cat([torch.from_numpy(graph(part.numpy())) for part in (views[:1], views[1:])])
-        differences.append((exported - expected).abs().max().item())
-        cosines.append((exported.double() * expected.double()).sum(1).min().item())
-        images += len(views)
-    return Parity(images, float(np.max(differences)), float(np.min(cosines)))
+        differences.append((exported - expected).abs().amax(1))
+        cosines.append((exported.double() * expected.double()).sum(1))
+    difference, cosine = torch.cat(differences), torch.cat(cosines)
+    return Parity(len(difference), float(difference.max()), float(cosine.min()))
 
 
 class _PixelsToFeatures(nn.Module):

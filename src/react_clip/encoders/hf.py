@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, read_similarity
-from react_clip.encoders.checkpoints import to_openai
+from react_clip.encoders.checkpoints import PROJECTION, to_openai
 from react_clip.encoders.layers import QUICK_GELU
-from react_clip.encoders.loading import check_activation, load_quietly, loading_error
+from react_clip.encoders.loading import check_activation, loading
 from react_clip.encoders.text import TextTower
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
-from react_clip.functional import Similarity
 from react_clip.preprocess import Preprocessing
 
 CLIP, SIGLIP = ("clip", "clip_vision_model", "metaclip_2"), ("siglip", "siglip2")
@@ -28,41 +28,50 @@ CLIP, SIGLIP = ("clip", "clip_vision_model", "metaclip_2"), ("siglip", "siglip2"
 _OPENAI_CLASS_EMBEDDINGS = {"48f61989319f64dd9ad133d0b904de2736297aa691e7729c4f70747cce24f67d"}
 
 
-class SigLIPTower(nn.Module):
-    """The image tower of a ``SiglipModel``, for any size in whole patches: no class token, pooled by attention."""
-
-    def __init__(self, vision_model: nn.Module) -> None:
-        super().__init__()
-        self.vision_model = vision_model
+class SigLIPTower(nn.ModuleDict):
+    """The ``vision_model`` of a ``SiglipModel``, for any size in whole patches: no class token, pooled by attention."""
 
     def forward(self, normalised: Tensor) -> Tensor:
         """Features of normalised pixels ``[B, 3, S, S]``."""
-        features: Tensor = self.vision_model(normalised, interpolate_pos_encoding=True).pooler_output
+        features: Tensor = self["vision_model"](normalised, interpolate_pos_encoding=True).pooler_output
         return features
 
 
-class SigLIP2Tower(nn.Module):
-    """The image tower of a ``Siglip2Model`` (NaFlex), which takes patches of any grid; here the grid is square."""
-
-    def __init__(self, vision_model: nn.Module, patch: int) -> None:
-        super().__init__()
-        self.vision_model = vision_model
-        self.patch = patch
+class SigLIP2Tower(nn.ModuleDict):
+    """The ``vision_model`` of a ``Siglip2Model`` (NaFlex), which takes patches of any grid; here the grid is square."""
 
     def forward(self, normalised: Tensor) -> Tensor:
         """Features of normalised pixels ``[B, 3, S, S]``."""
-        count, patch = len(normalised), self.patch
+        vision_model: Any = self["vision_model"]
+        count, patch = len(normalised), vision_model.config.patch_size
         side = normalised.shape[-1] // patch
         # Patches row by row; in a patch rows, columns, then channels.
         grid = normalised.reshape(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
         shapes = torch.full((count, 2), side, device=normalised.device)
         mask = torch.ones(count, side * side, dtype=torch.long, device=normalised.device)
-        features: Tensor = self.vision_model(grid.reshape(count, side * side, -1), mask, shapes).pooler_output
+        features: Tensor = vision_model(grid.reshape(count, side * side, -1), mask, shapes).pooler_output
         return features
 
 
-class HFText(TextTower):
-    """The text tower of a ``CLIPModel`` or ``MetaClip2Model``."""
+class SigLIPText(TextTower):
+    """The text tower of a ``SiglipModel`` or ``Siglip2Model``: always padded to its full length, as in training."""
+
+    padding: bool | str = "max_length"
+
+    def _features(self, prompts: list[str]) -> Tensor:
+        features: Tensor = self.model.text_model(input_ids=self._tokenize(prompts)["input_ids"]).pooler_output
+        return features
+
+    def _tokenize(self, prompts: list[str]) -> Any:
+        length = self.model.text_model.embeddings.position_embedding.num_embeddings
+        how = {"padding": self.padding, "truncation": True, "max_length": length, "return_tensors": "pt"}
+        return self.tokenizer(prompts, **how).to(self.device)
+
+
+class HFText(SigLIPText):
+    """The text tower of a ``CLIPModel`` or ``MetaClip2Model``: padded to the longest prompt, read at the end token."""
+
+    padding = True
 
     def _features(self, prompts: list[str]) -> Tensor:
         tokens = self._tokenize(prompts)
@@ -70,13 +79,10 @@ class HFText(TextTower):
         features: Tensor = self.model.text_projection(hidden.pooler_output)
         return features
 
-    def _tokenize(self, prompts: list[str], padding: bool | str = True) -> Any:
-        length = self.model.text_model.embeddings.position_embedding.num_embeddings
-        tokens = self.tokenizer(prompts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
-        return tokens.to(self.device)
-
-    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        tokens = self._tokenize(prompts)
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See :class:`TextTower`."""
+        tokens = self._tokenize(list(prompts))
         embedded = self.model.text_model.embeddings.token_embedding(tokens["input_ids"])
         # The end token is the last one that is no padding, whatever its id.
         return embedded, tokens["attention_mask"].sum(1) - 1
@@ -96,103 +102,45 @@ class HFText(TextTower):
         return features
 
 
-class SigLIPText(HFText):
-    """The text tower of a ``SiglipModel`` or ``Siglip2Model``: always padded to its full length, as in training."""
-
-    def _features(self, prompts: list[str]) -> Tensor:
-        ids = self._tokenize(prompts, padding="max_length")["input_ids"]
-        features: Tensor = self.model.text_model(input_ids=ids).pooler_output
-        return features
-
-    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        raise self._no_embeddings()
-
-    def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
-        raise self._no_embeddings()
-
-
-def wrap_model(
-    model: nn.Module,
-    *,
-    name: str,
-    tokenizer: Any = None,
-    mean: Any = None,
-    std: Any = None,
-    preprocessing: Preprocessing | None = None,
-    similarity: Similarity | None = None,
-) -> Encoder:
-    """An encoder around a model that transformers has made; they share most weights.
-
-    Without a tokenizer the encoder has no text tower; mean and std are those of the model's family by default.
-    """
-    parts: Any = model
-    kind, vision = parts.config.model_type, _vision_config(parts.config)
-    is_clip = kind in CLIP
-    size, patch = _image_size(vision), int(vision.patch_size)
-    tower: nn.Module | None
-    if is_clip:
-        weights = {key: value.detach() for key, value in model.named_parameters() if not key.startswith("text_")}
-        weights.pop("logit_scale", None)
-        how = {"heads": vision.num_attention_heads, "activation": vision.hidden_act, "eps": vision.layer_norm_eps}
-        tower = VisionTower.of(to_openai(weights), **how)
-    else:
-        tower = SigLIPTower(parts.vision_model) if kind == "siglip" else SigLIP2Tower(parts.vision_model, patch)
-    if tower is None:
-        raise ReactClipError(f"{name!r} is no vision transformer as CLIP has it; correct its config.json")
-    text = None
-    if tokenizer is not None:
-        towers = {part: getattr(parts, part) for part in ("text_model", "text_projection") if hasattr(parts, part)}
-        text = (HFText if is_clip else SigLIPText)(nn.ModuleDict(towers), tokenizer, name)
-    return Encoder(
-        tower,
-        name=name,
-        image_size=size,
-        dim=int(parts.config.projection_dim if is_clip else vision.hidden_size),
-        mean=mean or (CLIP_MEAN if is_clip else (0.5, 0.5, 0.5)),
-        std=std or (CLIP_STD if is_clip else (0.5, 0.5, 0.5)),
-        patch_size=patch,
-        class_token=is_clip,
-        preprocessing=preprocessing,
-        similarity=similarity or read_similarity(model),
-        text=text,
-    )
-
-
 def load_hf(
     source: str, *, name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None
 ) -> Encoder:
     """Load from a folder or the hub. Safetensors where published, else ``weights_only``."""
     from transformers.utils import logging
 
-    folder = Path(source) if Path(source).is_dir() else None
-    if folder and not (folder / "config.json").is_file():
-        raise ReactClipError(f"{folder} has no config.json; a model folder holds config.json and model.safetensors")
+    is_folder = Path(source).is_dir()
+    if is_folder and not (Path(source) / "config.json").is_file():
+        raise ReactClipError(f"{source} has no config.json; a model folder holds config.json and model.safetensors")
     logging.disable_progress_bar()
     try:
-        with load_quietly(from_hub=folder is None):
+        with loading(source if is_folder else name, from_hub=not is_folder):
             model, report, tokenizer, processor = _read(source, name, revision)
-    except ReactClipError:
-        raise
-    except Exception as error:
-        raise loading_error(source if folder else name, error) from None
     finally:
         logging.enable_progress_bar()
     if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
         raise ReactClipError(f"{name!r} lacks {len(missing)} tensors, {missing[0]} first; the checkpoint is incomplete")
-    vision = _vision_config(model.config)
-    if model.config.model_type in CLIP:
+    vision, is_clip = _vision_config(model.config), model.config.model_type in CLIP
+    if is_clip:
         text_activation = None if tokenizer is None else model.config.text_config.hidden_act
         check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
-    similarity = read_similarity(model)
-    return wrap_model(
-        model.to(dtype=dtype),
+    text_kind = HFText if is_clip else SigLIPText
+    mean, std = (CLIP_MEAN, CLIP_STD) if is_clip else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    towers = {part: getattr(model, part) for part in ("text_model", "text_projection") if hasattr(model, part)}
+    size = _image_size(vision)
+    encoder = Encoder(
+        _image_tower(model, name),
         name=name,
-        tokenizer=tokenizer,
-        mean=processor.get("image_mean"),
-        std=processor.get("image_std"),
-        preprocessing=_preprocessing(name, processor, _image_size(vision)),
-        similarity=similarity,
-    ).to(device)
+        image_size=size,
+        dim=int(model.config.projection_dim if is_clip else vision.hidden_size),
+        mean=processor.get("image_mean") or mean,
+        std=processor.get("image_std") or std,
+        patch_size=int(vision.patch_size),
+        class_token=is_clip,
+        preprocessing=_preprocessing(name, processor, size),
+        similarity=read_similarity(model),
+        text=None if tokenizer is None else text_kind(nn.ModuleDict(towers), tokenizer, name),
+    )
+    return encoder.to(device=device, dtype=dtype)
 
 
 def _read(source: str, name: str, revision: str | None) -> tuple[Any, dict[str, Any], Any, dict[str, Any]]:
@@ -211,10 +159,23 @@ def _read(source: str, name: str, revision: str | None) -> tuple[Any, dict[str, 
     # The argument for the dtype has had two names; loading in fp32 and casting later works with both.
     model, report = cls.from_pretrained(source, revision=revision, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision) if complete else None
-    processor = {}
+    processor: dict[str, Any] = {}
     if get_image_processor_config(source, revision=revision):  # empty if the model brings none
         processor = AutoImageProcessor.from_pretrained(source, revision=revision).to_dict()
     return model, report, tokenizer, processor
+
+
+def _image_tower(model: Any, name: str) -> nn.Module:
+    """The image tower, which shares the model's weights: ours for CLIP."""
+    kind, vision = model.config.model_type, _vision_config(model.config)
+    if kind in SIGLIP:
+        return (SigLIPTower if kind == "siglip" else SigLIP2Tower)({"vision_model": model.vision_model})
+    prefixes = ("vision_model.", PROJECTION)
+    weights = {key: value.detach() for key, value in model.named_parameters() if key.startswith(prefixes)}
+    how = {"heads": vision.num_attention_heads, "activation": vision.hidden_act, "eps": vision.layer_norm_eps}
+    if (tower := VisionTower.of(to_openai(weights), **how)) is None:
+        raise ReactClipError(f"{name!r} is no vision transformer as CLIP has it; correct its config.json")
+    return tower
 
 
 def _vision_config(config: Any) -> Any:
@@ -243,13 +204,12 @@ def _preprocessing(name: str, processor: dict[str, Any], image_size: int) -> Pre
     size = processor.get("size")
     if size is None or not processor.get("do_resize", True):
         return None
-    size = {"shortest_edge": size} if isinstance(size, int) else size
     squash = "shortest_edge" not in size
     side = size.get("shortest_edge", size.get("height"))
     if side is None or (squash and size.get("width") != side):
         raise ReactClipError(f"{name!r} resizes images to {size}; only squares and a shortest edge are supported")
-    mode: Literal["squash", "shorter"] = "squash" if squash else "shorter"
-    return Preprocessing(image_size, int(side), mode, _filter(processor, Image.Resampling.BICUBIC), rounds_down=True)
+    cubic = _filter(processor, Image.Resampling.BICUBIC)
+    return Preprocessing(image_size, int(side), "squash" if squash else "shorter", cubic, rounds_down=True)
 
 
 def _filter(processor: dict[str, Any], default: Image.Resampling) -> str:

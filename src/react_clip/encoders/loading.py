@@ -90,15 +90,22 @@ def _not_from_open_clip(record: logging.LogRecord) -> bool:
     return "open_clip" not in Path(record.pathname).parent.name
 
 
-def loading_error(name: str, error: Exception) -> ReactClipError:
-    """The error for a model that a library could not load; ``name`` is a folder or a model of a hub."""
-    reason = first_line(error)
-    if Path(name).is_dir():
-        return ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged")
-    return ReactClipError(
-        f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, without "
-        "one use the offline tower: `react-clip pull clip-vit-b-16`"
-    )
+@contextmanager
+def loading(name: str, *, from_hub: bool) -> Iterator[None]:
+    """:func:`load_quietly`; what a library raises becomes one line. ``name`` is a folder or a model of a hub."""
+    try:
+        with load_quietly(from_hub=from_hub):
+            yield
+    except ReactClipError:
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        if Path(name).is_dir():
+            raise ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged") from None
+        raise ReactClipError(
+            f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, "
+            "without one use the offline tower: `react-clip pull clip-vit-b-16`"
+        ) from None
 
 
 def check_activation(name: str, image: str, text: str | None, expected: str | None) -> None:

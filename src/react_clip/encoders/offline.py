@@ -91,7 +91,7 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
         raise ReactClipError(f"the cached {NAME!r} in {folder} is damaged; run `react-clip pull {NAME} --force`")
     tower = VisionTower.of(to_openai(load_file(folder / _WEIGHTS)), heads=12, activation=QUICK_GELU)
     assert tower is not None, "its hash is right"
-    return Encoder(tower.to(dtype=dtype), name=NAME, image_size=224, dim=512, patch_size=16).to(device)
+    return Encoder(tower, name=NAME, image_size=224, dim=512, patch_size=16).to(device=device, dtype=dtype)
 
 
 def _download(folder: Path) -> Path:

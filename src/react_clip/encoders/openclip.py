@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +11,10 @@ from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, read_similarity
 from react_clip.encoders.layers import QUICK_GELU
-from react_clip.encoders.loading import check_activation, load_quietly, loading_error
+from react_clip.encoders.loading import check_activation, loading
 from react_clip.encoders.text import TextTower
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
-from react_clip.functional import Similarity
 from react_clip.optional import require
 from react_clip.preprocess import Preprocessing
 
@@ -28,16 +28,12 @@ _RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
 """Modes of :class:`Preprocessing` by their names in open_clip."""
 
 
-class OpenCLIPTower(nn.Module):
-    """An image tower of open_clip that is no CLIP vision transformer."""
-
-    def __init__(self, visual: nn.Module) -> None:
-        super().__init__()
-        self.visual = visual
+class OpenCLIPTower(nn.ModuleDict):
+    """The ``visual`` of an open_clip model, if it is no CLIP vision transformer."""
 
     def forward(self, normalised: Tensor) -> Tensor:
         """Projected features of normalised pixels ``[B, 3, S, S]``."""
-        features = self.visual(normalised)
+        features = self["visual"](normalised)
         result: Tensor = features[0] if isinstance(features, tuple) else features  # CoCa returns its tokens too
         return result
 
@@ -49,9 +45,11 @@ class OpenCLIPText(TextTower):
         features: Tensor = self.model.encode_text(self.tokenizer(prompts).to(self.device))
         return features
 
-    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See :class:`TextTower`."""
         text = self._causal_tower()
-        tokens = self.tokenizer(prompts).to(self.device)
+        tokens = self.tokenizer(list(prompts)).to(self.device)
         # CLIP's end token has the highest id of its vocabulary; what stands behind it is padding.
         ends = tokens.argmax(1)
         return text.token_embedding(tokens[:, : int(ends.max()) + 1]), ends
@@ -90,31 +88,23 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
             f"open_clip has no weights {pretrained!r} for {model_name}; give a checkpoint file or one of "
             f"{', '.join(tags)}"
         )
-    quick = bool(open_clip.get_model_config(model_name).get("quick_gelu", False))
-    if tag is not None:
-        # A plain model name follows its tag (ViT-B-32/openai runs QuickGELU); a -quickgelu name that its tag
-        # contradicts has no right answer.
-        trained_quick = bool(tag.get("quick_gelu", False))
-        activation = QUICK_GELU if quick or trained_quick else "gelu"
-        check_activation(name, activation, None, QUICK_GELU if trained_quick else "gelu")
-        quick = trained_quick
-    try:
-        # Cast later: open_clip's own half precisions keep some layers in fp32, unlike the other loaders.
-        with load_quietly(from_hub=tag is not None):
-            model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
-            tokenizer = open_clip.get_tokenizer(model_name)
-    except Exception as error:
-        raise loading_error(name, error) from None
-    dim, similarity = open_clip.get_model_config(model_name)["embed_dim"], read_similarity(model)
-    model = model.to(dtype=dtype)
-    encoder = wrap_model(model, name=name, dim=dim, tokenizer=tokenizer, similarity=similarity)
+    config = open_clip.get_model_config(model_name)
+    named_quick = bool(config.get("quick_gelu", False))
+    # A plain model name follows its tag (ViT-B-32/openai runs QuickGELU); a -quickgelu name that its tag contradicts
+    # has no right answer.
+    quick = named_quick if tag is None else bool(tag.get("quick_gelu", False))
+    activation, trained = (QUICK_GELU if each else "gelu" for each in (quick or named_quick, quick))
+    check_activation(name, activation, None, trained)
+    with loading(name, from_hub=tag is not None):
+        model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
+        tokenizer = open_clip.get_tokenizer(model_name)
+    encoder = wrap_model(model, name=name, dim=config["embed_dim"], tokenizer=tokenizer)
     del model.visual  # the encoder has what it needs of it
-    return encoder.to(device)
+    # Cast as a whole: open_clip's own half precisions keep some layers in fp32, and the scale is read in fp32.
+    return encoder.to(device=device, dtype=dtype)
 
 
-def wrap_model(
-    model: nn.Module, *, name: str, dim: int, tokenizer: Any, similarity: Similarity | None = None
-) -> Encoder:
+def wrap_model(model: nn.Module, *, name: str, dim: int, tokenizer: Any) -> Encoder:
     """An encoder around a model that open_clip has made, with the model's own image size and normalisation.
 
     They share their weights; without a tokenizer the encoder has no text tower.
@@ -127,7 +117,7 @@ def wrap_model(
         raise ReactClipError(f"{name!r} takes images of {height} x {width} pixels; only square ones are supported")
     vit = _vision_tower(parts.visual)
     return Encoder(
-        vit or OpenCLIPTower(parts.visual),
+        vit or OpenCLIPTower({"visual": parts.visual}),
         name=name,
         patch_size=vit.patch if vit else None,
         text=None if tokenizer is None else OpenCLIPText(model, tokenizer, name),
@@ -143,7 +133,7 @@ def wrap_model(
             interpolation="bilinear" if preprocess.get("interpolation") == "bilinear" else "bicubic",
             fill=int(preprocess.get("fill_color", 0)),
         ),
-        similarity=similarity or read_similarity(model),
+        similarity=read_similarity(model),
     )
 
 

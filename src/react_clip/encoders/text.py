@@ -36,14 +36,13 @@ class TextTower(nn.Module, ABC):
         parts = [list(prompts[start : start + PROMPTS]) for start in range(0, len(prompts), PROMPTS)]
         return functional.normalize(at_least_fp32(torch.cat([self._features(part) for part in parts])))
 
-    @torch.no_grad()
     def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Token embeddings ``[N, T, width]`` of prompts and the position of each end token ``[N]``.
 
         :meth:`encode_embedded` reads them; prompt tuning replaces some of the embeddings in between. Position 0 holds
-        the start token, and T ends with the longest prompt.
+        the start token, and T ends with the longest prompt. Raises unless the tower is CLIP's.
         """
-        return self._embed(list(prompts))
+        raise self._no_embeddings()
 
     def encode_embedded(self, embeddings: Tensor, ends: Tensor) -> Tensor:
         """Unit features ``[N, dim]`` of embedded prompts; gradients flow to the embeddings, which may be of any dtype.
@@ -57,13 +56,9 @@ class TextTower(nn.Module, ABC):
     def _features(self, prompts: list[str]) -> Tensor:
         """Projected features of prompts."""
 
-    @abstractmethod
-    def _embed(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """Embeddings and ends, see :meth:`embed`."""
-
-    @abstractmethod
     def _embedded_features(self, embeddings: Tensor, ends: Tensor) -> Tensor:
-        """Projected features of embeddings to which positions have not been added."""
+        """Projected features of embeddings without positions; raises unless the tower is CLIP's."""
+        raise self._no_embeddings()
 
     def _no_embeddings(self) -> ReactClipError:
         return ReactClipError(

@@ -15,7 +15,7 @@ from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
 from react_clip.noise import Seed
-from react_clip.preprocess import Images
+from react_clip.preprocess import Images, from_levels
 
 
 class DefendedOpenCLIP(nn.Module):
@@ -98,7 +98,7 @@ def to_unit_range(normalised: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         raise ReactClipError(f"images have dtype {normalised.dtype}; give what open_clip's preprocess returns (floats)")
     error = 4 * max(torch.finfo(normalised.dtype).eps, torch.finfo(torch.float32).eps)
     pixels = normalised.float() * std + mean
-    nearest = (pixels.detach() * 255.0).round().clamp(0, 255) / 255.0
+    nearest = from_levels((pixels.detach() * 255.0).round().clamp(0, 255))
     # Straight through: the gradient is that of the un-normalisation.
     pixels = torch.where((pixels - nearest).abs() <= error, pixels + (nearest - pixels).detach(), pixels)
     low, high = pixels.aminmax()
