@@ -9,6 +9,7 @@ from react_clip.attacks.base import from_dict as from_dict
 from react_clip.attacks.base import names as names
 from react_clip.attacks.corruption import Corruption as Corruption
 from react_clip.attacks.defended import DefendedAttack as DefendedAttack
+from react_clip.attacks.di_fgsm import DIFGSM as DIFGSM
 from react_clip.attacks.fab import FAB as FAB
 from react_clip.attacks.pgd import CW as CW
 from react_clip.attacks.pgd import PGD as PGD

@@ -163,7 +163,7 @@ def names(threat: str | None = None) -> list[str]:
     """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
 
     >>> names("oblivious")
-    ['apgd', 'autoattack', 'corruption', 'fab', 'pgd', 'square']
+    ['apgd', 'autoattack', 'corruption', 'di-fgsm', 'fab', 'pgd', 'square']
     """
     kinds = Attack.registry.names()
     return kinds if threat is None else [kind for kind in kinds if threat in Attack.registry.get(kind).threats]
