@@ -169,7 +169,7 @@ def calibrate_threshold(
         score, encoder, photos, clean_pass, batch=batch, seed=seed, progress=progress
     )
     _check_photos(features, found["threshold"])
-    if base.copy_size is not None and base.sizes(encoder)[0] == encoder.image_size:
+    if base.copy_size is not None and base.size(encoder) == encoder.image_size:
         notes += [f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes"]
     for note in notes:
         warnings.warn(note, stacklevel=2)

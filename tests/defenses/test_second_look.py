@@ -1,8 +1,7 @@
-"""SecondLook: the algorithm written out for one image, its branches, its limits, and gradients through it."""
+"""SecondLook: its equations written out in numpy for one image, its gate, its limits, and gradients through it."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor
 
 import react_clip as rc
-from react_clip import functional, noise
-from react_clip.augment import smaller_copy
+from react_clip import noise
+from react_clip.augment import Motion, smaller_copy
 from react_clip.defenses import SecondLook, default_for
-from react_clip.defenses.second_look import BLEND, CORRECT, KEEP
+from react_clip.defenses.base import forced_answers
 from toys import ToyEncoder, patch_encoder, toy_classifier, toy_images
 
 F64 = torch.float64
-COPY, MOVED_COPY = ((1 + patches**2) / (1 + 8**2) for patches in (6, 5))
-"""Tokens of copies of 24 and 20 pixels, divided by those of an image of 32."""
+COPY = (1 + 6**2) / (1 + 8**2)
+"""Tokens of a copy of 24 pixels, divided by those of an image of 32."""
 
 
 def classifier(classes: int = 5, seed: int = 1) -> rc.ZeroShotClassifier:
@@ -44,67 +43,81 @@ def middle_of(scores: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def setting() -> tuple[rc.ZeroShotClassifier, SecondLook, Tensor]:
-    """A classifier, a defence whose threshold lies in the middle of the distances, and 24 images."""
+    """A classifier, a defence whose thresholds lie in the middle of the scores, and 24 images."""
     clf, images = classifier(), photos(24)
-    return clf, SecondLook(threshold=middle_of(SecondLook()(clf, images).drift), moved_copy_size=5 / 8), images
+    out = SecondLook()(clf, images)
+    return clf, SecondLook(threshold=middle_of(out.score), drift_threshold=middle_of(out.drift)), images
 
 
-def written_out(clf: rc.ZeroShotClassifier, guard: SecondLook, image: Tensor, seed: int) -> tuple[Tensor, int, float]:
-    """The algorithm of the module's docstring for one image: feature, branch and passes."""
-    encode = clf.encoder.encode
-    f, copy = encode(image), encode(smaller_copy(image, 24))
-    attacked = bool((copy - f).norm() >= guard.threshold)
-    if not attacked and clf.logits(f).argmax() == clf.logits(copy).argmax():
-        return f, KEEP, 1 + COPY
-    moved = guard.motion(image, noise.fork(noise.stream_keys(image, seed), 1))
-    mean = (copy + encode(smaller_copy(moved, 20))) / 2
-    if attacked:
-        return functional.normalize(f + 2.0 * (mean - f)), CORRECT, 1 + COPY + MOVED_COPY
-    return functional.normalize(mean), BLEND, 1 + COPY + MOVED_COPY
+def written_out(clf: rc.ZeroShotClassifier | None, guard: SecondLook, image: Tensor, seed: int) -> tuple[Any, Any, Any]:
+    """The docstring's algorithm for one image: feature, lead (NaN without classes) and score."""
+    encoder, streams = patch_encoder(F64), noise.fork(noise.stream_keys(image, seed), 0)
+    copy = smaller_copy(image, 24) if guard.copy_size else Motion()(image, streams)
+    grain = noise.normal(noise.fork(streams, 1), copy.shape[1:])
+    f, c, n = (encoder.encode(each)[0].detach().numpy() for each in (image, copy, copy + guard.noise * grain))
+    far = f + guard.alpha * ((c + n) / 2 - f)
+    e = far / np.linalg.norm(far)
+    drift = float(np.linalg.norm(c - f))
+    if clf is None:
+        return (e if drift >= guard.drift_threshold else f), np.nan, drift
+    w = clf.class_features.numpy()
+    a, b = (w @ f).argmax(), (w @ e).argmax()
+    lead = 0.0 if a == b else (w[b] @ e - w[a] @ e) / np.linalg.norm(w[b] - w[a])
+    score = lead + guard.drift_weight * drift
+    return (e if score >= guard.threshold else f), lead, score
 
 
-def test_a_batch_gets_what_the_algorithm_gives_each_image(setting: Any) -> None:
+@pytest.mark.parametrize("classes", ["one", "several", "none"])
+@pytest.mark.parametrize("copy_size", [176 / 224, None])
+def test_a_batch_gets_what_the_equations_give_each_image(setting: Any, classes: str, copy_size: float | None) -> None:
     clf, guard, images = setting
-    out = guard(clf, images, seed=np.int64(3))
-    assert set(out.branch.tolist()) == {KEEP, BLEND, CORRECT}
-    for i, image in enumerate(images.split(1)):
-        feature, branch, passes = written_out(clf, guard, image, seed=3)
-        assert out.branch[i] == branch
-        assert math.isclose(out.passes[i], passes, rel_tol=1e-6)
-        assert torch.allclose(out.features[i], feature[0], atol=1e-9)
-    assert torch.equal(out.gated, out.branch != KEEP)
-    assert torch.equal(out.gate_open, out.branch == CORRECT)
-    assert torch.equal(out.disagrees & ~out.gate_open, out.branch == BLEND)
-    assert torch.equal(out.score, out.drift)
+    guard = guard.replace(copy_size=copy_size)
+    own = {"one": [clf], "several": [clf, classifier(3, seed=2)], "none": [None]}[classes] * 24
+    given = None if classes == "none" else own[: len(images)]
+    out = guard.run(clf.encoder, images, noise.stream_keys(images, 3), given)
+    expected = [written_out(*each, seed=3) for each in zip(own, [guard] * 24, images.split(1), strict=False)]
+    for measured, values in zip((out.features, out.lead, out.score), zip(*expected, strict=True), strict=True):
+        assert np.allclose(measured.numpy(), np.array(values), atol=1e-6, equal_nan=True)
+    assert 0 < int(out.gated.sum()) < 24
+    assert torch.equal(out.gated, out.gate_open)
+    assert np.allclose(out.passes.numpy(), 3 if copy_size is None else 1 + 2 * COPY)
+    alone = guard.run(clf.encoder, images[5:6], noise.stream_keys(images[5:6], 3), given and given[5:6])
+    assert torch.allclose(alone.features, out.features[5:6], atol=1e-9)
 
 
-def test_without_classes_the_distances_decide(setting: Any) -> None:
+def test_a_forced_gate_gives_both_answers(setting: Any) -> None:
     clf, guard, images = setting
-    out = guard.run(clf.encoder, images, noise.stream_keys(images, 0))
-    assert out.instability.isnan().all()
-    assert not out.disagrees.any()
-    assert set(out.branch.tolist()) == {KEEP, CORRECT}
+    forced, out = forced_answers(guard, clf, images, 3), guard(clf, images, 3)
+    assert torch.allclose(forced.closed.features, clf.encoder(images), atol=1e-9)
+    answers = torch.where(forced.gated[:, None], forced.opened.features, forced.closed.features)
+    assert torch.allclose(answers, out.features, atol=1e-9)
+    assert torch.equal(forced.score, out.score)
 
 
-def test_an_encoder_of_one_size_compares_with_a_moved_view(setting: Any) -> None:
-    assert SecondLook().sizes(ToyEncoder()) == (16, 16)
-    assert set(SecondLook()(toy_classifier(), toy_images(6)).passes.tolist()) <= {2.0, 3.0}
+def test_sigmoid_similarities_and_equal_classes_have_leads(setting: Any) -> None:
+    """A lead is a distance between features: it knows no scale and no bias; a class given twice leads by nothing."""
     clf, guard, images = setting
-    assert guard.sizes(clf.encoder) == (24, 20)
-    out = guard.replace(copy_size=None)(clf, images)
-    copy = clf.encoder.encode(guard.motion(images, noise.fork(noise.stream_keys(images, 0), 0)))
-    assert torch.allclose(out.drift, (copy - clf.encoder(images)).norm(dim=1), atol=1e-9)
+    encoder = patch_encoder(F64)
+    encoder.similarity = rc.functional.Similarity(scale=11.0, bias=-3.0, sigmoid=True)
+    other = rc.ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features)
+    assert torch.allclose(guard(other, images).lead, guard(clf, images).lead)
+    twice = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], clf.class_features[[0, 0]])
+    assert torch.equal(guard(twice, images).lead, torch.zeros(24, dtype=F64))
 
 
-@pytest.mark.parametrize(
-    ("field", "fraction", "patches"), [("copy_size", 0.4, 3), ("copy_size", 0.97, 8), ("moved_copy_size", 0.4, 3)]
-)
-def test_a_copy_of_too_few_patches_or_as_large_as_the_image_is_refused(
-    field: str, fraction: float, patches: int
-) -> None:
-    guard, encoder = SecondLook().replace(**{field: fraction}), patch_encoder()
-    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'"):
-        guard.check(encoder)
+@pytest.mark.parametrize(("fraction", "patches"), [(0.4, 3), (0.97, 8)])
+def test_a_copy_of_too_few_patches_or_as_large_as_the_image_is_refused(fraction: float, patches: int) -> None:
+    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'") as caught:
+        SecondLook(copy_size=fraction).check(patch_encoder())
+    assert "\n" not in str(caught.value)
+    assert SecondLook().size(ToyEncoder()) == 16, "an encoder of one size takes moved views"
+
+
+def test_a_threshold_without_classes_does_not_serve_with_classes() -> None:
+    guard = SecondLook(threshold=None)
+    assert len(guard.run(ToyEncoder(), toy_images(2), 0)) == 2
+    with pytest.raises(rc.ReactClipError, match="was calibrated without classes, and here are some; calibrate with"):
+        guard(toy_classifier(), toy_images(2))
 
 
 def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere() -> None:
@@ -118,29 +131,32 @@ def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere
     assert default_for(known_as("clip-vit-b-16", patch_encoder())) == SecondLook()
     assert default_for(known_as("clip-vit-b-16", ToyEncoder())) == rc.ReACT.for_encoder("clip-vit-b-16")
     assert default_for(known_as("openai/clip-vit-base-patch32", patch_encoder())) == rc.ReACT()
-    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS"):
+    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS") as caught:
         default_for(patch_encoder())
+    assert "\n" not in str(caught.value)
 
 
-def test_gradients_pass_through_every_branch(setting: Any) -> None:
+def test_gradients_pass_through_both_answers(setting: Any) -> None:
     clf, guard, images = setting
-    branches = guard(clf, images).branch
-    rows = torch.stack([(branches == branch).nonzero()[0, 0] for branch in (KEEP, BLEND, CORRECT)])
-    # The motion follows from the pixels' keys; for a derivative it is held fixed.
+    opened = guard(clf, images).gate_open
+    rows = torch.stack([(opened == flag).nonzero()[0, 0] for flag in (False, True)])
+    # The noise follows from the pixels' keys; for a derivative it is held fixed.
     keys = noise.stream_keys(images[rows], 0)
     pixels = images[rows].clone().requires_grad_()
 
-    def logits(at: Tensor) -> Tensor:
-        return guard.run(clf.encoder, at, keys, clf).logits
+    def measured(at: Tensor) -> Tensor:
+        out = guard.run(clf.encoder, at, keys, clf)
+        return out.logits[:, 0]
 
-    (slope,) = torch.autograd.grad(logits(pixels)[:, 0].sum(), pixels)
+    (slope,) = torch.autograd.grad(measured(pixels).sum(), pixels)
     direction = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0), dtype=F64)
-    ahead, behind = logits(images[rows] + 1e-6 * direction), logits(images[rows] - 1e-6 * direction)
-    assert torch.allclose((slope * direction).flatten(1).sum(1), (ahead - behind)[:, 0] / 2e-6, rtol=1e-4)
+    ahead, behind = measured(images[rows] + 1e-6 * direction), measured(images[rows] - 1e-6 * direction)
+    assert torch.allclose((slope * direction).flatten(1).sum(1), (ahead - behind) / 2e-6, rtol=1e-4)
 
 
-def test_a_file_of_the_last_release_can_be_read() -> None:
-    old = {"kind": "second_look", "look": 0.75, "moved_look": 0.5, "threshold": 0.4, "lazy": True, "max_batch": 64}
-    assert SecondLook.from_dict(old) == SecondLook(copy_size=0.75, moved_copy_size=0.5, threshold=0.4)
-    with pytest.raises(rc.ReactClipError, match="second_look no longer has 'lazy'"):
-        SecondLook.from_dict({**old, "lazy": False})
+@pytest.mark.parametrize("size", ["look", "copy_size"])
+def test_a_file_of_the_older_rule_can_be_read(size: str) -> None:
+    old = {"kind": "second_look", size: 0.75, "moved_copy_size": 0.5, "threshold": 0.4, "alpha": 2.0, "blend": 1.0}
+    with pytest.warns(UserWarning, match=r"older rule: its threshold, 0\.4, now decides only without classes") as caught:
+        assert rc.defenses.from_dict({**old, "lazy": True}) == SecondLook(copy_size=0.75, drift_threshold=0.4)
+    assert "\n" not in str(caught[0].message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -15,15 +15,12 @@ from react_clip import noise
 from react_clip.config import Registered, Registry
 from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients, straight_through
 from react_clip.defenses.result import Defended
-from react_clip.defenses.view import Classes, View, single
+from react_clip.defenses.view import Classes, View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.noise import Seed
 from react_clip.preprocess import Images
 from react_clip.zeroshot import ZeroShotClassifier
-
-SMALL_BATCH = 16
-"""Images that leave most of a GPU idle: encoding one more view of each takes less time than waiting for a decision."""
 
 
 class Defense(Registered, ABC):
@@ -38,10 +35,6 @@ class Defense(Registered, ABC):
     removed: ClassVar[Mapping[str, Any]] = {
         **{"lazy": True, "max_batch": ..., "sequential": None, "jitter": 0.0, "alpha_closed": 0.0}
     }
-
-    at_once: ClassVar[bool] = False
-    """True where a small batch on a GPU is defended faster by encoding all views of all images than by skipping some:
-    with ``skip_unneeded=False`` the defence must not wait for the GPU."""
 
     @abstractmethod
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,65 +79,23 @@ class Defense(Registered, ABC):
             how: gradients for an attacker, where the pixels require them.
         """
         self.check(encoder)
-        classes = single(classes)
-        if self.at_once and pixels.is_cuda and len(pixels) <= SMALL_BATCH and not isinstance(keys, bytes):
-            skip_unneeded = False
-            gradients = torch.is_grad_enabled() and pixels.requires_grad
-            if not (gradients or isinstance(classes, Sequence)):
-                seed, tensors = (None, [pixels, keys]) if isinstance(keys, Tensor) else (keys, [pixels])
-                values = encoder.record(_SmallBatch(self, encoder, classes, seed), tensors)
-                return _defended(dict(zip(_names[type(self), classes is None], values, strict=True)), encoder, classes)
         return self._answer(View(encoder, pixels, keys, classes, skip_unneeded=skip_unneeded, how=how))
 
     def _answer(self, x: View) -> Defended:
-        return _defended(self._compute(x), x.encoder, x.classes)
-
-    def _compute(self, x: View) -> dict[str, Tensor]:
-        """Fields and diagnostics of :class:`Defended`."""
         differentiable = torch.is_grad_enabled() and x.pixels.requires_grad
         with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             features, diagnostics = self.defend(x)
-            values = {"features": features}
-            if "logits" in diagnostics:
-                values["logits"] = diagnostics.pop("logits")
-            elif x.classes is not None:
-                values["logits"] = x.logits(features)
+            logits = diagnostics.pop("logits", None)
+            if logits is None and x.classes is not None:
+                logits = x.logits(features)
             if x.decision is not None:
                 diagnostics["gate_open"] = x.decision.open
             changed = torch.ones_like(features[:, 0], dtype=torch.bool)
             if x.known_plain is not None:
                 changed = (features != x.known_plain).any(1)
-            values |= {"gated": changed, "passes": x.passes, "backward_passes": x.backward_passes}
-            return values | {name: value.detach() for name, value in diagnostics.items()}
-
-
-def _defended(values: dict[str, Tensor], encoder: Encoder, classes: Classes) -> Defended:
-    features, logits = values.pop("features"), values.pop("logits", None)
-    gated, passes, backward_passes = (values.pop(name) for name in ("gated", "passes", "backward_passes"))
-    several = classes if isinstance(classes, Sequence) else [] if classes is None else [classes] * len(features)
-    names = [clf.names for clf in several]
-    return Defended(features, logits, gated, passes, backward_passes, values, names, encoder.similarity)
-
-
-_names: dict[tuple[type[Defense], bool], tuple[str, ...]] = {}
-"""What :class:`_SmallBatch` returns for a defence, with classes and without (``True``)."""
-
-
-@dataclass(frozen=True)
-class _SmallBatch:
-    """A defence as a function of pixels ``[B, 3, S, S]``, and of keys ``[B]`` where there is no seed."""
-
-    defense: Defense
-    encoder: Encoder
-    classes: ZeroShotClassifier | None
-    seed: int | None
-
-    def __call__(self, pixels: Tensor, *keys: Tensor) -> list[Tensor]:
-        """The values that :data:`_names` lists."""
-        x = View(self.encoder, pixels, keys[0] if self.seed is None else self.seed, self.classes, skip_unneeded=False)
-        values = self.defense._compute(x)
-        _names[type(self.defense), self.classes is None] = tuple(values)
-        return list(values.values())
+        measured = {name: value.detach() for name, value in diagnostics.items()}
+        names = [clf.names for clf in x.classifiers]
+        return Defended(features, logits, changed, x.passes, x.backward_passes, measured, names, x.encoder.similarity)
 
 
 class Undefended(Defense):

@@ -1,18 +1,16 @@
-r"""SecondLook: our own defence, which compares the image with a smaller copy and corrects it where they differ.
+r"""SecondLook: our own defence, which looks at small copies of the image and changes only answers that clearly differ.
 
-f is the feature of the image, c that of its small copy, and m that of a still smaller copy of the image moved a little
-(the moved copy). An attack is made for the image as it is, so its effect is smaller in both copies; a photo keeps its
-feature in them.
+f is the feature of the image, c that of its small copy, and n that of the small copy with noise. An attack is made for
+the image as it is, so its effect is smaller in both copies; a photo keeps its feature in them.
 
-1. Encode the image and the small copy. If :math:`\lVert c - f \rVert < t` and both have the same best class, answer f.
-2. Otherwise encode the moved copy.
-3. If :math:`\lVert c - f \rVert \ge t`, the image counts as attacked: answer
-   :math:`f + \alpha\,(\tfrac12 (c + m) - f)`.
-4. Otherwise answer :math:`f + \beta\,(\tfrac12 (c + m) - f)`, which undoes attacks that stop right behind the boundary
-   between two classes.
+1. Encode the image and both copies, and go from the image through the copies and beyond:
+   :math:`e = f + \alpha\,(\tfrac12 (c + n) - f)`, scaled to unit length.
+2. a and b are the best classes of f and of e, and w the unit features of the classes. Measure how far e lies beyond the
+   boundary between both: :math:`lead = (\cos(e, w_b) - \cos(e, w_a)) / \lVert w_b - w_a \rVert`, or 0 where a is b.
+3. Answer e where :math:`lead + k\,\lVert c - f \rVert \ge t`, and f otherwise.
 
-Most clean photos end at step 1, after one pass and a small copy that costs two thirds of one. Without classes there is
-no best class: the distance decides alone.
+The lead is a distance between features, so that one threshold fits every vocabulary. Without classes there is none:
+answer e where :math:`\lVert c - f \rVert` reaches a threshold of its own.
 
 Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), whose gate is the distance to a low-pass copy, and AGC
 (:mod:`react_clip.defenses.agc`), which moves the feature through the mean of views.
@@ -20,18 +18,20 @@ Its closest relatives are CSR (:mod:`react_clip.defenses.csr`), whose gate is th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from react_clip.augment import Motion, smaller_copy
+from react_clip import noise as randomness
+from react_clip.augment import Motion
 from react_clip.config import NonNegative
 from react_clip.defenses.base import Defense
-from react_clip.defenses.view import View
+from react_clip.defenses.view import Smaller, View
 from react_clip.encoders import OPENAI_VIT_B_16, Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import drift, extrapolate
@@ -43,92 +43,118 @@ if TYPE_CHECKING:
 
 Size = Annotated[float, Field(gt=0, lt=1)]
 
-COPY, MOVED_COPY = range(2)
-"""Branches of an image's random stream: motion of the copy (where it is not smaller), motion of the moved copy."""
+COPY, GRAIN = range(2)
+"""Branches: of an image's random stream that of its copies, and of this one that of the noise."""
 
-BRANCHES = ("keep", "blend", "correct")
-"""Names of the branches: steps 1, 4 and 3."""
-KEEP, BLEND, CORRECT = range(3)
+LEAST_PATCHES = 4
+"""Fewest patches on a side of a small copy."""
+
+_OLDER = {"look", "moved_look", "moved_copy_size", "blend"}
+"""Fields of the older rule, which compared one copy and took a second one for some images."""
 
 
 @dataclass(frozen=True)
-class MovedCopy:
-    """Copies of ``size`` pixels a side of moved images."""
+class NoisyCopy:
+    """Copies with Gaussian noise of standard deviation ``sigma``."""
 
-    motion: Motion
-    size: int
+    copy: Smaller | Motion
+    sigma: float
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """Images ``[B, 3, S, S]`` and their random streams ``[B]`` to ``[B, 3, size, size]``."""
-        return smaller_copy(self.motion(images, keys), self.size)
-
-
-LEAST_PATCHES = 4
-"""Fewest patches on a side of the small copy."""
+        copies = self.copy(images) if isinstance(self.copy, Smaller) else self.copy(images, keys)
+        grain = randomness.fork(keys, GRAIN)
+        return randomness.noisy_view(copies, grain, torch.full_like(copies[:, 0, 0, 0], self.sigma))
 
 
 class SecondLook(Defense):
-    """Compare the image with a smaller copy of itself, and correct it where they differ.
+    """Look at two small copies of the image, and change its answer where they clearly prefer another.
 
-    The threshold is that of OpenAI's ViT-B/16; :meth:`calibrate` finds that of another encoder, or of your photos.
-    Diagnostics: ``drift`` and ``score`` are the distance between the features of image and copy, ``instability`` is J
-    between their predictions (which decides nothing), ``disagrees`` is true where their best classes differ, and
-    ``branch`` indexes :data:`BRANCHES`.
+    The thresholds are those of OpenAI's ViT-B/16; :meth:`calibrate` finds those of another encoder, or of your photos.
+    Diagnostics: ``drift`` is the distance between the features of image and small copy, ``lead`` how far e lies beyond
+    the boundary (NaN without classes), and ``score`` what the gate compares with its threshold.
 
-    >>> guard = SecondLook(threshold=0.45)
-    >>> guard.alpha, guard.blend
-    (2.0, 1.0)
+    >>> guard = SecondLook(threshold=0.4)
+    >>> guard.alpha, guard.noise
+    (2.5, 0.05)
     >>> SecondLook.from_dict(guard.to_dict()) == guard
     True
     """
 
     kind = "second_look"
     colour = "#332288"
-    at_once = True
-    renamed: ClassVar[Mapping[str, str]] = {"look": "copy_size", "moved_look": "moved_copy_size"}
+    renamed: ClassVar[Mapping[str, str]] = {"look": "copy_size"}
 
     copy_size: Size | None = 176 / 224
-    """Side of the small copy as a fraction of the image's, rounded to whole patches. ``None`` compares with moved views
-    of full size, as do encoders that take one size only in any case."""
-    moved_copy_size: Size = 160 / 224
-    """The same for the moved copy; the size of the small copy where the encoder cannot take it."""
-    threshold: Annotated[float, Field(ge=0, le=2)] = 0.4795
-    """t, the distance between the features of image and copy from which an image counts as attacked."""
+    """Side of the copies as a fraction of the image's, rounded to whole patches. ``None`` takes moved views of full
+    size, as do encoders that take one size only in any case."""
+    noise: NonNegative = 0.05
+    """Standard deviation of the second copy's noise, for pixels in [0, 1]."""
+    alpha: NonNegative = 2.5
+    """How far to go from the image's feature towards the mean of the copies', which lies at 1."""
+    drift_weight: NonNegative = 0.4
+    """k, the weight of the distance between the features of image and small copy."""
+    threshold: NonNegative | None = 0.385
+    """t, the score from which the answer changes; ``None`` if it was calibrated without classes."""
+    drift_threshold: Annotated[float, Field(ge=0, le=2)] = 0.4795
+    """The distance between the features of image and small copy from which a feature changes without classes."""
     motion: Motion = field(default_factory=Motion)
-    """Motion of the image before the moved copy."""
-    alpha: NonNegative = 2.0
-    """Strength of the correction of attacked images."""
-    blend: NonNegative = 1.0
-    """beta, the strength of the correction where only the best classes differ; 1 gives the mean of both copies."""
+    """Motion of the copies where they are not smaller."""
 
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
-        """Steps 1 to 4."""
-        size, moved_size = self.sizes(x.encoder)
-        full_size = x.drawn(self.motion, COPY)
-        moved_copy = x.drawn(MovedCopy(self.motion, moved_size), MOVED_COPY, recordable=True)
-        copy = full_size if size == x.encoder.image_size else x.smaller(size)
-        f, c = x.encode_together(x.image, copy, soon=moved_copy)
+        """Steps 1 to 3."""
+        size = self.size(x.encoder)
+        change = self.motion if size == x.encoder.image_size else Smaller(size)
+        copy = x.smaller(size) if isinstance(change, Smaller) else x.drawn(change, COPY, recordable=True)
+        noisy_copy = x.drawn(NoisyCopy(change, self.noise), COPY, recordable=True)
+        f, c, n = x.encode_together(x.image, copy, noisy_copy)
+        e = extrapolate(f, (c + n) / 2, self.alpha)
         distance = drift(f, c)
-        disagrees = x.best(f) != x.best(c)
-        attacked = x.gate(distance, self.threshold)
-        m = x.encode(moved_copy, where=attacked | disagrees)
-        mean = (c + m) / 2
-        closed = torch.where(disagrees[:, None], extrapolate(f, mean, self.blend), f)
-        features = torch.where(attacked[:, None], extrapolate(f, mean, self.alpha), closed)
-        branch = torch.where(attacked, CORRECT, disagrees.long())  # KEEP and BLEND are 0 and 1
-        measured = {"drift": distance, "score": distance, "instability": x.instability(f, c)}
-        return features, measured | {"disagrees": disagrees, "branch": branch}
+        if x.classes is None:
+            lead, score = torch.full_like(distance, torch.nan), distance
+            changed = x.gate(score, self.drift_threshold)
+        elif self.threshold is None:
+            raise ReactClipError(
+                "this SecondLook was calibrated without classes, and here are some; calibrate with classes: "
+                "`react-clip calibrate PHOTOS --labels-file NAMES`, or rc.SecondLook.calibrate(classifier, photos)"
+            )
+        else:
+            lead = x.lead(f, e)
+            score = lead + self.drift_weight * distance
+            changed = x.gate(score, self.threshold)
+        return torch.where(changed[:, None], e, f), {"drift": distance, "lead": lead, "score": score}
 
     def check(self, encoder: Encoder) -> None:
-        """Raise if a copy is not smaller than the image, or has too few patches."""
-        self.sizes(encoder)
+        """Raise if the copies are not smaller than the image, or have too few patches."""
+        self.size(encoder)
 
-    def sizes(self, encoder: Encoder) -> tuple[int, int]:
-        """Sides of the small and of the moved copy in pixels: that of the image where copies have full size."""
-        size = None if self.copy_size is None else _whole_patches(encoder, self.copy_size)
+    def size(self, encoder: Encoder) -> int:
+        """Side of the copies in pixels; that of the image where they are moved views of full size."""
+        size = None if self.copy_size is None else encoder.size_near(self.copy_size)
         if size is None:
-            return encoder.image_size, encoder.image_size
-        return size, _whole_patches(encoder, self.moved_copy_size) or size
+            return encoder.image_size
+        patch = encoder.patch_size or size
+        if size >= encoder.image_size or size < LEAST_PATCHES * patch:
+            sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"
+            raise ReactClipError(
+                f"a copy of {self.copy_size:.3g} of the side has {sides}; it needs at least {LEAST_PATCHES} and fewer "
+                "than the image: change it, or compare with moved views of full size with copy_size=None"
+            )
+        return size
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Also reads files of the older rule, with a warning."""
+        if not (isinstance(data, Mapping) and _OLDER & data.keys()):
+            return super().from_dict(data)
+        kept = {name: data[name] for name in data.keys() & {"kind", "look", "copy_size", "motion", "lazy", "max_batch"}}
+        drift_threshold = data.get("threshold", cls.drift_threshold)
+        warnings.warn(
+            f"this file is of SecondLook's older rule: its threshold, {drift_threshold:g}, now decides only without "
+            f"classes, with classes it is {cls.threshold:g} as for OpenAI's ViT-B/16; `react-clip calibrate` renews it",
+            stacklevel=2,
+        )
+        return super().from_dict({**kept, "drift_threshold": drift_threshold})
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
@@ -147,26 +173,10 @@ class SecondLook(Defense):
 
     @classmethod
     def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Images, clean_pass: float = 0.97) -> Calibration:
-        """The threshold from clean photos of your own, without labels and without an attack.
+        """The thresholds from clean photos of your own, without labels and without an attack.
 
         Its ``config`` is the defence; see :func:`react_clip.calibration.calibrate_threshold`.
         """
         from react_clip.calibration import calibrate_threshold
 
-        encoder = clip.encoder if isinstance(clip, ZeroShotClassifier) else clip
-        return calibrate_threshold(encoder, photos, base=cls(), clean_pass=clean_pass)
-
-
-def _whole_patches(encoder: Encoder, fraction: float) -> int | None:
-    """Size of a copy in pixels, or ``None`` if the encoder cannot take it; raises if it has too few or all patches."""
-    size = encoder.size_near(fraction)
-    if size is None:
-        return None
-    patch = encoder.patch_size or size
-    if size >= encoder.image_size or size < LEAST_PATCHES * patch:
-        sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"
-        raise ReactClipError(
-            f"a copy of {fraction:.3g} of the side has {sides}; it needs at least {LEAST_PATCHES} and fewer than the "
-            "image: change it, or compare with moved views of full size with copy_size=None"
-        )
-    return size
+        return calibrate_threshold(clip, photos, base=cls(), clean_pass=clean_pass)

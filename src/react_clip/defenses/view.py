@@ -84,7 +84,6 @@ class View(Batch):
         self.image = Copies(Change(_same, recordable=True))
         self.decision: Gate | None = None
         self.known_plain: Tensor | None = None
-        self._early: dict[Copies, Tensor] = {}
 
     # ------------------------------------------------------------------ views
 
@@ -137,8 +136,6 @@ class View(Batch):
         With a mask ``where`` ``[B]`` only its images are encoded. Rows of the others hold ``instead`` ``[B, D]``, by
         default the plain feature, or their own views where these were encoded anyway.
         """
-        if copies in self._early:
-            return self._early[copies]
         if where is None or not self.skip_unneeded:
             return self.encode_together(copies)[0]
         rows = where.nonzero().flatten()
@@ -147,15 +144,9 @@ class View(Batch):
             features = features[:, None].expand(-1, len(copies.change.numbers), -1)
         return features.index_copy(0, rows, self.features((copies,), rows)[0]) if len(rows) else features
 
-    def encode_together(self, *copies: Copies, soon: Copies | None = None) -> list[Tensor]:
-        """Unit features of several views of every image, encoded in the same calls.
-
-        ``soon`` will be asked for next, for some images: runs that skip nothing encode it in these calls.
-        """
-        if soon is not None and not self.skip_unneeded:
-            *features, self._early[soon] = self.features((*copies, soon))
-        else:
-            features = self.features(copies)
+    def encode_together(self, *copies: Copies) -> list[Tensor]:
+        """Unit features of several views of every image, encoded in the same calls."""
+        features = self.features(copies)
         if self.image in copies:
             self.known_plain = features[copies.index(self.image)]
         return features
@@ -241,6 +232,25 @@ class View(Batch):
         if self.classes is None:
             return torch.zeros(len(self), dtype=torch.long, device=self.pixels.device)
         return self.logits(features).argmax(-1)
+
+    def lead(self, features: Tensor, others: Tensor) -> Tensor:
+        r"""How far others ``[B, D]`` lie beyond the boundary between their best class b and that of features, a.
+
+        That is :math:`(\cos(o, w_b) - \cos(o, w_a)) / \lVert w_b - w_a \rVert`, a distance ``[B]``; 0 where a is b.
+        """
+        between = self._class_features(self.best(others)) - self._class_features(self.best(features))
+        length = torch.linalg.vector_norm(between, dim=-1).clamp_min(torch.finfo(between.dtype).tiny)
+        return (others * between).sum(-1) / length
+
+    def _class_features(self, labels: Tensor) -> Tensor:
+        """Unit features ``[B, D]`` of one class of each image ``[B]``."""
+        if isinstance(self.classes, ZeroShotClassifier):
+            return self.classes.class_features[labels]
+        features = self.pixels.new_empty(len(self), self.encoder.dim, dtype=self.classifiers[0].class_features.dtype)
+        for clf in set(self.classifiers):
+            rows = [row for row, each in enumerate(self.classifiers) if each is clf]
+            features[rows] = clf.class_features[labels[rows]]
+        return features
 
     def instability(self, features: Tensor, others: Tensor, where: Tensor | None = None) -> Tensor:
         """J between the predictions of features ``[B, D]``; NaN outside a mask, and without classes."""
