@@ -26,7 +26,19 @@ ROOMS = [
         "defenses",
         "attacks",
     ),
-    *("calibration", "data", "evaluation", "finetune", "bench", "report", "integrations", "serve", "scale", "cli"),
+    *(
+        "intervals",
+        "calibration",
+        "data",
+        "evaluation",
+        "finetune",
+        "bench",
+        "report",
+        "integrations",
+        "serve",
+        "scale",
+        "cli",
+    ),
     "__main__",
 ]
 SHORTCUTS = {"defenses": {"calibration"}}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,14 +73,7 @@ def test_a_bootstrap_interval_holds_the_true_quantile_and_the_threshold() -> Non
     draws, held = torch.Generator().manual_seed(0), 0
     for trial in range(40):
         scores = torch.rand(200, generator=draws)
-        found, notes, _ = calibration.measure_threshold(
-            lambda part, scores=scores: SimpleNamespace(score=scores, features=part),  # type: ignore[misc]
-            SimpleNamespace(prepare=lambda part: part),  # type: ignore[arg-type]
-            torch.zeros(200, 1),
-            0.9,
-            batch=200,
-            seed=trial,
-        )
+        found, notes = calibration.measure_threshold(scores, 0.9, seed=trial)
         low, high = found["interval"]
         held += low <= 0.9 <= high
         assert low <= found["threshold"] <= high
@@ -167,21 +160,55 @@ def smooth_photos(count: int) -> Tensor:
     return torch.nn.functional.interpolate(coarse, 32, mode="bicubic").clamp(0, 1)
 
 
-def test_a_threshold_of_second_look_leaves_the_wanted_fraction_of_clean_photos_alone(tmp_path: Path) -> None:
+def test_without_classes_second_look_leaves_the_wanted_fraction_of_clean_photos_alone(tmp_path: Path) -> None:
     encoder, images = patch_encoder(), smooth_photos(200)
     result = SecondLook.calibrate(encoder, images, clean_pass=0.9)
     assert isinstance(result.config, SecondLook)
-    assert result.config == SecondLook(threshold=result.config.threshold)
+    assert result.config == SecondLook(threshold=None, drift_threshold=result.config.drift_threshold)
     distance = (encoder(images) - encoder.encode(smaller_copy(images, 24))).norm(dim=1)
-    assert (distance >= result.config.threshold).sum() == 20
-    assert (result.notes, result.photos, result.threshold) == ((), 200, result.config.threshold)
+    assert (distance >= result.config.drift_threshold).sum() == 20
+    assert (result.notes, result.photos, result.changed) == ((), 200, None)
+    assert result.drift_threshold == result.config.drift_threshold
     result.save(tmp_path / "look.json")
     assert SecondLook.load(tmp_path / "look.json") == result.config
     assert Calibration.load(tmp_path / "look.json") == result
-    base = SecondLook(alpha=1.0, moved_copy_size=5 / 8)
+    base = SecondLook(alpha=1.0, noise=0.1)
     with pytest.warns(UserWarning, match=r"50 photos are few for clean_pass 0\.97: 200 or more"):
         few = calibration.calibrate_threshold(encoder, images[:50], base=base)
-    assert few.config == base.replace(threshold=few.threshold)
+    assert few.config == base.replace(threshold=None, drift_threshold=few.drift_threshold)
+
+
+@pytest.mark.parametrize("clean_pass", [None, 0.9])
+@pytest.mark.filterwarnings("ignore:these classes are fine-grained")
+def test_with_classes_second_look_says_whose_answers_change(clean_pass: float | None) -> None:
+    """By default one of 200 may change: the threshold lies just below the largest score."""
+    encoder, images = patch_encoder(), smooth_photos(200)
+    features = encoder(images[:8]) + 0.1 * torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("abcdefgh"), features)
+    result = SecondLook.calibrate(clf, images, clean_pass=clean_pass)
+    out, plain = result.config(clf, images), clf(images).argmax(1)
+    assert out.gated.sum() == (1 if clean_pass is None else 20)
+    assert result.changed == tuple((out.labels != plain).nonzero().flatten().tolist())
+    assert clean_pass is None or len(result.changed) > 5
+    share, low, high = result.changed_share or (0, 0, 0)
+    assert share == len(result.changed) / 200
+    # Wilson: the shares whose own normal interval just reaches the measured one.
+    for bound in (low, high):
+        assert (share - bound) ** 2 == pytest.approx(1.96**2 * bound * (1 - bound) / 200, abs=2e-5)
+    distance = (encoder(images) - encoder.encode(smaller_copy(images, 24))).norm(dim=1)
+    assert (distance >= result.drift_threshold).sum() == (6 if clean_pass is None else 20)
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_classes_near_what_lies_beyond_the_copies_are_said_to_be_fine_grained(fine: bool) -> None:
+    encoder, images = patch_encoder(), smooth_photos(40)
+    features, beyond = encoder(images), SecondLook(drift_threshold=0.0).run(encoder, images, 0).features
+    classes = torch.cat([features, beyond]) if fine else torch.stack([features.mean(0), -features.mean(0)])
+    clf = rc.ZeroShotClassifier.from_features(encoder, [str(number) for number in range(len(classes))], classes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        notes = SecondLook.calibrate(clf, images).notes
+    assert any("fine-grained for 'patches': beyond the small copies 100%" in note for note in notes) is fine
 
 
 def test_photos_that_cannot_calibrate_are_refused() -> None:

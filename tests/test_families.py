@@ -154,7 +154,7 @@ def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         # Features of random weights move a lot; a threshold that half of the photos pass is still below the limit.
-        guard = rc.SecondLook.calibrate(encoder, pixels, clean_pass=0.5).config
+        guard = rc.SecondLook.calibrate(clf, pixels, clean_pass=0.5).config
     assert any("takes one image size only" in str(warning.message) for warning in said) is not smaller
     out = guard(clf, pixels[:4], seed=0)
     assert out.drift.min() > 0

@@ -26,6 +26,7 @@ from react_clip.config import Configuration
 from react_clip.defenses import AOM, Defended, Defense, ReACT, SecondLook, Undefended
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, first_line
+from react_clip.intervals import wilson
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
 from react_clip.mappings import Mapping as Curve
 from react_clip.preprocess import Images
@@ -45,6 +46,13 @@ ALIKE = 0.15
 FAR = 0.8
 """Photos count as attacked if SecondLook's threshold would exceed this fraction of the median distance between two of
 them. For clean photos of ViT-B/16 it is at 0.5 (Caltech101) to 0.7 (EuroSAT), for photos attacked at 4/255 above 1."""
+
+CLEAN_PASS, DRIFT_CLEAN_PASS = 0.995, 0.97
+"""Fractions of clean photos that SecondLook leaves as they are, with classes and without, unless told otherwise."""
+FINE_GRAINED = 2 / 3
+"""Classes are fine-grained for an encoder if on more than this fraction of clean photos SecondLook's e has another best
+class than the photo, however small its lead. Train photos, ViT-B/16: 0.77 for models of cars and 0.75 for satellite
+photos, at most 0.63 for nine other vocabularies (pets 0.34, ImageNet 0.52)."""
 
 NEVER = 1e9
 """A threshold that no score reaches."""
@@ -67,7 +75,7 @@ class Calibration(Configuration):
     config: Defense
     """The calibrated defence."""
     threshold: float | None
-    """Its threshold."""
+    """Its threshold; ``None`` for SecondLook without classes, whose numbers are then those of ``drift_threshold``."""
     photos: int
     """Number of clean photos."""
     clean_pass: float | None = None
@@ -76,6 +84,12 @@ class Calibration(Configuration):
     """95 % interval of the threshold, over resampled photos."""
     median: float | None = None
     """Median score of the photos."""
+    drift_threshold: float | None = None
+    """SecondLook's threshold without classes."""
+    changed: tuple[int, ...] | None = None
+    """Numbers of the photos whose answer changes; ``None`` without classes."""
+    changed_share: tuple[float, float, float] | None = None
+    """Expected share of honest photos whose answer changes, and its 95 % interval (Wilson)."""
     points: tuple[CalibrationPoint, ...] = ()
     """Measurements of Algorithm 1, one for each budget."""
     fits: dict[str, Curve] = field(default_factory=dict)
@@ -101,80 +115,109 @@ def clean_threshold(scores: Tensor, clean_pass: float) -> list[float]:
     return [math.ceil(each * 1e4) / 1e4 for each in above]
 
 
-def measure_threshold(
-    score: Callable[[Tensor], Defended],
+def check_clean_pass(clean_pass: float) -> None:
+    """Refuse what is no fraction."""
+    if not 0 < clean_pass < 1:
+        raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
+
+
+def defend_photos(
+    defend: Callable[[Tensor], Defended],
     encoder: Encoder,
     photos: Images,
-    clean_pass: float,
     *,
     batch: int,
-    seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[dict[str, Any], list[str], Tensor]:
-    """Fields of a :class:`Calibration`, notes, and the photos' features ``[N, D]``; ``score`` defends pixels."""
+) -> dict[str, Tensor]:
+    """What a defence measures on photos ``[N]``, and their ``features`` ``[N, D]``, in fp32 on the CPU."""
     if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
         raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
     if (count := len(photos)) < LEAST_PHOTOS:
         raise ReactClipError(f"{count} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300")
-    if not 0 < clean_pass < 1:
-        raise ReactClipError(f"clean_pass is {clean_pass}; it is a fraction of clean photos, such as 0.95")
-    scored, features = [], []
+    parts: dict[str, list[Tensor]] = {}
     for start in range(0, count, batch):
         with torch.no_grad():
-            out = score(encoder.prepare(photos[start : start + batch]))
-        scored.append(out.score.float().cpu())
-        features.append(out.features.float().cpu())
+            out = defend(encoder.prepare(photos[start : start + batch]))
+        for name, values in {**out.diagnostics, "features": out.features}.items():
+            parts.setdefault(name, []).append(values.float().cpu())
         progress(min(start + batch, count), count)
-    scores = torch.cat(scored)
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def measure_threshold(
+    scores: Tensor, clean_pass: float, seed: int, beyond: int = BEYOND
+) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a :class:`Calibration`, and notes, from the scores of clean photos ``[N]``.
+
+    A note says so if fewer than ``beyond`` of them should lie beyond the threshold.
+    """
+    count = len(scores)
     resamples = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
     value, *others = clean_threshold(torch.cat([scores[None], scores[resamples]]), clean_pass)
     low, high = np.quantile(others, [0.025, 0.975]).round(4).tolist()
     interval, median = (min(low, value), max(high, value)), round(float(scores.median()), 4)
     fields = {"threshold": value, "photos": count, "clean_pass": clean_pass, "interval": interval, "median": median}
-    needed = math.ceil(BEYOND / (1.0 - clean_pass) - 1e-9)
+    needed = math.ceil(beyond / (1.0 - clean_pass) - 1e-9)
     few = f"{count} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see its "
-    return fields, [] if count >= needed else [f"{few}interval"], torch.cat(features)
+    return fields, [] if count >= needed else [f"{few}interval"]
 
 
 def calibrate_threshold(
-    encoder: Encoder,
+    clip: ZeroShotClassifier | Encoder,
     photos: Images,
     *,
     base: SecondLook | None = None,
-    clean_pass: float = 0.97,
+    clean_pass: float | None = None,
     batch: int = 32,
     seed: int = 0,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Choose the threshold of SecondLook from clean photos.
+    """Choose the thresholds of SecondLook from clean photos.
 
     Args:
-        encoder: the image encoder.
+        clip: a classifier, or an encoder alone: then only the threshold without classes is found.
         photos: some hundred clean photos like those that will be defended: paths, PIL images, bytes or pixels.
-        base: everything but the threshold.
-        clean_pass: fraction of clean photos to leave uncorrected.
+        base: everything but the thresholds.
+        clean_pass: fraction of clean photos to leave as they are; by default 0.995, and 0.97 without classes.
         batch: photos at a time.
-        seed: of the bootstrap, and of the motion where the copy is a moved view.
+        seed: of the bootstrap, and of the noise.
         provenance: what to write down about model and photos.
         progress: called as ``progress(done_photos, total_photos)`` after every batch.
     """
     base = base or SecondLook()
-
-    def score(pixels: Tensor) -> Defended:
-        """Without classes and with the largest threshold the feature is the plain one."""
-        return base.replace(threshold=2.0).run(encoder, pixels, seed)
-
-    found, notes, features = measure_threshold(
-        score, encoder, photos, clean_pass, batch=batch, seed=seed, progress=progress
+    classifier, encoder = (clip, clip.encoder) if isinstance(clip, ZeroShotClassifier) else (None, clip)
+    if clean_pass is None:
+        clean_pass = DRIFT_CLEAN_PASS if classifier is None else CLEAN_PASS
+    check_clean_pass(clean_pass)
+    # With thresholds that no photo reaches, the features are the plain ones.
+    idle = base.replace(threshold=NEVER, drift_threshold=2.0)
+    measured = defend_photos(
+        lambda pixels: idle.run(encoder, pixels, seed, classifier), encoder, photos, batch=batch, progress=progress
     )
-    _check_photos(features, found["threshold"])
+    # So few answers may change that the threshold is that of the largest scores; the interval of their share says more.
+    found, notes = measure_threshold(measured["score"], clean_pass, seed, BEYOND if classifier is None else 1)
+    if classifier is None:
+        found |= {"drift_threshold": found["threshold"], "threshold": None}
+    else:
+        [drift_threshold] = clean_threshold(measured["drift"][None], min(clean_pass, DRIFT_CLEAN_PASS))
+        far = measured["lead"] > 0
+        changed = (far & (measured["score"] >= found["threshold"])).nonzero().flatten().tolist()
+        share = tuple(round(each, 4) for each in wilson(len(changed) / found["photos"], found["photos"]))
+        found |= {"drift_threshold": drift_threshold, "changed": tuple(changed), "changed_share": share}
+        if (doubtful := float(far.float().mean())) > FINE_GRAINED:
+            notes.append(
+                f"these classes are fine-grained for {encoder.name!r}: beyond the small copies {doubtful:.0%} of the "
+                f"clean photos have another best class (more than {FINE_GRAINED:.0%}); the threshold keeps their "
+                "answers, and attacks have it easier"
+            )
+    _check_photos(measured["features"], found["drift_threshold"])
     if base.copy_size is not None and base.size(encoder) == encoder.image_size:
-        notes += [f"{encoder.name!r} takes one image size only: copies are moved views of full size, 2 or 3 passes"]
+        notes.append(f"{encoder.name!r} takes one image size only: copies are moved views of full size, 3 passes")
     for note in notes:
         warnings.warn(note, stacklevel=2)
     provenance = {"model": encoder.name, "seed": seed, **(provenance or {})}
-    config = base.replace(threshold=found["threshold"])
+    config = base.replace(threshold=found["threshold"], drift_threshold=found["drift_threshold"])
     return Calibration(config, **found, provenance=provenance, notes=tuple(notes))
 
 
@@ -253,12 +296,13 @@ def calibrate(
     notes = _edge_notes(points, sigmas)
     found: dict[str, Any] = {"threshold": base.tau, "photos": len(pixels)}
     if clean_pass is not None:
-
-        def score(part: Tensor) -> Defended:
-            """All J are wanted and no anchor, of which one view is the least."""
-            return base.replace(views=1, tau=NEVER).run(clf.encoder, part, seed, clf, skip_unneeded=False)
-
-        found, few, _ = measure_threshold(score, clf.encoder, pixels, clean_pass, batch=batch, seed=seed)
+        # All J are wanted and no anchor, of which one view is the least.
+        check_clean_pass(clean_pass)
+        idle = base.replace(views=1, tau=NEVER)
+        measured = defend_photos(
+            lambda part: idle.run(clf.encoder, part, seed, clf, skip_unneeded=False), clf.encoder, pixels, batch=batch
+        )
+        found, few = measure_threshold(measured["score"], clean_pass, seed)
         notes += few
     for note in notes:
         warnings.warn(note, stacklevel=2)

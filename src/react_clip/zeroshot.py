@@ -137,6 +137,13 @@ class ZeroShotClassifier(nn.Module):
         return f"{len(self.names)} classes: {shown}"
 
 
+def with_everyday_names(encoder: Encoder) -> ZeroShotClassifier | Encoder:
+    """A classifier over the vocabulary of the label table; the encoder itself where it cannot name anything."""
+    table = LabelTable.load()
+    named = encoder.has_text or encoder.feature_space == table.encoder
+    return ZeroShotClassifier(encoder, table.vocabulary()) if named else encoder
+
+
 def check_names(names: Sequence[str], *, unique: bool = True) -> tuple[str, ...]:
     """Refuse an empty list, blank names and (unless a data set is known to have them) duplicates."""
     if isinstance(names, str):

@@ -13,7 +13,7 @@ from torch import Tensor
 import react_clip as rc
 from react_clip import defenses, noise
 from react_clip.defenses import Defended, Defense, batch
-from react_clip.defenses.base import _names, _SmallBatch, forced_answers
+from react_clip.defenses.base import forced_answers
 from toys import toy_classifier, toy_images
 
 from .prompt_toys import F64, classifier, photos
@@ -200,19 +200,6 @@ def test_gradients_reach_the_pixels(name: str, differentiable: bool) -> None:
     assert (slope.flatten(1).abs().sum(1) > 0).all()
 
 
-def test_a_small_batch_as_one_function_is_the_defence_without_skipping() -> None:
-    trial = Trial("second_look", dtype=F64)
-    whole = trial.guard.run(trial.clf.encoder, trial.images, 3, trial.clf, skip_unneeded=False)
-    function = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, 3)
-    computed = function(trial.images)
-    values = dict(zip(_names[type(trial.guard), False], computed, strict=True))
-    assert values.keys() == fields(whole).keys()
-    assert all(torch.equal(value, fields(whole)[name]) for name, value in values.items() if name != "instability")
-    by_keys = _SmallBatch(trial.guard, trial.clf.encoder, trial.clf, None)
-    assert torch.equal(by_keys(trial.images, noise.stream_keys(trial.images, 3))[0], whole.features)
-    assert hash(function) == hash(_SmallBatch(trial.guard.replace(), trial.clf.encoder, trial.clf, 3))
-
-
 @every_defense
 def test_configurations_survive_json_and_those_of_the_last_release_can_be_read(name: str) -> None:
     guard = defenses.from_dict(name)
@@ -251,7 +238,7 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ("react", "sigma_low", 0.05, "need 0 < sigma_low < sigma_high"),
         ("defend-clip", "sigma_low", -0.1, "need 0 < sigma_low"),
         ("react", "sequential", 0.99, "react no longer has 'sequential'"),
-        ("second_look", "threshold", 2.2, "threshold is 2.2: .*less than or equal to 2"),
+        ("second_look", "drift_threshold", 2.2, "drift_threshold is 2.2: .*less than or equal to 2"),
         ("clipure", "batch", 2, "clipure no longer has 'batch'"),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),

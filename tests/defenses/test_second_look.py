@@ -157,6 +157,8 @@ def test_gradients_pass_through_both_answers(setting: Any) -> None:
 @pytest.mark.parametrize("size", ["look", "copy_size"])
 def test_a_file_of_the_older_rule_can_be_read(size: str) -> None:
     old = {"kind": "second_look", size: 0.75, "moved_copy_size": 0.5, "threshold": 0.4, "alpha": 2.0, "blend": 1.0}
-    with pytest.warns(UserWarning, match=r"older rule: its threshold, 0\.4, now decides only without classes") as caught:
+    with pytest.warns(
+        UserWarning, match=r"older rule: its threshold, 0\.4, now decides only without classes"
+    ) as caught:
         assert rc.defenses.from_dict({**old, "lazy": True}) == SecondLook(copy_size=0.75, drift_threshold=0.4)
     assert "\n" not in str(caught[0].message)

@@ -14,6 +14,7 @@ from PIL import Image
 import react_clip as rc
 import tiny_families
 from react_clip.preprocess import to_image
+from react_clip.zeroshot import with_everyday_names
 
 from .conftest import check_refusals
 
@@ -38,16 +39,19 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_search_pipeline_and_collections_calibrate(encoder: rc.Encoder, clean: list[Path], tmp_path: Path) -> None:
     expected = rc.SecondLook.calibrate(encoder, clean).config
-    assert expected.threshold != rc.SecondLook().threshold
+    assert expected.threshold is None
+    assert expected.drift_threshold != rc.SecondLook().drift_threshold
     function = rc.integrations.ChromaEmbeddings(encoder, "auto", photos=clean, seed=0)
     assert function.guard == expected
     assert function.get_config()["guard"] == expected.to_dict(), "the threshold is stored, the photos are not needed"
     clf = rc.ZeroShotClassifier(encoder, ["cat", "dog"])
+    with_classes = rc.SecondLook.calibrate(clf, clean).config
+    assert with_classes.threshold != rc.SecondLook().threshold
     rc.scale.defend_dataset(clean[0], tmp_path / "out", clf, "auto", photos=clean, engine="local")
-    assert json.loads((tmp_path / "out.json").read_text())["guard"] == expected.to_dict()
+    assert json.loads((tmp_path / "out.json").read_text())["guard"] == with_classes.to_dict()
     pipe: Any = rc.integrations.zero_shot_pipeline(encoder, "auto", photos=clean, seed=0)
     seen = [to_image(pipe.preprocess(path)["pixel_values"][0]) for path in clean]
-    assert pipe.guard == rc.SecondLook.calibrate(encoder, seen).config
+    assert pipe.guard == rc.SecondLook.calibrate(with_everyday_names(encoder), seen).config
 
 
 def test_errors_name_the_way_out(encoder: rc.Encoder, clean: list[Path]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defense = "what to calibrate (%(default)s)"
     parser.add_argument("--defense", choices=options.DEFENSES, default="second_look", help=defense)
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="result (%(default)s)")
-    clean_pass = "fraction of clean photos left as they are (0.97 for second_look, 0.95 for react)"
+    clean_pass = "fraction of clean photos left as they are (second_look 0.995, without classes 0.97; react 0.95)"
     parser.add_argument("--clean-pass", type=options.fraction, help=clean_pass)
     parser.add_argument("--batch", type=options.count, help="images at a time (64, on a CPU 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
     mapping = "curve of sigma over drift, for react (%(default)s)"
     parser.add_argument("--mapping", choices=MAPPINGS, default="linear", help=mapping)
     parser.add_argument("--steps", type=options.count, default=10, help="PGD iterations, for react (%(default)s)")
+    options.add_label_options(parser)
     options.add_model_options(parser)
 
 
@@ -52,35 +53,40 @@ def run(args: argparse.Namespace) -> int:
     calibrate = _react if args.defense == "react" else _second_look
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
-        result, exit_code = calibrate(args, encoder, provenance, given)
+        result, photos, exit_code = calibrate(args, encoder, provenance, given)
     result.save(args.out)
     usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
-    common.print_result(args, result.to_dict(), _lines(result), [usage])
+    common.print_result(args, result.to_dict(), _lines(result, photos), [usage])
     return exit_code
 
 
 def _second_look(
     args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
-) -> tuple[rc.Calibration, int]:
-    """From a folder, a file or a data set; the exit code is 2 if some files could not be read."""
+) -> tuple[rc.Calibration, Sequence[object], int]:
+    """From a folder, a file or a data set; also the photos by name, and 2 as exit code if some could not be read."""
     from react_clip.calibration import calibrate_threshold
+    from react_clip.zeroshot import with_everyday_names
 
+    named = args.labels or args.labels_file or args.photos
+    clip = common.build_classifier(args, encoder) if named else with_everyday_names(encoder)
     args.limit = args.limit or common.CALIBRATION_PHOTOS
     path, exit_code = Path(args.dataset.removeprefix("folder:")).expanduser(), 0
     if path.exists():
         reader = PhotoReader([path], args)
         pixels, exit_code = reader.sample(args.limit, encoder), reader.exit_code
+        names: Sequence[object] = reader.files
     else:
         pixels = _pixels(args, encoder, common.load_photos(args, encoder, classes=False)[0])
+        names = [f"photo {number} of {args.dataset}" for number in range(len(pixels))]
     given["provenance"] = provenance | {"photos": args.dataset}
     with common.progress(args, "photo", len(pixels), "measuring") as bar:
-        result = calibrate_threshold(encoder, pixels, progress=lambda *done: common.show(bar, *done), **given)
-    return result, exit_code
+        result = calibrate_threshold(clip, pixels, progress=lambda *done: common.show(bar, *done), **given)
+    return result, names, exit_code
 
 
 def _react(
     args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
-) -> tuple[rc.Calibration, int]:
+) -> tuple[rc.Calibration, Sequence[object], int]:
     import torch
 
     from react_clip.calibration import BUDGETS, calibrate
@@ -96,7 +102,7 @@ def _react(
         def advance(stage: str, done: int, total: int) -> None:
             common.show(bar, bar.n + 1, total * len(BUDGETS), stage)
 
-        return calibrate(clf, pixels, labels, progress=advance, **given), 0
+        return calibrate(clf, pixels, labels, progress=advance, **given), (), 0
 
 
 def _pixels(args: argparse.Namespace, encoder: rc.Encoder, photos: rc.data.ImageDataset) -> Tensor:
@@ -105,7 +111,7 @@ def _pixels(args: argparse.Namespace, encoder: rc.Encoder, photos: rc.data.Image
     return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
 
 
-def _lines(result: rc.Calibration) -> Iterator[str]:
+def _lines(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
     """Lines of the terminal: the measured points and the fits of ReACT, the threshold, the warnings."""
     if result.points:
         yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
@@ -115,8 +121,10 @@ def _lines(result: rc.Calibration) -> Iterator[str]:
     for name, fit in result.fits.items():
         yield f"{name:>10}: {fit}{'  <- used' if fit == getattr(result.config, 'mapping', None) else ''}"
     interval = "" if result.interval is None else " (95 % interval {:g} to {:g})".format(*result.interval)
-    yield f"threshold {result.threshold:g}{interval}"
+    threshold = result.drift_threshold if result.threshold is None else result.threshold
+    yield f"threshold {threshold:g}{interval}"
     median = "" if result.median is None else f"; their median score is {result.median:g}"
-    yield f"leaves {result.clean_pass:.0%} of {result.photos} clean photos alone{median}"
+    yield f"leaves {100 * (result.clean_pass or 0):g} % of {result.photos} clean photos alone{median}"
+    yield from common.changed_answers(result, photos)
     for note in result.notes:
         yield f"note: {note}"

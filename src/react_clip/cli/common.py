@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,10 +123,8 @@ def _class_names(args: argparse.Namespace) -> list[str]:
 
 
 def build_guard(args: argparse.Namespace, encoder: rc.Encoder) -> rc.defenses.Defense:
-    """The defence: --config, --calibrate-on or --defense where given, else the default for the encoder."""
+    """The defence: --config or --defense where given, else the default for the encoder."""
     defense = getattr(args, "defense", None)
-    if (photos := getattr(args, "calibrate_on", None)) is not None:
-        return _calibrated(args, encoder, photos)
     if args.config == "paper":
         return rc.ReACT()
     if args.config is not None:
@@ -148,25 +146,41 @@ def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defens
     return guards or [rc.defenses.default_for(encoder)]  # with neither, this raises and says what to do
 
 
-def _calibrated(args: argparse.Namespace, encoder: rc.Encoder, photos: Path) -> rc.defenses.Defense:
-    """SecondLook with a threshold measured on clean photos."""
+def _calibrated(args: argparse.Namespace, clf: rc.ZeroShotClassifier, photos: Path) -> rc.defenses.Defense:
+    """SecondLook with thresholds measured on clean photos."""
     from react_clip.cli.photos import PhotoReader
 
     reader = PhotoReader([photos], args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
-        result = rc.SecondLook.calibrate(encoder, reader.sample(CALIBRATION_PHOTOS, encoder))
+        result = rc.SecondLook.calibrate(clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
     notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
+    for line in changed_answers(result, reader.files):
+        notice(args, line)
     for note in result.notes:
         notice(args, f"note: {note}")
     guard: rc.defenses.Defense = result.config
     return guard
 
 
+def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
+    """Lines about the clean photos whose answers a calibrated defence changes, and which these are."""
+    if result.changed is None or result.changed_share is None:
+        return
+    _, low, high = result.changed_share
+    yield (
+        f"of {result.photos} clean photos {len(result.changed)} answers change; of others like them {low:.1%} to "
+        f"{high:.1%} (95 % interval)"
+    )
+    yield from (f"  changed: {photos[number]}" for number in result.changed)
+
+
 def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
     """The classifier and the defence that the options describe, and notices about them."""
     encoder = load_encoder(args)
-    clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+    clf = build_classifier(args, encoder)
+    photos = getattr(args, "calibrate_on", None)
+    guard = build_guard(args, encoder) if photos is None else _calibrated(args, clf, photos)
     notice(args, f"the defence is {type(guard).label}; --defense or --config gives another")
     return clf, guard
 

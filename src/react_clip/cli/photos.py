@@ -78,15 +78,16 @@ class PhotoReader:
                 self.bar.update(len(some))
 
     def sample(self, count: int, encoder: rc.Encoder) -> Tensor:
-        """Pixels ``[N, 3, S, S]`` of at most ``count`` photos, spread evenly over all of them."""
+        """Pixels ``[N, 3, S, S]`` of at most ``count`` photos, spread evenly over all of them; ``files`` are these."""
         import torch
 
         count = min(count, len(self.files))
         self.files = [self.files[number * len(self.files) // count] for number in range(count)]
-        batches = [pixels for _, pixels in self.batches(encoder, "reading photos")]
+        batches = list(self.batches(encoder, "reading photos"))
         if not batches:
             raise ReactClipError(f"none of the {count} photos could be read; give others")
-        return torch.cat(batches)
+        self.files = [path for paths, _ in batches for path in paths]
+        return torch.cat([pixels for _, pixels in batches])
 
     @property
     def exit_code(self) -> int:

@@ -172,8 +172,10 @@ class SecondLook(Defense):
         return cls()
 
     @classmethod
-    def calibrate(cls, clip: ZeroShotClassifier | Encoder, photos: Images, clean_pass: float = 0.97) -> Calibration:
-        """The thresholds from clean photos of your own, without labels and without an attack.
+    def calibrate(
+        cls, clip: ZeroShotClassifier | Encoder, photos: Images, clean_pass: float | None = None
+    ) -> Calibration:
+        """The thresholds from clean photos of your own, without their labels and without an attack.
 
         Its ``config`` is the defence; see :func:`react_clip.calibration.calibrate_threshold`.
         """

@@ -239,8 +239,8 @@ class View(Batch):
         That is :math:`(\cos(o, w_b) - \cos(o, w_a)) / \lVert w_b - w_a \rVert`, a distance ``[B]``; 0 where a is b.
         """
         between = self._class_features(self.best(others)) - self._class_features(self.best(features))
-        length = torch.linalg.vector_norm(between, dim=-1).clamp_min(torch.finfo(between.dtype).tiny)
-        return (others * between).sum(-1) / length
+        length: Tensor = torch.linalg.vector_norm(between, dim=-1)
+        return (others * between).sum(-1) / length.clamp_min(torch.finfo(length.dtype).tiny)
 
     def _class_features(self, labels: Tensor) -> Tensor:
         """Unit features ``[B, D]`` of one class of each image ``[B]``."""

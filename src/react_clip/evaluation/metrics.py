@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-Z_95 = 1.959963984540054
-"""The normal quantile behind a two-sided 95 % interval."""
-
-
-class Estimate(NamedTuple):
-    """A fraction in [0, 1] and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
+from react_clip.intervals import Z_95 as Z_95
+from react_clip.intervals import Estimate as Estimate
+from react_clip.intervals import wilson as wilson
 
 
 def interval(value: float, low: float, high: float, digits: int = 1) -> str:
@@ -28,24 +20,6 @@ def interval(value: float, low: float, high: float, digits: int = 1) -> str:
     if abs(below - above) <= max(0.1 * (below + above), 0.5 * 10**-digits):
         return f"{value:.{digits}f} ± {(high - low) / 2:.{digits}f}"
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def wilson(fraction: float, n: int) -> Estimate:
-    r"""The Wilson score interval of a fraction measured on ``n`` images.
-
-    .. math:: \frac{\hat p + \frac{z^2}{2n} \pm z\sqrt{\frac{\hat p (1-\hat p)}{n} + \frac{z^2}{4n^2}}}{1 + z^2/n}
-
-    The fraction may be a mean over draws and so need not be a multiple of 1/n; more draws do not make ``n`` larger.
-
-    >>> estimate = wilson(0.5, 100)
-    >>> round(estimate.low, 4), round(estimate.high, 4)
-    (0.4038, 0.5962)
-    """
-    shrink = 1.0 + Z_95**2 / n
-    centre = (fraction + Z_95**2 / (2 * n)) / shrink
-    reach = Z_95 / shrink * math.sqrt(fraction * (1.0 - fraction) / n + Z_95**2 / (4 * n * n))
-    # The formula reaches 0 and 1 exactly; rounding must not make the interval miss its own estimate.
-    return Estimate(fraction, min(fraction, max(0.0, centre - reach)), max(fraction, min(1.0, centre + reach)))
 
 
 def mean_over_sets(fractions: Sequence[float], sizes: Sequence[int]) -> Estimate:

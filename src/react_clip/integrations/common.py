@@ -104,7 +104,7 @@ class DefendedFeatures:
             self.classifier = ZeroShotClassifier.from_features(self.encoder, names, class_features)
         elif labels is not None:
             self.classifier = ZeroShotClassifier(self.encoder, labels)
-        self.guard = resolve_guard(guard, self.encoder, photos)
+        self.guard = resolve_guard(guard, self.encoder if self.classifier is None else self.classifier, photos)
         if self.classifier is None and isinstance(self.guard, ReACT) and self.guard.instability:
             if guard is not None:
                 raise ReactClipError(

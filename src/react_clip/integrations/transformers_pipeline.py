@@ -27,7 +27,7 @@ from react_clip.encoders.loading import load_quietly
 from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
 from react_clip.noise import Seed
 from react_clip.preprocess import ImageSource, read_image, to_image
-from react_clip.zeroshot import ZeroShotClassifier, check_names
+from react_clip.zeroshot import ZeroShotClassifier, check_names, with_everyday_names
 
 Photos = Sequence[ImageSource] | Tensor
 _TEMPLATE = "This is a photo of {}."
@@ -89,7 +89,9 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         if photos is not None and not isinstance(photos, Tensor):
             # The threshold depends on the resizing, which is this pipeline's. The results have the encoder's size.
             photos = [to_image(self.preprocess(photo)["pixel_values"][0]) for photo in photos]
-        self.guard = resolve_guard(guard, self.encoder, photos)
+        # The labels of calls are not known yet.
+        clip = with_everyday_names(self.encoder) if guard == "auto" else self.encoder
+        self.guard = resolve_guard(guard, clip, photos)
         self.seed = drawn_secret() if seed is None else seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 

@@ -88,7 +88,7 @@ def defend_dataset(
     for one in sources:
         if f"{output.root}/".startswith(f"{file_system(one)[1]}/"):
             raise ReactClipError(f"{out} lies in {one}, which is read; choose an --out outside of it")
-    guard = resolve_guard(guard, clf.encoder, photos)
+    guard = resolve_guard(guard, clf, photos)
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)

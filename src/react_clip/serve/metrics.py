@@ -34,23 +34,20 @@ class Metrics:
         )
         self.rejected = Counter("rejected", "Refused requests, by reason.", ["reason"], **options)
         self.in_flight = Gauge("requests_in_flight", "Requests being handled.", **gauge)
-        help_text = (
-            "Images answered: kept, changed below the gate's threshold (blend), or counted as attacked (correct)."
-        )
+        help_text = "Images answered: left as they are (keep), or corrected (correct)."
         self._images = Counter("images", help_text, ["branch"], **options)
-        for branch in ("keep", "blend", "correct"):  # a rate needs the zero before the first image
+        for branch in ("keep", "correct"):  # a rate needs the zero before the first image
             self._images.labels(branch)
         self._passes = Counter("encoder_passes", "Encoder passes for images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
         self.waiting = Gauge("queue_images", "Places of the queue that are taken.", **gauge)
 
-    def count_batch(self, gated: Tensor, suspicious: Tensor, passes: Tensor, seconds: float) -> None:
+    def count_batch(self, gated: Tensor, passes: Tensor, seconds: float) -> None:
         """Count a finished batch; tensors have one value per image."""
-        corrected, changed = int(suspicious.sum()), int(gated.sum())
-        counts = {"keep": len(gated) - changed, "blend": changed - corrected, "correct": corrected}
-        for branch, images in counts.items():
-            self._images.labels(branch).inc(images)
+        corrected = int(gated.sum())
+        self._images.labels("keep").inc(len(gated) - corrected)
+        self._images.labels("correct").inc(corrected)
         self._passes.inc(float(passes.sum()))
         self._batch_images.observe(len(gated))
         self._batch_seconds.observe(seconds)

@@ -328,8 +328,8 @@ class Model:
         self._seconds_per_image = (self._seconds_per_image + seconds / images) / 2
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
-        gated, suspicious, passes = (numbers[:, names.index(name)] for name in ("gated", "suspicious", "passes"))
-        self.metrics.count_batch(gated, suspicious, passes, seconds)
+        gated, passes = (numbers[:, names.index(name)] for name in ("gated", "passes"))
+        self.metrics.count_batch(gated, passes, seconds)
         for ask, rows in zip(batch.asks, torch.split(batch.rows, [len(ask) for ask in batch.asks]), strict=True):
             # Other images of the batch may have more classes.
             own = rows[:, : dim + len(names) + len(ask.labels.names)].contiguous()

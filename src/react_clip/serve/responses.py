@@ -55,9 +55,11 @@ class Diagnostics(Schema):
     model_config = ConfigDict(extra="allow")
 
     r: float | None = None
-    """Drift. SecondLook: distance between the features of photo and smaller copy. ReACT: between two probe noises."""
+    """Drift. SecondLook: distance between the features of photo and small copy. ReACT: between two probe noises."""
     J: float | None = None
-    """Instability: divergence of the predictions for two views. ReACT: null where r alone decided."""
+    """ReACT: instability, the divergence of the predictions for two views; null where r alone decided."""
+    lead: float | None = None
+    """SecondLook: how far its answer lies beyond the boundary to plain CLIP's; 0 where both are the same."""
     score: float | None = None
     """The value that the gate compares with its threshold."""
     sigma: float | None = None

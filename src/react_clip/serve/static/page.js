@@ -348,15 +348,9 @@ const number = (value) => value === null ? "\u2013" : value.toFixed(3);
 
 /** What the gate did, in two parts: the first is emphasised. */
 function gateWords({ score, gated }) {
-  const { tau, name } = info.defence;
+  const { tau } = info.defence;
   if (tau === null) return [gated ? "The photo was corrected" : "The photo was not corrected", "."];
   const [above, below] = [`\u2265 \u03c4 ${short(tau)}`, `< \u03c4 ${short(tau)}`];
-  if (name === "second_look") {
-    const distance = `: photo and smaller copy differ by r = ${number(score)}`;
-    if (!gated) return ["The gate stayed closed", `${distance} ${below} and have the same answer. The answer is plain CLIP's.`];
-    return ["The gate opened", score >= tau ? `${distance} ${above}. The answer is corrected.`
-      : `${distance} ${below}, but have different answers. The answer is that of smaller copies.`];
-  }
   const sum = `score = ${number(score)}`;
   return gated ? ["The gate opened", `: ${sum} ${above}. The answer is corrected.`]
     : ["The gate stayed closed", `: ${sum} ${below}. The answer is plain CLIP's.`];
