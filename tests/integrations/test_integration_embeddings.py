@@ -132,10 +132,10 @@ def test_second_look_is_the_default_and_needs_no_classes(photos: list[Path]) -> 
     encoder.name = encoder.weights = "clip-vit-b-16"
     embeddings = rc.integrations.LangChainEmbeddings(encoder, seed=4)
     assert embeddings.guard == rc.SecondLook()
-    # Threshold 0 corrects every image, threshold 2 none: without classes there are no other answers to compare.
+    # Threshold 0 corrects every image, threshold 2 none.
     pixels = encoder.prepare(list(photos))
     for threshold in (0, 2):
-        guard = rc.SecondLook(threshold=threshold)
+        guard = rc.SecondLook(drift_threshold=threshold)
         found = rc.integrations.LangChainEmbeddings(encoder, guard, seed=4).embed_image([str(path) for path in photos])
         expected = guard.run(encoder, pixels, 4)
         assert torch.allclose(torch.tensor(found), expected.features, atol=1e-5)

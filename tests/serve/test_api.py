@@ -106,7 +106,9 @@ def test_diagnostics_and_suspicion(open_client: Any, client: Any, direct: Direct
         answer = open_client.post(path, **write(photos, suspicious=True)).json()[rows]
         assert [row["suspicious"] for row in answer] == attacked
         for i, shown in enumerate(row["diagnostics"] for row in answer):
-            assert shown["r"] == shown["score"] == pytest.approx(float(expected.drift[i]), abs=1e-4)
+            values = [shown[name] for name in ("r", "lead", "score")]
+            wanted = [float(expected.diagnostics[name][i]) for name in ("drift", "lead", "score")]
+            assert values == pytest.approx(wanted, abs=1e-4)
             assert (shown["gated"], shown["passes"]) == (bool(expected.gated[i]), float(expected.passes[i]))
             assert [shown[name] for name in ("sigma", "drift_low")] == [None, None]
         assert open_client.post(path, **write(photos[:1])).json()[rows][0]["suspicious"] is None
