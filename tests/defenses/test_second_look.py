@@ -107,9 +107,8 @@ def test_sigmoid_similarities_and_equal_classes_have_leads(setting: Any) -> None
 
 @pytest.mark.parametrize(("fraction", "patches"), [(0.4, 3), (0.97, 8)])
 def test_a_copy_of_too_few_patches_or_as_large_as_the_image_is_refused(fraction: float, patches: int) -> None:
-    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'") as caught:
+    with pytest.raises(rc.ReactClipError, match=f"has {patches} of the 8 patches a side of 'patches'"):
         SecondLook(copy_size=fraction).check(patch_encoder())
-    assert "\n" not in str(caught.value)
     assert SecondLook().size(ToyEncoder()) == 16, "an encoder of one size takes moved views"
 
 
@@ -131,9 +130,8 @@ def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere
     assert default_for(known_as("clip-vit-b-16", patch_encoder())) == SecondLook()
     assert default_for(known_as("clip-vit-b-16", ToyEncoder())) == rc.ReACT.for_encoder("clip-vit-b-16")
     assert default_for(known_as("openai/clip-vit-base-patch32", patch_encoder())) == rc.ReACT()
-    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS") as caught:
+    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS"):
         default_for(patch_encoder())
-    assert "\n" not in str(caught.value)
 
 
 def test_gradients_pass_through_both_answers(setting: Any) -> None:
@@ -157,8 +155,5 @@ def test_gradients_pass_through_both_answers(setting: Any) -> None:
 @pytest.mark.parametrize("size", ["look", "copy_size"])
 def test_a_file_of_the_older_rule_can_be_read(size: str) -> None:
     old = {"kind": "second_look", size: 0.75, "moved_copy_size": 0.5, "threshold": 0.4, "alpha": 2.0, "blend": 1.0}
-    with pytest.warns(
-        UserWarning, match=r"older rule: its threshold, 0\.4, now decides only without classes"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"older rule: its threshold, 0\.4, now decides only without classes"):
         assert rc.defenses.from_dict({**old, "lazy": True}) == SecondLook(copy_size=0.75, drift_threshold=0.4)
-    assert "\n" not in str(caught[0].message)
