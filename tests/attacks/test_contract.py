@@ -26,6 +26,7 @@ PLAIN: list[Attack] = [
     attacks.APGD(loss="ce", steps=5, eot=2),
     attacks.FAB(steps=10, targets=2),
     attacks.Square(queries=40),
+    attacks.DIFGSM(steps=3),
     attacks.AutoAttack(version="standard"),
 ]
 every_attack = pytest.mark.parametrize("attack", PLAIN, ids=repr)

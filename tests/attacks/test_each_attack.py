@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import attacks, linf, noise
-from react_clip.attacks import APGD, CW, PGD, Attack, AutoAttack, Square, losses
+from react_clip.attacks import APGD, CW, DIFGSM, PGD, Attack, AutoAttack, Square, losses
 from react_clip.attacks.fab import onto_plane
 from react_clip.attacks.losses import cross_entropy, margin
 from react_clip.attacks.problem import Candidates, on_8_bits, run_in_turn
@@ -84,6 +84,28 @@ def test_cw_is_pgd_on_the_margin() -> None:
     new = PGD(eps=8 / 255, steps=5, loss="margin")
     assert CW(eps=8 / 255, steps=5) == attacks.from_dict({"kind": "cw", "eps": "8/255", "steps": 5}) == new
     assert new.name == "cw-5"
+
+
+def test_di_fgsm_is_momentum_at_images_that_are_resized_and_padded(task: Task) -> None:
+    """The definition for one image after the other: torch resizes, zeros pad, a loop adds up the gradients."""
+    attack, (x, y), eps = DIFGSM(steps=4, smallest=0.5, probability=0.7, step_size=3 / 255), task.head(6), 8 / 255
+    problem, sizes = problem_of(task.net, x, y, eps), set()
+    found = attack.search(problem)
+    for row, (image, label) in enumerate(zip(x.split(1), y.split(1), strict=True)):
+        moved, momentum = image, torch.zeros_like(image)
+        for step in range(4):
+            draws = noise.uniform(problem.fork(step).keys[row : row + 1], 4)[0].tolist()
+            side = 4 + int(draws[0] * 5) if draws[3] < 0.7 else 8
+            left, top = (int(place * (9 - side)) for place in draws[1:3])
+            pixels = moved.clone().requires_grad_()
+            small = F.interpolate(pixels, size=(side, side), mode="bilinear", align_corners=False)
+            padded = F.pad(small, (left, 8 - side - left, top, 8 - side - top))
+            (slope,) = torch.autograd.grad(F.cross_entropy(task.net(padded), label), pixels)
+            momentum = momentum + slope / slope.abs().sum()
+            moved = (moved + 3 / 255 * momentum.sign()).clamp(image - eps, image + eps).clamp(0, 1)
+            sizes.add(side)
+        assert (found[row] - moved[0]).abs().gt(1e-6).float().mean() < 0.02, "a sign may differ where a slope is 0"
+    assert len(sizes) == 5
 
 
 def test_random_start_is_uniform_in_the_ball() -> None:
