@@ -42,7 +42,7 @@ def label(photo: UploadFile, request: Request) -> dict[str, str | float]:
     state = request.app.state
     try:
         # The file is untrusted: its format and number of pixels are checked before it is decoded.
-        out = state.guard(state.classifier, data, seed=SECRET)  # 5
+        out = state.guard(state.classifier, data, secret=SECRET)  # 5
     except rc.ReactClipError as error:
         raise HTTPException(422, str(error)) from None
     return {"label": out.names[0], "probability": out.probs.max().item()}

@@ -14,7 +14,7 @@ import react_clip
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
 ROOMS = [
-    *("environment", "errors", "optional", "choices", "storage", "config", "functional", "mappings", "noise"),
+    *("environment", "errors", "optional", "choices", "storage", "config", "functional", "mappings", "secret", "noise"),
     *(
         "augment",
         "accelerate",

@@ -24,7 +24,7 @@ from react_clip.cli import COMMANDS, main
 from react_clip.cli.embed import write_features
 from react_clip.cli.photos import bundled_photos
 from react_clip.cli.rank import _numbers
-from react_clip.noise import process_secret
+from react_clip.secret import _drawn_secret, described
 from toys import patch_encoder, write_photos
 
 
@@ -111,14 +111,14 @@ def test_a_failed_write_keeps_both_old_files(
     failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.npy"
-    write_features(path, torch.eye(2), ["a", "b"], "old")
+    write_features(path, torch.eye(2), ["a", "b"], {"model": "old"})
 
     def fail(*args: object) -> None:
         raise failure
 
     monkeypatch.setattr(np, "save", fail)
     with pytest.raises((rc.ReactClipError, KeyboardInterrupt)):
-        write_features(path, torch.ones(3, 2), ["c", "d", "e"], "new")
+        write_features(path, torch.ones(3, 2), ["c", "d", "e"], {"model": "new"})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["x.files.json", "x.npy"]
     assert json.loads((tmp_path / "x.files.json").read_text()) == {"model": "old", "files": ["a", "b"]}
     assert np.load(path, allow_pickle=False).shape == (2, 2)
@@ -160,17 +160,25 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
 
 
 def test_without_a_seed_the_noise_follows_a_secret(
-    run: Run, photos: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[object] = []
     answer = rc.ReACT.__call__
     monkeypatch.setattr(
         rc.ReACT, "__call__", lambda self, *args, seed=0: seeds.append(seed) or answer(self, *args, seed=seed)
     )
-    for given in ([], ["--seed", 3]):
-        _, _, err = run("classify", photos, *tiny[:-1], *given)
-        assert err.count("the noise is keyed by a new random secret") == (not given)
-    assert seeds == [process_secret(), 3]
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    recorded = []
+    for given in ([], ["--seed", 3], ["--secret-file", file], []):
+        _, out, err = run("classify", photos, *tiny[:-1], *given, "--json")
+        assert err.count("the noise is keyed by a new random secret") == (not recorded)
+        recorded.append(json.loads(out)["seed"])
+        monkeypatch.setenv("REACT_CLIP_SECRET_FILE", str(file))
+    mine = b"0123456789abcdef"
+    assert seeds == [_drawn_secret(), 3, mine, mine]
+    assert recorded == ["random secret", 3, described(mine), described(mine)]
+    assert "0123456789abcdef" not in f"{recorded}"
 
 
 # ---------------------------------------------------------------------- attack and demo
@@ -289,6 +297,8 @@ QUICK = {
     "classify empty": "empty holds no photos (.jpg, ",
     "classify empty --top 0": "--top: '0': Input should be greater than or equal to 1",
     "classify empty --seed my-secret": "--seed: invalid int value: 'my-secret'",
+    "classify empty --secret-file nowhere": "--secret-file: nowhere does not exist; check the path",
+    "classify empty --seed 1 --secret-file empty": "--secret-file: not allowed with argument --seed",
     "classify empty --labels ' , '": "--labels: it is empty; give names",
     "classify empty --labels cat --photos empty": "--photos: not allowed with argument --labels",
     "classify empty --labels-file nowhere.txt": "--labels-file: nowhere.txt does not exist",

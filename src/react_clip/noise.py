@@ -17,24 +17,14 @@ from __future__ import annotations
 
 import hmac
 import math
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from react_clip.errors import ReactClipError
-
-Seed = int | bytes
-"""A public number for research, or a secret key for a service whose noise must not be predictable."""
-
-
-@cache
-def process_secret() -> bytes:
-    """A secret drawn once per process: noise that nobody can predict, and other noise after a restart."""
-    return secrets.token_bytes(32)
+from react_clip.secret import Seed as Seed
+from react_clip.secret import check_seed
 
 
 def _signed(value: int) -> int:
@@ -47,9 +37,6 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 _UNIT_24 = 2.0**-24
-
-SHORTEST_SECRET = 16
-"""Fewest bytes of a secret."""
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
@@ -138,21 +125,6 @@ def noisy_view(pixels: Tensor, keys: Tensor, sigma: Tensor) -> Tensor:
     """
     grain = normal(keys, pixels.shape[1:]).to(pixels.dtype)
     return pixels + sigma.reshape(-1, *[1] * (pixels.ndim - 1)) * grain
-
-
-def check_seed(seed: object) -> None:
-    """Refuse what is neither a number nor a secret that nobody can guess."""
-    if isinstance(seed, bytes):
-        if len(seed) < SHORTEST_SECRET:
-            raise ReactClipError(
-                f"the secret has {len(seed)} bytes, which can be guessed; give at least {SHORTEST_SECRET} random ones, "
-                "such as secrets.token_bytes(32)"
-            )
-    elif not isinstance(seed, SupportsIndex):
-        raise ReactClipError(
-            f"seed is of type {type(seed).__name__}; give a whole number, or a secret as bytes, such as "
-            "secrets.token_bytes(32)"
-        )
 
 
 def stream_keys(images: Tensor, seed: Seed) -> Tensor:

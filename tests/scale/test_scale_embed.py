@@ -58,7 +58,7 @@ def test_columns_are_the_defences_own(photos: Path, tmp_path: Path) -> None:
     encoder = patch_encoder()
     encoder.name = encoder.weights = "clip-vit-b-16"
     clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b", "c"], torch.eye(12)[:3])
-    defend_dataset(photos, tmp_path / "out", clf, engine="local", batch=8)
+    defend_dataset(photos, tmp_path / "out", clf, seed=0, engine="local", batch=8)
     rows = read_rows(tmp_path / "out")
     expected = rc.SecondLook()(clf, list(rows[rows.error.isna()].key), seed=0)
     assert set(expected.diagnostics) <= set(rows.columns)
@@ -178,18 +178,20 @@ def test_a_full_disk_keeps_the_parts_that_fitted(clf: rc.ZeroShotClassifier, pho
 
 def test_a_folder_of_another_job_is_refused(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    job = {"clf": clf, "guard": GUARD, "seed": b"a secret of sixteen bytes", "engine": "local", "resume": True}
+    job = {"clf": clf, "guard": GUARD, "secret": b"a secret of sixteen bytes", "engine": "local", "resume": True}
     defend_dataset(photos, out, **job)
     before = {path: path.read_bytes() for path in tmp_path.glob("out*/*")}
     assert "a secret" not in (tmp_path / "out.json").read_text()
     for what, change in {
-        "seed": {"seed": b"another secret of ours"},
         "top": {"top": 1},
         "guard": {"guard": GUARD.replace(alpha=1.5)},
         "classes": {"clf": rc.ZeroShotClassifier(clf.encoder, ["cat", "dog"])},
     }.items():
         with pytest.raises(rc.ReactClipError, match=rf"out holds another job \(other {what}\)"):
             defend_dataset(photos, out, **job | change)
+    for other in ({"secret": b"another secret of ours"}, {"secret": None}, {"secret": None, "seed": 0}):
+        with pytest.raises(rc.ReactClipError, match=r"the seed 'secret [0-9a-f]{16}'; continue with the same"):
+            defend_dataset(photos, out, **job | other)
     assert {path: path.read_bytes() for path in tmp_path.glob("out*/*")} == before
 
 
@@ -224,7 +226,7 @@ def test_the_command_writes_parts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--model", tiny_folder, "--device", "cpu", "--config", "paper", "--labels", "cat, dog, teapot"]
-    command = ["embed", "photos", *options, "--batch", "6", "--quiet", "--out", "out", "--json"]
+    command = ["embed", "photos", *options, "--batch", "6", "--quiet", "--seed", "0", "--out", "out", "--json"]
     code, out, _ = run(*command)
     summary = json.loads(out)
     assert (code, summary["images"], summary["errors"], summary["parts"], summary["missing"]) == (0, 20, 1, 4, [])

@@ -26,7 +26,7 @@ def parsed(*flags: str) -> Settings:
 
 
 def test_there_are_few_settings_and_each_is_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(Settings.model_fields) <= 27
+    assert len(Settings.model_fields) <= 28
     flags = parsed(
         *("--port", "9", "--deadline", "1.5", "--demo", "--labels", "a, b", "--template", "x {}, or", "--template"),
         *("y {}", "--allowed-hosts", "a.example, *.b.example"),
@@ -80,7 +80,14 @@ def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: lis
 def test_secrets_come_from_files_or_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = read_secrets(Settings())
     assert drawn.drawn
-    assert drawn.noise != read_secrets(Settings()).noise
+    file = tmp_path / "mine"
+    file.write_text("a secret of sixteen bytes\n")
+    monkeypatch.setenv("REACT_CLIP_SECRET_FILE", str(file))
+    assert read_secrets(Settings()) == Secrets(b"a secret of sixteen bytes", frozenset())
+    monkeypatch.setenv("REACT_CLIP_SECRET_FILE", "nowhere")
+    assert read_secrets(Settings(secret_file=file)).noise == b"a secret of sixteen bytes"
+    with pytest.raises(ReactClipError, match="the secret cannot be read from nowhere: No such file or directory"):
+        read_secrets(Settings())
     monkeypatch.setenv("REACT_CLIP_SERVE_SECRET", "fedcba9876543210")
     monkeypatch.setenv("REACT_CLIP_SERVE_API_KEYS", "a-key-of-some-length, another-key-of-length")
     given = read_secrets(Settings())

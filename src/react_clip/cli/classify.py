@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Classify in batches and print one line per photo as soon as it is known."""
+    from react_clip.secret import described
+
     reader = PhotoReader(args.photos_in, args)
-    clf, guard = common.load_defended(args)
     seed = common.secret_seed(args)
+    clf, guard = common.load_defended(args)
     rows: list[dict[str, Any]] = []
     try:
         for paths, pixels in reader.batches(clf.encoder, "defending"):
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 common.say(_line(row))
     finally:
         # Also when stopped: what is finished is printed.
-        common.print_result(args, {"results": rows, "errors": reader.failed})
+        common.print_result(args, {"seed": described(seed), "results": rows, "errors": reader.failed})
     return reader.exit_code
 
 

@@ -21,7 +21,7 @@ from react_clip.storage import read_text
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from react_clip.noise import Seed
+    from react_clip.secret import Seed
 
 CALIBRATION_PHOTOS = 500
 """Photos that SecondLook is calibrated on unless --limit says otherwise."""
@@ -84,13 +84,14 @@ def diagnostics(out: rc.Defended) -> list[dict[str, Any]]:
 
 
 def secret_seed(args: argparse.Namespace) -> Seed:
-    """--seed, or a new secret and a notice about it."""
-    from react_clip.noise import process_secret
+    """--seed, the secret of --secret-file, or that of the process and a notice if it is a new one."""
+    from react_clip.secret import read_secret, seed_or_secret, was_drawn
 
-    if args.seed is not None:
-        return int(args.seed)
-    notice(args, "the noise is keyed by a new random secret: answers may differ from run to run; --seed 0 repeats them")
-    return process_secret()
+    key = seed_or_secret(args.seed, None if args.secret_file is None else read_secret(args.secret_file))
+    if was_drawn(key):
+        repeat = "--secret-file keeps it, --seed 0 repeats answers in public"
+        notice(args, f"the noise is keyed by a new random secret: answers may differ from run to run; {repeat}")
+    return key
 
 
 def load_encoder(args: argparse.Namespace) -> rc.Encoder:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from react_clip.errors import ReactClipError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from react_clip.secret import Seed
+
 EXAMPLE = "react-clip embed s3://bucket/shards --out s3://bucket/features --engine ray --resume"
 _FOLDER_OPTIONS = ("batch", "top", "column", "resume", "address", "workers")
 
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     sources = "image files or folders of them; for Parquet also .tar shards, .parquet files and fsspec URLs"
     parser.add_argument("photos_in", nargs="+", metavar="SOURCE", help=sources)
-    out = "features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files (seed 0)"
+    out = "features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files"
     parser.add_argument("--out", required=True, help=out)
     options.add_model_options(parser)
     options.add_label_options(parser)
@@ -54,19 +57,20 @@ def run(args: argparse.Namespace) -> int:
         if not set(source) & set("*?[:"):  # neither a pattern nor a URL
             options.existing(source)
     reader = PhotoReader([Path(source) for source in args.photos_in], args) if to_file else None
+    seed = common.secret_seed(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
     clf, guard = common.load_defended(here)
-    return _to_folder(args, clf, guard) if reader is None else _to_file(args, reader, clf, guard)
+    return _to_folder(args, clf, guard, seed) if reader is None else _to_file(args, reader, clf, guard, seed)
 
 
-def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense) -> int:
+def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense, seed: Seed) -> int:
     summary = rc.scale.defend_dataset(
         args.photos_in,
         args.out,
         clf,
         guard,
-        seed=args.seed or 0,  # not a secret: an interrupted run can be continued
+        seed=seed,
         engine=args.engine,
         device=args.device,
         progress=not args.quiet,
@@ -83,15 +87,16 @@ def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.d
 
 
 def _to_file(
-    args: argparse.Namespace, reader: PhotoReader, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense
+    args: argparse.Namespace, reader: PhotoReader, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense, seed: Seed
 ) -> int:
     """Write one row per photo, also when stopped; a photo that cannot be read is a line on stderr and has no row."""
     import torch
 
+    from react_clip.secret import described
+
     out = Path(args.out)
     files: list[str] = []
     features: list[Tensor] = []
-    seed = common.secret_seed(args)
     stopped = None
     try:
         for paths, pixels in reader.batches(clf.encoder, "defending"):
@@ -101,28 +106,31 @@ def _to_file(
         stopped = error
     if not files:
         raise stopped or ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
-    write_features(out, torch.cat(features), files, clf.encoder.name)
+    about = {"model": clf.encoder.name, "seed": described(seed)}
+    write_features(out, torch.cat(features), files, about)
     failed = [failure["file"] for failure in reader.failed]
     summary = f"{len(files)} x {clf.encoder.dim} features in {out}" + (f", {len(failed)} failed" if failed else "")
     if stopped is not None:
         raise KeyboardInterrupt(summary)
-    document = {"out": str(out), "photos": len(files), "failed": failed, "dim": clf.encoder.dim}
+    document = {"out": str(out), "photos": len(files), "failed": failed, "dim": clf.encoder.dim, **about}
     common.print_result(args, document, notices=[summary])
     return reader.exit_code
 
 
-def write_features(path: Path, features: Tensor, files: list[str], model: str) -> None:
-    """Write features ``[N, dim]`` and the file name of each row; a failed write leaves the old files."""
+def write_features(path: Path, features: Tensor, files: list[str], about: Mapping[str, int | str]) -> None:
+    """Write features ``[N, dim]``, the file name of each row, and what made them; a failed write changes nothing."""
     import numpy as np
 
     from react_clip.storage import atomic_path, write_tensors
 
     if path.suffix == ".safetensors":
-        write_tensors(path, {"features": features}, {"files": json.dumps(files), "model": model})
+        write_tensors(
+            path, {"features": features}, {"files": json.dumps(files), **{k: str(v) for k, v in about.items()}}
+        )
         return
     # Both are complete on the disk before either takes its name.
     with atomic_path(path) as temporary, atomic_path(path.with_suffix(".files.json")) as names:
-        names.write_text(json.dumps({"model": model, "files": files}, indent=1) + "\n", encoding="utf-8")
+        names.write_text(json.dumps({**about, "files": files}, indent=1) + "\n", encoding="utf-8")
         with temporary.open("wb") as stream:
             np.save(stream, features.numpy())
             stream.flush()

@@ -101,7 +101,7 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True) -> None:
-    """Add the options for the defence; --defense, --calibrate-on and a secret seed only with ``choose``."""
+    """Add the options for the defence; --defense, --calibrate-on and a secret only with ``choose``."""
     group = parser.add_argument_group("defence")
     one = group.add_mutually_exclusive_group()
     if choose:
@@ -110,9 +110,18 @@ def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True)
         one.add_argument("--calibrate-on", type=existing, metavar="PHOTOS", help=measure)
     config = "file of `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"
     one.add_argument("--config", type=config_file, help=config)
-    # Commands that defend photos draw a secret seed, so that the noise cannot be predicted; demo and bench repeat.
-    default_seed, default = (None, "a new secret") if choose else (0, "0")
-    group.add_argument("--seed", type=int, default=default_seed, help=f"seed of the random numbers ({default})")
+    # The noise of commands that defend people's photos cannot be predicted; demo and bench repeat.
+    key = group.add_mutually_exclusive_group()
+    if choose:
+        add_secret_file(key)
+    seed = "seed of the noise instead of a secret, so that anybody can repeat it" if choose else "seed of the noise (0)"
+    key.add_argument("--seed", type=int, default=None if choose else 0, help=seed)
+
+
+def add_secret_file(parser: argparse._ActionsContainer) -> None:
+    """Add --secret-file."""
+    secret = "file with the secret that keys the noise ($REACT_CLIP_SECRET_FILE, else a new one per run)"
+    parser.add_argument("--secret-file", type=existing, metavar="FILE", help=secret)
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:

@@ -11,15 +11,14 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from react_clip import noise
 from react_clip.config import Registered, Registry
 from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients, straight_through
 from react_clip.defenses.result import Defended
 from react_clip.defenses.view import Classes, View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.noise import Seed
 from react_clip.preprocess import Images
+from react_clip.secret import Seed, seed_or_secret
 from react_clip.zeroshot import ZeroShotClassifier
 
 
@@ -47,15 +46,18 @@ class Defense(Registered, ABC):
         """Raise if this defence cannot run on an encoder; most defences run on all."""
 
     @final
-    def __call__(self, clf: ZeroShotClassifier, images: Images, seed: Seed = 0) -> Defended:
+    def __call__(
+        self, clf: ZeroShotClassifier, images: Images, seed: Seed | None = None, *, secret: bytes | None = None
+    ) -> Defended:
         """Defended answers for pixels in [0, 1], PIL images, paths or bytes; see :class:`Defended`.
 
-        ``seed`` is a number, or a secret of at least 16 bytes. Random numbers depend on it and on the image alone.
+        Random numbers depend on the image and on ``secret`` alone, of at least 16 bytes; by default on the secret of
+        the process (:func:`react_clip.secret.process_secret`). A public ``seed`` makes them repeatable instead.
         """
         if not isinstance(clf, ZeroShotClassifier):
             raise ReactClipError(f"the first argument is of type {type(clf).__name__}; call guard(classifier, images)")
-        noise.check_seed(seed)
-        return self.run(clf.encoder, clf.encoder.prepare(images), seed, clf)
+        key = seed_or_secret(seed, secret)
+        return self.run(clf.encoder, clf.encoder.prepare(images), key, clf)
 
     @final
     def run(

@@ -67,7 +67,7 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
             "guard": self.guard.to_dict(),
             "labels": self.labels,
             "seed": self.seed if isinstance(self.seed, int) else None,
-            "withheld": ["seed"] * self.has_own_secret + ["class_features"] * ready_features,
+            "withheld": ["secret"] * self.has_own_secret + ["class_features"] * ready_features,
         }
 
     @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import Tensor
 from react_clip.defenses import Defense, ReACT, resolve_guard
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
-from react_clip.noise import Seed, process_secret
 from react_clip.preprocess import Images, ImageSource
+from react_clip.secret import Seed, seed_or_secret, was_drawn
 from react_clip.zeroshot import ZeroShotClassifier
 
 DRIFT_TAU = 0.35
@@ -44,13 +43,13 @@ def resolve_encoder(model: Encoder | str | Path, device: str | torch.device | No
     return model
 
 
-@functools.cache
-def drawn_secret() -> bytes:
-    """The secret of this process; the first call logs a line."""
-    logging.getLogger("react_clip.integrations").warning(
-        "the noise is keyed by a new random secret: features may differ after a restart; seed=b'...' keeps them"
-    )
-    return process_secret()
+def noted_seed(seed: Seed | None, secret: bytes | None) -> Seed:
+    """The seed or the secret; a line in the log where the secret was drawn."""
+    if was_drawn(key := seed_or_secret(seed, secret)):
+        logging.getLogger("react_clip.integrations").warning(
+            "the noise is keyed by a new random secret: features may differ after a restart; secret=b'...' keeps them"
+        )
+    return key
 
 
 def local_image(source: ImageSource) -> ImageSource:
@@ -77,7 +76,8 @@ class DefendedFeatures:
             calibrates SecondLook on ``photos``.
         labels: classes over which the guard compares predictions.
         class_features: the same as ready features ``[K, dim]``.
-        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
+        seed: of the noise, where others shall be able to repeat it.
+        secret: key of the noise, instead of a seed; by default that of the process.
         device: where to load the model; CUDA if there is one by default.
         photos: for ``guard="auto"``: some hundred clean photos like those that will be defended.
     """
@@ -90,13 +90,14 @@ class DefendedFeatures:
         labels: Sequence[str] | None = None,
         class_features: Tensor | None = None,
         seed: Seed | None = None,
+        secret: bytes | None = None,
         device: str | torch.device | None = None,
         photos: Images | None = None,
     ) -> None:
         if labels is not None and class_features is not None:
             raise ReactClipError("labels and class_features are both given; choose one")
         self.encoder = resolve_encoder(model, device)
-        self.seed, self.has_own_secret = drawn_secret() if seed is None else seed, isinstance(seed, bytes)
+        self.seed, self.has_own_secret = noted_seed(seed, secret), isinstance(secret or seed, bytes)
         self.labels = None if labels is None else list(labels)
         self.classifier: ZeroShotClassifier | None = None
         if class_features is not None:

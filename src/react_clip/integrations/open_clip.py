@@ -14,8 +14,8 @@ from react_clip.encoders import Encoder
 from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
-from react_clip.noise import Seed
 from react_clip.preprocess import Images, from_levels
+from react_clip.secret import Seed
 
 
 class DefendedOpenCLIP(nn.Module):
@@ -30,7 +30,8 @@ class DefendedOpenCLIP(nn.Module):
         labels: classes over which the guard compares predictions; they need the model's ``tokenizer``.
         class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
-        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
+        seed: of the noise, where others shall be able to repeat it.
+        secret: key of the noise, instead of a seed; by default that of the process.
         photos: for ``guard="auto"``: some hundred clean photos like those that will be defended, as paths, PIL images
             or pixels in [0, 1].
     """
@@ -44,6 +45,7 @@ class DefendedOpenCLIP(nn.Module):
         class_features: Tensor | None = None,
         tokenizer: Any = None,
         seed: Seed | None = None,
+        secret: bytes | None = None,
         photos: Images | None = None,
     ) -> None:
         super().__init__()
@@ -52,7 +54,13 @@ class DefendedOpenCLIP(nn.Module):
         self._model: Any = model
         self.encoder = _wrap(model, tokenizer)
         self._defended = DefendedFeatures(
-            self.encoder, guard, labels=labels, class_features=class_features, seed=seed, photos=photos
+            self.encoder,
+            guard,
+            labels=labels,
+            class_features=class_features,
+            seed=seed,
+            secret=secret,
+            photos=photos,
         )
         self.guard = self._defended.guard
 

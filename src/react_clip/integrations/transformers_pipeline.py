@@ -24,9 +24,9 @@ from transformers import (
 from react_clip.defenses import Defense, resolve_guard
 from react_clip.encoders import Encoder
 from react_clip.encoders.loading import load_quietly
-from react_clip.integrations.common import drawn_secret, local_image, resolve_encoder
-from react_clip.noise import Seed
+from react_clip.integrations.common import local_image, noted_seed, resolve_encoder
 from react_clip.preprocess import ImageSource, read_image, to_image
+from react_clip.secret import Seed
 from react_clip.zeroshot import ZeroShotClassifier, check_names, with_everyday_names
 
 Photos = Sequence[ImageSource] | Tensor
@@ -48,6 +48,7 @@ def zero_shot_pipeline(
     guard: Defense | str | None = None,
     seed: Seed | None = None,
     *,
+    secret: bytes | None = None,
     device: str | torch.device | None = None,
     photos: Photos | None = None,
     **kwargs: Any,
@@ -58,7 +59,8 @@ def zero_shot_pipeline(
         model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
         guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`). ``"auto"``
             calibrates SecondLook on ``photos``.
-        seed: a number, or a secret as ``bytes``; by default a secret drawn once per process.
+        seed: of the noise, where others shall be able to repeat it.
+        secret: key of the noise, instead of a seed; by default that of the process.
         device: where to run; CUDA if there is one by default.
         photos: for ``guard="auto"``: some hundred clean photos like those that will be classified.
         kwargs: what every pipeline takes, such as ``batch_size``.
@@ -69,7 +71,7 @@ def zero_shot_pipeline(
         image_processor=_image_processor(encoder),
         device=encoder.device,
         guard=guard,
-        seed=seed,
+        seed=noted_seed(seed, secret),
         photos=photos,
         **kwargs,
     )
@@ -82,7 +84,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
     """
 
     def __init__(
-        self, *args: Any, guard: Defense | str | None, photos: Photos | None, seed: Seed | None, **kwargs: Any
+        self, *args: Any, guard: Defense | str | None, photos: Photos | None, seed: Seed, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.encoder: Encoder = self.model.encoder
@@ -92,7 +94,7 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
         # The labels of calls are not known yet.
         clip = with_everyday_names(self.encoder) if guard == "auto" else self.encoder
         self.guard = resolve_guard(guard, clip, photos)
-        self.seed = drawn_secret() if seed is None else seed
+        self.seed = seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
     def check_model_type(self, supported_models: Any) -> None:

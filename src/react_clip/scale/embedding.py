@@ -6,7 +6,6 @@ files in one folder. Keys that the folder already holds are skipped, so an inter
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -25,12 +24,12 @@ from react_clip.defenses import resolve_guard
 from react_clip.defenses.base import Defense
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError
-from react_clip.noise import Seed
 from react_clip.optional import require
 from react_clip.preprocess import Images, Preprocessing, to_8bit, to_float
 from react_clip.scale.cluster import connected, require_versions, resources
 from react_clip.scale.collection import Row, file_system, find_files, read_images
 from react_clip.scale.output import OutputFolder, Summary
+from react_clip.secret import Seed, described, seed_or_secret
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -45,7 +44,8 @@ def defend_dataset(
     guard: Defense | str | None = None,
     *,
     photos: Images | None = None,
-    seed: Seed = 0,
+    seed: Seed | None = None,
+    secret: bytes | None = None,
     engine: Literal["local", "ray"] = "ray",
     address: str | None = None,
     workers: int | None = None,
@@ -69,7 +69,9 @@ def defend_dataset(
         guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
             calibrates SecondLook on ``photos``.
         photos: for ``guard="auto"``: some hundred clean photos like those of the collection.
-        seed: of the defence's random numbers.
+        seed: of the defence's random numbers, where others shall be able to repeat them.
+        secret: their key, instead of a seed; by default that of the process. A job whose secret was drawn continues
+            with another one.
         engine: ``"ray"``, or ``"local"`` for this process alone.
         address: of the Ray cluster, as ``host:port``; without it one is started on this machine.
         workers: model copies in the cluster; by default one per GPU, or per node if there is no GPU.
@@ -88,7 +90,7 @@ def defend_dataset(
     for one in sources:
         if f"{output.root}/".startswith(f"{file_system(one)[1]}/"):
             raise ReactClipError(f"{out} lies in {one}, which is read; choose an --out outside of it")
-    guard = resolve_guard(guard, clf, photos)
+    guard, seed = resolve_guard(guard, clf, photos), seed_or_secret(seed, secret)
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)
@@ -114,13 +116,13 @@ def defend_dataset(
 
 
 def _description(clf: ZeroShotClassifier, guard: Defense, seed: Seed, top: int) -> dict[str, Any]:
-    """What decides the numbers in a row, as JSON values; a secret seed is only shown as a hash."""
+    """What decides the numbers in a row, as JSON values."""
     return {
         "model": clf.encoder.name,
         "weights": clf.encoder.fingerprint(),
         "classes": [*clf.names, tensor_digest(clf.class_features)[:16]],
         "guard": json.loads(json.dumps(guard.to_dict())),
-        "seed": seed if isinstance(seed, int) else "secret " + hashlib.blake2b(seed, digest_size=8).hexdigest(),
+        "seed": described(seed),
         "top": top,
     }
 

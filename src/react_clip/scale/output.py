@@ -51,7 +51,13 @@ class OutputFolder:
         beside, parts = f"{self.root}.json", self._parts()
         if parts:
             earlier = json.loads(self.fs.cat_file(beside)) if self.fs.exists(beside) else {}
-            if other := [name for name, value in description.items() if earlier.get(name) != value]:
+            other = [name for name, value in description.items() if earlier.get(name) != value]
+            if other == ["seed"]:
+                raise ReactClipError(
+                    f"{self.url} holds rows of this job with the seed {earlier.get('seed')!r}; continue with the same "
+                    "--seed or --secret-file, or choose another --out"
+                )
+            if other:
                 raise ReactClipError(f"{self.url} holds another job (other {', '.join(other)}); choose another --out")
             if not resume:
                 raise ReactClipError(f"{self.url} holds rows of this job; continue it with --resume, or remove them")

@@ -8,13 +8,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_bytes
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from react_clip.errors import ReactClipError
+from react_clip.secret import SHORTEST_SECRET, process_secret, read_secret, was_drawn
 
 PREFIX = "REACT_CLIP_SERVE_"
 """Start of the name of every environment variable."""
@@ -99,6 +99,8 @@ class Settings(BaseSettings):
     max_labels: Count = 1000
     """prompts in one request: labels times templates"""
 
+    secret_file: Path | None = None
+    """file with the secret that keys the noise ($REACT_CLIP_SECRET_FILE, else a new one per start)"""
     secrets_dir: Path | None = None
     """folder of the files react_clip_serve_secret and react_clip_serve_api_keys (instead of these variables)"""
     fixed_labels: bool = False
@@ -156,7 +158,6 @@ DROPPED = dict.fromkeys(_FIXED, "it has a fixed value now, so leave it out") | {
     "processes": "it is --workers now",
     "name": "callers see the model's own name, without folders",
     "calibrate_on": "run `react-clip calibrate` on these photos and give its file to --config",
-    "secret_file": "name the file react_clip_serve_secret and give its folder to --secrets-dir",
     "api_key_file": "name the file react_clip_serve_api_keys and give its folder to --secrets-dir",
     "open_metrics": "/metrics needs an API key, or --diagnostics where there are none",
     "suspicious": "it is part of --diagnostics now",
@@ -218,9 +219,6 @@ def read_settings(flags: Mapping[str, Any]) -> Settings:
 
 # ---------------------------------------------------------------------- secret and API keys
 
-SHORTEST = 16
-"""Shorter secrets and keys could be guessed."""
-
 
 class _SecretFiles(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore")
@@ -252,11 +250,15 @@ def read_secrets(settings: Settings) -> Secrets:
     if found.api_keys and not keys:
         raise ReactClipError("the API keys are empty; write one a line, or leave them out")
     for name, value in (("the secret", secret), *(("an API key", key) for key in keys)):
-        if value is not None and len(value) < SHORTEST:
+        if value is not None and len(value) < SHORTEST_SECRET:
             raise ReactClipError(
-                f"{name} has {len(value)} bytes; it needs at least {SHORTEST}, such as those of `openssl rand -hex 32`"
+                f"{name} has {len(value)} bytes; it needs at least {SHORTEST_SECRET}, such as those of "
+                "`openssl rand -hex 32`"
             )
-    return Secrets(secret or token_bytes(32), frozenset(map(digest, keys)), drawn=secret is None)
+    if settings.secret_file is not None:
+        secret = read_secret(settings.secret_file)
+    noise = secret or process_secret()
+    return Secrets(noise, frozenset(map(digest, keys)), drawn=was_drawn(noise))
 
 
 def digest(key: bytes) -> bytes:
