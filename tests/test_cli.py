@@ -22,7 +22,6 @@ from programs import Run
 from react_clip import choices
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.embed import write_features
-from react_clip.cli.photos import bundled_photos
 from react_clip.cli.rank import _numbers
 from react_clip.secret import _drawn_secret, described
 from toys import patch_encoder, write_photos
@@ -222,12 +221,6 @@ def test_the_demo_prints_outcomes_and_writes_one_page(
         assert set(outcome["plain"]) == {"name", "probability"}
         assert {"drift", "sigma", "gated", "passes"} <= set(outcome["react"])
         assert outcome["second_look"]["sigma"] is None
-
-
-def test_the_demo_brings_its_own_photos(tiny_folder: Path) -> None:
-    photos = bundled_photos()
-    assert len(photos) >= 6
-    assert rc.load(tiny_folder).prepare(photos).shape == (len(photos), 3, 32, 32)
 
 
 # ---------------------------------------------------------------------- stopped

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import react_clip as rc
 from react_clip.choices import FINETUNING
 from react_clip.cli import common, options
-from react_clip.config import write_length
 from react_clip.environment import typed_command
 from react_clip.errors import ReactClipError
 from react_clip.finetune.settings import Settings
@@ -47,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=options.count, help=f"updates of the weights ({Settings.steps})")
     length.add_argument("--epochs", type=options.positive, help="passes over the photos, instead of --steps")
+    defaults = Settings().to_dict()
     for name, (kind, text) in _SETTINGS.items():
-        default = "" if (value := getattr(Settings, name)) is None else f" ({write_length(value)})"
+        default = "" if defaults[name] is None else f" ({defaults[name]})"
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text + default)
     parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
     options.add_model_options(

@@ -365,6 +365,7 @@ class Model:
             if done + _PROMPTS >= len(new.prompts):
                 features = torch.cat(new.features).reshape(-1, len(new.names), self.encoder.dim).mean(0)
                 new.classes = ZeroShotClassifier.from_features(self.encoder, new.names, features)
+                new.features.clear()
         except Exception as error:
             new.features.clear()
             failed = [ask for ask in self._queue if ask.labels is new]
