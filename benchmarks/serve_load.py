@@ -136,8 +136,8 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     servers: dict[str, Server] = {}
     try:
         for side, source in sources.items():
-            number = [f"--{'processes' if source else 'workers'}", str(args.workers)]
-            servers[side] = Server.start([*flags, *number, "--deadline", "60"], source=source)
+            words = [*flags, "--workers", str(args.workers), "--deadline", "60"]
+            servers[side] = Server.start(words, source=source)
             asyncio.run(load(servers[side].url, requests, args.callers, 3))
         for turn in range(args.rounds):
             for side in list(sources)[:: -1 if turn % 2 else 1]:

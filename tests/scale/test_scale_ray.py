@@ -24,7 +24,7 @@ from evaluation_toys import write_photos
 import react_clip as rc
 from programs import start_command, wait_for
 from react_clip.evaluation import EvaluationResult, Recipe, run_recipe
-from react_clip.scale import Summary, defend_dataset
+from react_clip.scale import defend_dataset
 from react_clip.scale import evaluation as on_cluster
 from scale_toys import features, picture, read_rows, write_tar
 
@@ -76,48 +76,26 @@ def run_and_kill(job: Callable[[], Any], worker: str, begun: Callable[[], bool])
 # ---------------------------------------------------------------------- embed
 
 
-@pytest.fixture(scope="module")
-def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tar shard and eight photos; two of the images are damaged."""
-    folder = tmp_path_factory.mktemp("collection")
-    images = [b"no image" if i in (5, 50) else picture(i) for i in range(IMAGES)]
-    for i in range(8):
-        (folder / f"{i}.png").write_bytes(images[i])
+@pytest.mark.smoke
+def test_a_killed_worker_changes_no_row(cluster: str, clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
+    source, out = tmp_path / "photos", tmp_path / "out"
+    images = {f"{i:03d}.png": b"no image" if i in (5, 50) else picture(i) for i in range(IMAGES)}
     for shard in range(4):
-        members = {f"{i:03d}.png": images[i] for i in range(8 + 16 * shard, 24 + 16 * shard)}
-        write_tar(folder / f"shard{shard}.tar", members)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(collection: Path, clf: rc.ZeroShotClassifier, tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """The rows of a local run."""
-    out = tmp_path_factory.mktemp("expected") / "out"
-    summary = defend_dataset(collection, out, clf, GUARD, engine="local")
-    assert (summary.images, summary.errors) == (IMAGES, 2)
-    return read_rows(out)
-
-
-def assert_same_rows(out: Path, expected: pd.DataFrame) -> None:
-    rows = read_rows(out)
+        write_tar(source / f"{shard}.tar", dict(list(images.items())[16 * shard : 16 * shard + 16]))
+    for name, content in list(images.items())[64:]:
+        (source / name).write_bytes(content)
+    defend_dataset(source, tmp_path / "local", clf, GUARD, engine="local")
+    summary = run_and_kill(
+        lambda: defend_dataset(source, out, clf, GUARD, address=cluster, workers=1, batch=4),
+        "Defender",
+        lambda: any(out.glob("*.parquet")),
+    )
+    assert (summary.images, summary.errors, summary.missing) == (IMAGES, 2, ())
+    rows, expected = read_rows(out), read_rows(tmp_path / "local")
     assert list(rows.columns) == list(expected.columns)
     for name in ("key", "error", "label", "gated", "passes"):
         pd.testing.assert_series_equal(rows[name], expected[name])
     assert np.allclose(features(rows), features(expected), atol=1e-5)
-
-
-@pytest.mark.smoke
-def test_a_killed_worker_changes_no_row(
-    cluster: str, collection: Path, clf: rc.ZeroShotClassifier, expected: pd.DataFrame, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-
-    def embed() -> Summary:
-        return defend_dataset(collection, out, clf, GUARD, address=cluster, workers=1, batch=4)
-
-    summary = run_and_kill(embed, "Defender", lambda: any(out.glob("*.parquet")))
-    assert_same_rows(out, expected)
-    assert (summary.images, summary.errors, summary.missing) == (IMAGES, 2, ())
 
 
 # ---------------------------------------------------------------------- evaluate

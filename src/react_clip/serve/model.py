@@ -100,7 +100,7 @@ class Model:
         self.metrics = Metrics(shared=settings.workers > 1)
         self._on_gpu = self.encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
-        self._queue: list[_Ask] = []
+        self._keep([])
         self._preset = _Labels(preset.names, classes=preset)
         self._lists: dict[str, _Labels] = {}  # the one that was used last is at the end
         self._computing: _Batch | None = None
@@ -160,10 +160,10 @@ class Model:
         """Label lists that waiting requests need."""
         return list(dict.fromkeys(ask.labels for ask in self._queue if ask.labels.classes is None))
 
-    @property
-    def free_slots(self) -> int:
-        """Images that still fit into the queue."""
-        return self.settings.queue - _images(self._queue) - _slots(self._new)
+    def _keep(self, asks: list[_Ask]) -> None:
+        """Go on with these requests in the queue."""
+        self._queue = asks
+        self._free = self.settings.queue - _images(asks) - _slots(self._new)
 
     def _receive(self, timeout: float) -> None:
         """Read all messages that are there; wait up to ``timeout`` seconds for the first."""
@@ -185,18 +185,19 @@ class Model:
         size, keys, labels = self.encoder.image_size, message["keys"], message["labels"]
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(len(keys), 3, size, size)
         try:
-            ask = _Ask(caller, message["id"], images, keys, message["expires"], self._labels(labels))
-            if len(ask) > (free := self.free_slots):
+            ask, prompts = _Ask(caller, message["id"], images, keys, message["expires"], self._labels(labels)), 0
+            if len(ask) > self._free:
                 raise busy("the queue is full; try again soon")
             if ask.labels.classes is None and ask.labels not in (new := self._new):
                 # Images must find room beside any number of label lists.
-                own = _slots([ask.labels])
-                if own + _slots(new) > self.settings.queue // 2 or own + len(ask) > free:
+                prompts = _slots([ask.labels])
+                if prompts + _slots(new) > self.settings.queue // 2 or prompts + len(ask) > self._free:
                     raise busy("too many new labels are waiting; try again soon, or send labels that were used before")
         except RequestError as error:
             self._refuse(caller, message["id"], error)
             return
         self._queue.append(ask)
+        self._free -= len(ask) + prompts
         if labels is not None:
             self._lists.pop(key := json.dumps(labels), None)
             self._lists[key] = ask.labels
@@ -229,10 +230,10 @@ class Model:
 
     def _cancel(self, caller: bytes, number: int) -> None:
         """Forget a request whose caller is gone, and with it prompts that nobody else waits for."""
-        self._queue = [ask for ask in self._queue if (ask.caller, ask.number) != (caller, number)]
+        self._keep([ask for ask in self._queue if (ask.caller, ask.number) != (caller, number)])
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
-        message["free"] = self.free_slots
+        message["free"] = self._free
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
 
     def _refuse(self, caller: bytes, number: int, error: RequestError) -> None:
@@ -241,7 +242,7 @@ class Model:
 
     def _tell(self) -> None:
         """Tell all callers now and then that the model lives."""
-        self.metrics.waiting.set(self.settings.queue - self.free_slots)
+        self.metrics.waiting.set(self.settings.queue - self._free)
         if (now := time.monotonic()) - self._told > BEAT:
             self._told = now
             for caller in self._callers:
@@ -261,18 +262,20 @@ class Model:
 
     def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
         """Take the requests of a batch from the queue; those that have waited too long are refused."""
-        batch: list[_Ask] = []
+        batch, images = list[_Ask](), 0
         most = min(self._batch_limit, _images(ready))
         if self._on_gpu:
             most = max(size for size in _GPU_BATCHES if size <= most)
         for ask in ready:
-            if batch and _images(batch) + len(ask) > most:
+            if batch and images + len(ask) > most:
                 break
             self._queue.remove(ask)
             if time.monotonic() < ask.expires:
                 batch.append(ask)
+                images += len(ask)
             else:
                 self._refuse(ask.caller, ask.number, late(self.settings.deadline))
+        self._keep(self._queue)
         return batch
 
     def _start(self, asks: list[_Ask]) -> _Batch | None:
@@ -366,10 +369,11 @@ class Model:
                 features = torch.cat(new.features).reshape(-1, len(new.names), self.encoder.dim).mean(0)
                 new.classes = ZeroShotClassifier.from_features(self.encoder, new.names, features)
                 new.features.clear()
+                self._keep(self._queue)  # its prompts take no places any more
         except Exception as error:
             new.features.clear()
             failed = [ask for ask in self._queue if ask.labels is new]
-            self._queue = [ask for ask in self._queue if ask.labels is not new]
+            self._keep([ask for ask in self._queue if ask.labels is not new])
             self._fail(failed, "the labels could not be encoded", error)
 
 
