@@ -79,10 +79,10 @@ def run_and_kill(job: Callable[[], Any], worker: str, begun: Callable[[], bool])
 @pytest.mark.smoke
 def test_a_killed_worker_changes_no_row(cluster: str, clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
     source, out = tmp_path / "photos", tmp_path / "out"
-    images = {f"{i:03d}.png": b"no image" if i in (5, 50) else picture(i) for i in range(IMAGES)}
+    images = [(f"{i:03d}.png", b"no image" if i in (5, 50) else picture(i)) for i in range(IMAGES)]
     for shard in range(4):
-        write_tar(source / f"{shard}.tar", dict(list(images.items())[16 * shard : 16 * shard + 16]))
-    for name, content in list(images.items())[64:]:
+        write_tar(source / f"shard{shard}.tar", dict(images[8 + 16 * shard : 24 + 16 * shard]))
+    for name, content in images[:8]:
         (source / name).write_bytes(content)
     defend_dataset(source, tmp_path / "local", clf, GUARD, engine="local")
     summary = run_and_kill(
