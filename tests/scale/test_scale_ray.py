@@ -84,9 +84,10 @@ def test_a_killed_worker_changes_no_row(cluster: str, clf: rc.ZeroShotClassifier
         write_tar(source / f"shard{shard}.tar", dict(images[8 + 16 * shard : 24 + 16 * shard]))
     for name, content in images[:8]:
         (source / name).write_bytes(content)
-    defend_dataset(source, tmp_path / "local", clf, GUARD, engine="local")
+    guard = GUARD.replace(views=400)  # it takes seconds
+    defend_dataset(source, tmp_path / "local", clf, guard, engine="local")
     summary = run_and_kill(
-        lambda: defend_dataset(source, out, clf, GUARD, address=cluster, workers=1, batch=4),
+        lambda: defend_dataset(source, out, clf, guard, address=cluster, workers=1, batch=4),
         "Defender",
         lambda: any(out.glob("*.parquet")),
     )
