@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -168,11 +168,20 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     return result | ({"ratio": round(medians["now"] / medians["before"], 3)} if args.before else {})
 
 
+def workers_of(server: Server) -> list[int]:
+    """The processes that answer; the one that has started them computes."""
+    found = []
+    for pid in server.pids():
+        with suppress(OSError):  # it has ended just now
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
 def harm(server: Server, rng: random.Random) -> str:
     """Kill a process that answers, or stop one (uvicorn replaces it), or let the model hang for 15 seconds."""
-    workers = [pid for pid in server.pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     what = rng.choice(["worker killed", "worker hangs", "model hangs"])
-    pid = server.process.pid if what.startswith("model") else rng.choice(workers)
+    pid = server.process.pid if what.startswith("model") else rng.choice(workers_of(server))
     os.kill(pid, signal.SIGKILL if what.endswith("killed") else signal.SIGSTOP)
     if pid == server.process.pid:
         time.sleep(15)
@@ -185,20 +194,24 @@ def soak(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     requests, rng = [as_request(photo) for photo in photos(64)], random.Random(0)
     server = Server.start([*flags, "--workers", str(args.workers), "--deadline", "10"])
     answers: Answers = {}
-    total, times = asyncio.run(load(server.url, requests, args.callers, 30, args.pause, answers))
-    harmed, memory = Counter[str](), [server.memory()]
+    # Workers that still import libraries would make the first memory too small.
+    while len(workers_of(server)) < args.workers:
+        time.sleep(1)
+    time.sleep(60)
+    total, times = asyncio.run(load(server.url, requests, args.callers, 60, args.pause, answers))
+    harmed, memory = Counter[str](), [(len(workers_of(server)), server.memory())]
     until = time.monotonic() + 60 * args.minutes
     with ThreadPoolExecutor(1) as thread:
         while time.monotonic() < until:
             harming = thread.submit(harm, server, rng) if args.harm else None
             seconds = min(args.harm or 60, until - time.monotonic())
             statuses, own = asyncio.run(load(server.url, requests, args.callers, seconds, args.pause, answers))
-            total, times, memory = total + statuses, times + own, [*memory, server.memory()]
+            total, times, memory = total + statuses, times + own, [*memory, (len(workers_of(server)), server.memory())]
             if harming:
                 harmed[harming.result()] += 1
     time.sleep(60)  # the last part that hangs is replaced
     last, _ = asyncio.run(load(server.url, requests, args.callers, 60, args.pause, answers))
-    memory.append(server.memory())
+    memory.append((len(workers_of(server)), server.memory()))
     code, seconds = server.stop()
     return {
         "minutes": args.minutes,
@@ -208,7 +221,7 @@ def soak(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         "wrong": total["wrong"] + last["wrong"],
         "latency_median": round(statistics.median(times), 3),
         "latency_most": round(max(times), 3),
-        "memory_first_most_last": [memory[0], max(memory), memory[-1]],
+        "workers_and_memory": memory,
         "load_average": os.getloadavg()[0],
         "exit_code": code,
         "stop_seconds": round(seconds, 1),
@@ -236,8 +249,8 @@ for line in sys.stdin:
 def neighbours(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Seconds for one image in a process of the library, alone and beside another, as OpenMP waits and as we set it."""
     seconds: dict[str, list[float]] = {}
-    for _ in range(args.rounds):
-        for policy in ("", "PASSIVE"):  # empty: OpenMP's own
+    for turn in range(args.rounds):
+        for policy in ("", "PASSIVE")[:: -1 if turn % 2 else 1]:  # empty: OpenMP's own
             command = [sys.executable, "-W", "ignore", "-c", NEIGHBOUR, *(flags or ["clip-vit-b-16"])]
             env = {**os.environ, "OMP_WAIT_POLICY": policy}
             pipes: Any = {
