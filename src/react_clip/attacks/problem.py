@@ -255,7 +255,8 @@ def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
     """
     low = ((ball.centre - ball.eps).clamp_min(0.0) * 255.0 - 1e-4).ceil()
     high = ((ball.centre + ball.eps).clamp_max(1.0) * 255.0 + 1e-4).floor()
-    return torch.where(low <= high, from_levels((images * 255.0).round().clamp(low, high)), ball.centre)
+    # Adding zero turns -0.0 into 0.0, of which devices choose different ones.
+    return torch.where(low <= high, from_levels((images * 255.0).round().clamp(low, high) + 0.0), ball.centre)
 
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:

@@ -187,11 +187,8 @@ def read_tensors(path: Path) -> State:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _read_torch(path)
     except (OSError, SafetensorError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ReactClipError(f"{path} cannot be read ({first_line(error)}); get the file again") from None
-    while isinstance(content, Mapping):
-        inner = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping)), None)
-        if inner is None:
-            break
-        content = inner
+    while isinstance(content, Mapping) and any(isinstance(content.get(key), Mapping) for key in _CONTAINERS):
+        content = next(content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping))
     if not isinstance(content, Mapping):
         raise ReactClipError(f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary of tensors")
     return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
@@ -225,7 +222,6 @@ _NAMES = (
     (".mlp.c_proj.", ".mlp.fc2."),
 )
 """Parts of keys in OpenAI's layout, which open_clip has too, without ``visual.``, and in Hugging Face's."""
-_SPLIT = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 
 
 def to_openai(state: Mapping[str, Tensor]) -> State:
@@ -237,16 +233,14 @@ def to_openai(state: Mapping[str, Tensor]) -> State:
     >>> {key: list(value.shape) for key, value in to_openai(projections).items()}
     {'transformer.resblocks.0.attn.in_proj_bias': [6]}
     """
-    renamed: State = {}
-    for key, tensor in state.items():
-        split = _SPLIT.fullmatch(key)
-        three = [f"{split[1]}.self_attn.{letter}_proj.{split[3]}" for letter in "qkv"] if split else []
-        if split and set(three) <= state.keys():
-            renamed[_openai_name(f"{split[1]}.attn.in_proj_{split[3]}")] = torch.cat([state[each] for each in three])
-        elif key == PROJECTION:
-            renamed["proj"] = tensor.T
-        else:
-            renamed[_openai_name(key)] = tensor
+    renamed = {_openai_name(key): tensor for key, tensor in state.items()}
+    for queries in [key for key in renamed if ".self_attn.q_proj." in key]:
+        three = [queries.replace(".q_proj.", f".{letter}_proj.") for letter in "qkv"]
+        if set(three) <= renamed.keys():
+            joint = queries.replace(".self_attn.q_proj.", ".attn.in_proj_")
+            renamed[joint] = torch.cat([renamed.pop(key) for key in three])
+    if PROJECTION in renamed:
+        renamed["proj"] = renamed.pop(PROJECTION).T
     return renamed
 
 

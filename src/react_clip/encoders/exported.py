@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,16 +39,20 @@ _FIELDS = {"model", "image_size", "small_size", "patch_size", "dim", "preprocess
 _NOISE = 0.1
 """Scale of the noisy views that are compared beside the photos: a defence encodes mostly noisy views."""
 
-Graph = Callable[[np.ndarray], np.ndarray]
-"""Pixels ``[B, 3, S, S]`` to unit features ``[B, D]``, both fp32."""
-
 
 class GraphTower(nn.Module):
     """Graphs by image size; what they compute includes the normalisation and the scaling to unit length."""
 
-    def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], name: str) -> None:
+    def __init__(self, folder: Path, record: dict[str, Any], name: str) -> None:
         super().__init__()
-        self.graphs, self.record, self.name = graphs, record, name
+        runtime = require("onnxruntime", "an exported tower", extra="export")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self.graphs = {
+            size: runtime.InferenceSession(str(folder / file), options, providers=["CPUExecutionProvider"])
+            for size, file in _graph_files(record).items()
+        }
+        self.record, self.name = record, name
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Unit features of pixels ``[B, 3, S, S]`` in [0, 1]; raises where gradients are asked for."""
@@ -60,7 +62,8 @@ class GraphTower(nn.Module):
                 "was exported from, or use what needs none (ReACT and its relatives; attacks.Square)"
             )
         array = pixels.detach().float().cpu().contiguous().numpy()
-        return torch.from_numpy(self.graphs[pixels.shape[-1]](array)).to(pixels.device)
+        [features] = self.graphs[pixels.shape[-1]].run(None, {"pixels": array})
+        return torch.from_numpy(features).to(pixels.device)
 
     def extra_repr(self) -> str:
         """The digests of the graphs."""
@@ -72,12 +75,12 @@ class ExportedEncoder(Encoder):
 
     tower: GraphTower
 
-    def __init__(self, graphs: dict[int, Graph], record: dict[str, Any], *, name: str) -> None:
-        sizes = {key: record[key] for key in ("image_size", "dim", "patch_size")}
+    def __init__(self, tower: GraphTower) -> None:
+        record = tower.record
+        options: dict[str, Any] = {key: record[key] for key in ("image_size", "dim", "patch_size")}
+        options |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
         how = Preprocessing(**record["preprocessing"]), functional.Similarity(**record["similarity"])
-        tower = GraphTower(graphs, record, name)
-        no_normalisation: Any = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-        super().__init__(tower, name=name, preprocessing=how[0], similarity=how[1], **no_normalisation, **sizes)
+        super().__init__(tower, name=tower.name, preprocessing=how[0], similarity=how[1], **options)
         self.weights = record["model"]
 
     def takes(self, size: int) -> bool:
@@ -99,26 +102,15 @@ def load_exported(name: str, *, device: str | torch.device | None, dtype: str | 
     record = read_json(folder / RECORD, way_out)
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not record.keys() >= _FIELDS:
         raise ReactClipError(f"{folder / RECORD} is no record of an exported tower of schema {SCHEMA}; {way_out}")
-    graphs = {}
-    for size, file in _graph_files(record).items():
+    for file in _graph_files(record).values():
         if not (folder / file).is_file() or sha256_of(folder / file) != record["sha256"].get(file):
             raise ReactClipError(f"{folder / file} is missing or not the file that {RECORD} describes; {way_out}")
-        graphs[size] = open_graph(folder / file)
-    return ExportedEncoder(graphs, record, name=name)
+    return ExportedEncoder(GraphTower(folder, record, name))
 
 
 def _graph_files(record: dict[str, Any]) -> dict[int, str]:
     """Files of the graphs that a record describes, by image size."""
     return {record["image_size"]: FULL} | ({record["small_size"]: SMALL} if record["small_size"] else {})
-
-
-def open_graph(path: Path) -> Graph:
-    """A graph in ONNX Runtime, with as many threads as PyTorch has."""
-    runtime = require("onnxruntime", "an exported tower", extra="export")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda pixels: np.asarray(session.run(None, {"pixels": pixels})[0])
 
 
 # ---------------------------------------------------------------------- exporting
@@ -152,11 +144,10 @@ def export(encoder: Encoder, folder: Path, photos: Tensor, *, tolerance: float =
             # A folder inside the private scratch folder, so that what is published has ordinary permissions.
             finished = Path(scratch) / "finished"
             finished.mkdir()
-            record, graphs = _record(encoder), {}
+            record = _record(encoder)
             for size, file in _graph_files(record).items():
                 _write_graph(encoder, finished / file, size)
-                graphs[size] = open_graph(finished / file)
-            parity = measure_parity(encoder, graphs, photos)
+            parity = measure_parity(encoder, GraphTower(finished, record, folder.name), photos)
             # Written so that NaN fails too.
             if not parity.max_difference <= tolerance:
                 raise ReactClipError(
@@ -174,17 +165,17 @@ def export(encoder: Encoder, folder: Path, photos: Tensor, *, tolerance: float =
 
 
 @torch.no_grad()
-def measure_parity(encoder: Encoder, graphs: dict[int, Graph], photos: Tensor) -> Parity:
-    """Compare the tower and its graphs on photos, on noisy views of them, and on one photo alone."""
+def measure_parity(encoder: Encoder, exported: GraphTower, photos: Tensor) -> Parity:
+    """Compare the tower and its export on photos, on noisy views of them, and on one photo alone."""
     sigma = torch.full((len(photos),), _NOISE)
     noisy = torch.cat([photos, noise.noisy_view(photos, noise.stream_keys(photos, 0), sigma)])
     differences, cosines = [], []
-    for size, graph in graphs.items():
+    for size in exported.graphs:
         views = smaller_copy(noisy, size)
         expected = encoder.encode(views)
-        exported = torch.cat([torch.from_numpy(graph(part.numpy())) for part in (views[:1], views[1:])])
-        differences.append((exported - expected).abs().amax(1))
-        cosines.append((exported.double() * expected.double()).sum(1))
+        found = torch.cat([exported(views[:1]), exported(views[1:])])
+        differences.append((found - expected).abs().amax(1))
+        cosines.append((found.double() * expected.double()).sum(1))
     difference, cosine = torch.cat(differences), torch.cat(cosines)
     return Parity(len(difference), float(difference.max()), float(cosine.min()))
 
