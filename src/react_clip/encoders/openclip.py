@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from react_clip.encoders.base import CLIP_MEAN, CLIP_STD, Encoder, read_similarity
-from react_clip.encoders.layers import QUICK_GELU
+from react_clip.encoders.layers import APPROXIMATIONS, QUICK_GELU
 from react_clip.encoders.loading import check_activation, loading
 from react_clip.encoders.text import TextTower
 from react_clip.encoders.vision import VisionTower
@@ -146,8 +146,7 @@ def _vision_tower(visual: Any) -> VisionTower | None:
     (height, width), block = visual.patch_size, visual.transformer.resblocks[0]
     if height != width or visual.grid_size[0] != visual.grid_size[1] or not hasattr(block, "mlp"):
         return None
-    activation = QUICK_GELU
-    if isinstance(block.mlp.gelu, nn.GELU):
-        activation = "gelu" if block.mlp.gelu.approximate == "none" else "gelu_pytorch_tanh"
+    names = {approximation: name for name, approximation in APPROXIMATIONS.items()}
+    activation = names[block.mlp.gelu.approximate] if isinstance(block.mlp.gelu, nn.GELU) else QUICK_GELU
     weights = {key: value.detach() for key, value in visual.named_parameters()}
     return VisionTower.of(weights, heads=block.attn.num_heads, activation=activation, eps=visual.ln_post.eps)
