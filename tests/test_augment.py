@@ -33,10 +33,8 @@ def torchvisions(options: WeakAugmentation, image: Tensor, key: int) -> Tensor:
     functions = pytest.importorskip("torchvision.transforms.functional")
     parameters, grain = (noise.fork(torch.tensor([key]), branch) for branch in (0, 1))
     draw = noise.uniform(parameters, 13)[0].double().tolist()
-    angle, zoom = (
-        options.rotation * (2 * draw[0] - 1),
-        options.scale[0] + (options.scale[1] - options.scale[0]) * draw[3],
-    )
+    angle, (small, large) = options.rotation * (2 * draw[0] - 1), options.scale
+    zoom = small + (large - small) * draw[3]
     # Ours shifts before the rotation, torchvision after it.
     right, down = (-options.translation * image.shape[-1] * (2 * draw[i] - 1) for i in (1, 2))
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
@@ -83,30 +81,12 @@ def test_shared_keys_give_the_same_change_with_noise_of_its_own() -> None:
     assert (noisy - views).abs().max() < 0.2
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"probability": 1.5}, r"probability is 1\.5"),
-        ({"blur_kernel": 4}, "blur_kernel is 4"),
-        ({"scale": (1.2, 0.8)}, "scale is"),
-        ({"blur_sigma": (0.0, 1.0)}, "blur_sigma is"),
-    ],
-)
-def test_impossible_ranges_are_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(ReactClipError, match=says):
-        WeakAugmentation(**options)  # type: ignore[arg-type]
+def test_a_blur_of_an_even_kernel_is_refused() -> None:
+    with pytest.raises(ReactClipError, match="blur_kernel is 4"):
+        WeakAugmentation(blur_kernel=4)
 
 
 def test_every_step_is_differentiable() -> None:
     images = toy_images(2, dtype=torch.float64).requires_grad_()
     augment = WeakAugmentation(probability=1)
-    keys = torch.arange(2)
-    direction = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    views = augment(images, keys)
-    inside = ((views > 1e-3) & (views < 1 - 1e-3)).double()
-    (slope,) = torch.autograd.grad((views * inside).sum(), images)
-    with torch.no_grad():
-        step = 1e-6
-        ahead, behind = (augment(images + sign * step * direction, keys) for sign in (1, -1))
-        measured = ((ahead - behind) * inside).sum() / (2 * step)
-    assert torch.allclose((slope * direction).sum(), measured, rtol=1e-3)
+    assert torch.autograd.gradcheck(lambda images: augment(images, torch.arange(2)), images, fast_mode=True)

@@ -41,10 +41,8 @@ def test_features_are_those_of_the_tower_for_any_number_of_images(exported: Path
         images = pixels(count, seed=count)
         noisy = images * 3 - 1
         assert (graph(images) - tower(images)).abs().max() < 1e-5
-        for found, expected in zip(
-            *(each.encode([noisy, noisy[..., :24, :24]]) for each in (graph, tower)), strict=True
-        ):
-            assert (found - expected).abs().max() < 1e-5
+        found, expected = (torch.cat(each.encode([noisy, noisy[..., :24, :24]])) for each in (graph, tower))
+        assert (found - expected).abs().max() < 1e-5
     assert graph.size_near(176 / 224) == tower.size_near(176 / 224) == 24
     assert graph.token_fraction(24) == tower.token_fraction(24)
     assert graph.size_near(0.5) is None, "there is no graph for 16 pixels"
@@ -72,9 +70,8 @@ def test_defences_without_gradients_answer_as_on_the_tower(exported: Path, tiny_
         lambda: attacks.PGD(eps=4 / 255, steps=2)(classifiers[1], images, labels, seed=0),
         lambda: defenses.TTC(tau=0.0)(classifiers[1], images, seed=0),
     ):
-        with pytest.raises(rc.ReactClipError, match="gives no gradients; load") as caught:
+        with pytest.raises(rc.ReactClipError, match=f"gives no gradients; load '{tiny_folder}'"):
             needs_gradients()
-        assert str(tiny_folder) in str(caught.value)
 
 
 def test_the_record_says_what_was_exported(exported: Path, tiny_folder: Path) -> None:
@@ -94,9 +91,7 @@ def test_a_graph_that_differs_from_its_tower_is_not_kept(
 
     monkeypatch.setattr(exporting, "_write_graph", copy_graph)
     code, _, error = run("export", other_folder, "--out", tmp_path / "out" / "new", "--photos", photos, "--quiet")
-    assert code == 2
-    assert "more than 0.0001; nothing was written" in error
-    assert error.count("\n") == 1
+    assert (code, "more than 0.0001; nothing was written" in error) == (2, True)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -107,8 +102,7 @@ def test_bad_requests_are_one_line(exported: Path, tiny_folder: Path, tmp_path: 
         ([f"onnx:{exported}", "--out", tmp_path / "a"], "is an exported tower already"),
     ):
         code, _, error = run("export", *arguments, "--quiet")
-        assert code == 2
-        assert says in error
+        assert (code, says in error) == (2, True)
     assert not (tmp_path / "a").exists()
 
 

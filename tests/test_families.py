@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def hf_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny_families.write_hf(folder, request.param)
 
 
-def library_inputs(kind: str, normalised: Tensor) -> dict[str, Tensor]:
+def library_inputs(kind: str, normalised: Tensor) -> dict[str, Any]:
     """What the library's own model takes for square images."""
     if kind != "siglip2":
         return {"pixel_values": normalised}
@@ -68,9 +69,8 @@ def test_transformers_models_give_the_logits_and_views_of_their_library(hf_folde
         expected = model(**text, **library_inputs(kind, (pixels - encoder.mean) / encoder.std)).logits_per_image
         views = photos(3, 48)
         inputs = library_inputs(kind, (views - encoder.mean) / encoder.std)
-        features = model.get_image_features(
-            **inputs, **({} if kind == "siglip2" else {"interpolate_pos_encoding": True})
-        )
+        inputs |= {} if kind == "siglip2" else {"interpolate_pos_encoding": True}
+        features = model.get_image_features(**inputs)
     out = rc.Undefended()(clf, pixels)
     assert (out.logits - expected).abs().max() < 1e-3
     assert (expected[0] - expected[1]).abs().max() > 0.1, "a model that answers all images alike proves nothing"
@@ -164,14 +164,11 @@ def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
 
 
 def test_a_model_without_a_threshold_is_calibrated_on_the_way(hf_folder: Path, tmp_path: Path, run: Run) -> None:
-    colours = np.random.default_rng(0).integers(0, 255, (24, 3))
-    for number, colour in enumerate(colours.tolist()):
+    for number, colour in enumerate(np.random.default_rng(0).integers(0, 255, (24, 3)).tolist()):
         Image.new("RGB", (64, 64), tuple(colour)).save(tmp_path / f"{number}.png")
     given = ("classify", tmp_path / "0.png", "--model", hf_folder, "--labels", "cat, dog")
     code, _, err = run(*given)
-    assert code == 2
-    assert "--calibrate-on PHOTOS" in err
+    assert (code, "--calibrate-on PHOTOS" in err) == (2, True)
     code, out, err = run(*given, "--calibrate-on", tmp_path)
-    assert code == 0, err
+    assert (code, "SecondLook's threshold is" in err) == (0, True), err
     assert out.startswith(str(tmp_path / "0.png"))
-    assert "SecondLook's threshold is" in err

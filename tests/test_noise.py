@@ -189,9 +189,8 @@ def test_a_secret_key_is_the_hmac_of_the_pixels() -> None:
     assert noise.stream_keys(images, SECRET).item() == int.from_bytes(digest[:8], "little", signed=True)
     assert noise.stream_keys(images, b"long" * 40).shape == (1,)
     for seed, says in ((b"", "has 0 bytes"), (b"short", "has 5 bytes"), ("12345", "type str"), (1.5, "type float")):
-        with pytest.raises(ReactClipError, match=says) as caught:
+        with pytest.raises(ReactClipError, match=says):
             noise.stream_keys(images, seed)  # type: ignore[arg-type]
-        assert "\n" not in str(caught.value)
     assert torch.equal(noise.stream_keys(images, np.int64(3)), noise.stream_keys(images, 3))  # type: ignore[arg-type]
 
 

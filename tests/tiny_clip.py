@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+
+from react_clip.encoders.checkpoints import PROJECTION, to_openai
 
 SIZE, PATCH, WIDTH, HEADS, LAYERS, DIM = 32, 8, 64, 2, 2, 32
 OPEN_CLIP_NAME = "tiny-test-clip"
@@ -20,13 +21,8 @@ def write_hf(folder: Path, *, activation: str = "quick_gelu", seed: int = 0) -> 
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(seed)
-    tower = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 4 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "hidden_act": activation,
-    }
-    tower |= {"num_attention_heads": HEADS, "projection_dim": DIM}
+    tower = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+    tower |= {"hidden_act": activation, "num_attention_heads": HEADS, "projection_dim": DIM}
     config = CLIPConfig(
         text_config={**tower, "vocab_size": 49408, "eos_token_id": 49407, "bos_token_id": 49406, "pad_token_id": 49407},
         vision_config={**tower, "image_size": SIZE, "patch_size": PATCH},
@@ -68,25 +64,12 @@ def write_open_clip(hf_folder: Path, folder: Path) -> Path:
     from transformers import CLIPModel
 
     source = CLIPModel.from_pretrained(hf_folder).state_dict()
-    target = {
-        "logit_scale": source["logit_scale"],
-        "text_projection": source["text_projection.weight"].T.contiguous(),
-        "positional_embedding": source["text_model.embeddings.position_embedding.weight"],
-        "token_embedding.weight": source["text_model.embeddings.token_embedding.weight"],
-        "ln_final.weight": source["text_model.final_layer_norm.weight"],
-        "ln_final.bias": source["text_model.final_layer_norm.bias"],
-        "visual.class_embedding": source["vision_model.embeddings.class_embedding"],
-        "visual.positional_embedding": source["vision_model.embeddings.position_embedding.weight"],
-        "visual.conv1.weight": source["vision_model.embeddings.patch_embedding.weight"],
-        "visual.ln_pre.weight": source["vision_model.pre_layrnorm.weight"],
-        "visual.ln_pre.bias": source["vision_model.pre_layrnorm.bias"],
-        "visual.ln_post.weight": source["vision_model.post_layernorm.weight"],
-        "visual.ln_post.bias": source["vision_model.post_layernorm.bias"],
-        "visual.proj": source["visual_projection.weight"].T.contiguous(),
-    }
-    for layer in range(LAYERS):
-        _copy_block(source, f"vision_model.encoder.layers.{layer}", target, f"visual.transformer.resblocks.{layer}")
-        _copy_block(source, f"text_model.encoder.layers.{layer}", target, f"transformer.resblocks.{layer}")
+    # The names of the two text towers differ in the way of the image towers, but for one.
+    text = {key.replace("text_model.", "vision_model."): each for key, each in source.items() if "text_model." in key}
+    text = {key.replace("vision_model.final_layer_norm.", "ln_final."): each for key, each in text.items()}
+    image = {key: each for key, each in source.items() if key.startswith(("vision_model.", PROJECTION))}
+    target = to_openai(text) | {f"visual.{key}": each for key, each in to_openai(image).items()}
+    target |= {"logit_scale": source["logit_scale"], "text_projection": source["text_projection.weight"].T}
     config = {
         "embed_dim": DIM,
         "quick_gelu": True,
@@ -99,14 +82,3 @@ def write_open_clip(hf_folder: Path, folder: Path) -> Path:
     checkpoint = folder / "weights.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in target.items()}, checkpoint)
     return checkpoint
-
-
-def _copy_block(source: dict[str, Tensor], old: str, target: dict[str, Tensor], new: str) -> None:
-    for kind in ("weight", "bias"):
-        parts = [source[f"{old}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
-        target[f"{new}.attn.in_proj_{kind}"] = torch.cat(parts)
-        target[f"{new}.attn.out_proj.{kind}"] = source[f"{old}.self_attn.out_proj.{kind}"]
-        target[f"{new}.ln_1.{kind}"] = source[f"{old}.layer_norm1.{kind}"]
-        target[f"{new}.ln_2.{kind}"] = source[f"{old}.layer_norm2.{kind}"]
-        target[f"{new}.mlp.c_fc.{kind}"] = source[f"{old}.mlp.fc1.{kind}"]
-        target[f"{new}.mlp.c_proj.{kind}"] = source[f"{old}.mlp.fc2.{kind}"]

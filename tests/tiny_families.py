@@ -14,27 +14,14 @@ SIZE, PATCH, WIDTH = 64, 8, 32
 
 _TOWER = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TEXT = {"vocab_size": 64, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SQUASH = {"size": {"height": SIZE, "width": SIZE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_SQUARE, _HALF = {"height": SIZE, "width": SIZE}, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_PATCHES = {"patch_size": PATCH, "max_num_patches": (SIZE // PATCH) ** 2}
+_CROP = {"size": {"shortest_edge": SIZE}, "crop_size": _SQUARE, "do_center_crop": True}
 
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "siglip": {"image_processor_type": "SiglipImageProcessor", "resample": 3, **_SQUASH},
-    "siglip2": {
-        "image_processor_type": "Siglip2ImageProcessor",
-        "resample": 2,
-        "patch_size": PATCH,
-        "max_num_patches": (SIZE // PATCH) ** 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    },
-    "metaclip_2": {
-        "image_processor_type": "CLIPImageProcessor",
-        "resample": 3,
-        "size": {"shortest_edge": SIZE},
-        "crop_size": {"height": SIZE, "width": SIZE},
-        "do_center_crop": True,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-    },
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "resample": 3, "size": _SQUARE, **_HALF},
+    "siglip2": {"image_processor_type": "Siglip2ImageProcessor", "resample": 2, **_PATCHES, **_HALF},
+    "metaclip_2": {"image_processor_type": "CLIPImageProcessor", "resample": 3, **_CROP, **_HALF},
 }
 """The preprocessor_config.json of each family of transformers."""
 
