@@ -85,7 +85,7 @@ def default_for(encoder: Encoder) -> ReACT | SecondLook:
     with suppress(ReactClipError):
         guard = SecondLook.for_encoder(encoder)
         # The threshold was measured with smaller copies, which not every exported encoder takes.
-        if guard.size(encoder) < encoder.image_size:
+        if guard.size(encoder) is not None:
             return guard
     with suppress(ReactClipError):
         return ReACT.for_encoder(encoder)

@@ -16,7 +16,7 @@ from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 
 VIEWS = 128
-"""Most views in one encoder call, if it has several images: bounds the memory."""
+"""Most views made for one encoder call, if it has several images: bounds the memory. Images alone may be twice that."""
 VIEWS_WITH_GRADIENTS = 64
 """The same where the encoder keeps activations for a backward pass."""
 
@@ -36,6 +36,11 @@ class Gradients:
 PLAIN_GRADIENTS = Gradients()
 
 
+def unchanged(images: Tensor) -> Tensor:
+    """The images themselves."""
+    return images
+
+
 @dataclass(frozen=True)
 class Change:
     """How views are made: ``make(images, *values)`` makes one per row.
@@ -48,6 +53,8 @@ class Change:
     """Branch of an image's random stream; ``None`` for the stream itself."""
     numbers: range | None = None
     """Numbers of the views, each with a branch of that stream; ``None`` for a single view on the stream itself."""
+    count: int = 1
+    """Views that ``make`` returns for each row, one after the other."""
     recordable: bool = False
     """True if equal changes make equal views without waiting for the GPU: few views become one CUDA graph."""
 
@@ -55,6 +62,16 @@ class Change:
     def drawn(self) -> bool:
         """True if ``make`` needs random streams."""
         return self.stream is not None or self.numbers is not None
+
+    @property
+    def single(self) -> bool:
+        """True for one view of each image."""
+        return self.numbers is None and self.count == 1
+
+    @property
+    def total(self) -> int:
+        """Views of one image."""
+        return self.count * (1 if self.numbers is None else len(self.numbers))
 
     def views(self, images: Tensor, keys: Tensor | None, values: Sequence[Tensor]) -> Tensor:
         """Views ``[n * count, 3, s, s]`` of images ``[n, 3, S, S]``: those of the first image, then of the second."""
@@ -205,7 +222,9 @@ class Batch:
         streams = [self.streams(rows)] if any(change.drawn for change in changes) else []
         values = [value for each in copies for value in each.values]
         limit = VIEWS_WITH_GRADIENTS if torch.is_grad_enabled() else VIEWS
-        step = max(1, limit // sum(1 if change.numbers is None else len(change.numbers) for change in changes))
+        # Without gradients only views that are made take memory.
+        made = sum(each.total for each in changes if each.make is not unchanged or torch.is_grad_enabled())
+        step = max(1, limit // made) if made else 2 * limit
         total = len(self) if rows is None else len(rows)
         parts = []
         with self.encoder.counting() as count:
@@ -217,8 +236,7 @@ class Batch:
         self.passes[slice(None) if rows is None else rows] += count.forward / total
         features = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
         numbered = [each.reshape(total, -1, each.shape[-1]) for each in features]
-        single = [change.numbers is None for change in changes]
-        return [each[:, 0] if one else each for each, one in zip(numbered, single, strict=True)]
+        return [each[:, 0] if change.single else each for each, change in zip(numbered, changes, strict=True)]
 
     def _part(self, function: MakeAndEncode, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.how.checkpoint and torch.is_grad_enabled():

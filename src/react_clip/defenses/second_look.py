@@ -28,10 +28,10 @@ from pydantic import Field
 from torch import Tensor
 
 from react_clip import noise as randomness
-from react_clip.augment import Motion
+from react_clip.augment import Motion, smaller_copy
 from react_clip.config import NonNegative
 from react_clip.defenses.base import Defense
-from react_clip.defenses.view import Smaller, View
+from react_clip.defenses.view import View
 from react_clip.encoders import OPENAI_VIT_B_16, Encoder
 from react_clip.errors import ReactClipError
 from react_clip.functional import drift, extrapolate
@@ -54,17 +54,20 @@ _OLDER = {"look", "moved_look", "moved_copy_size", "blend"}
 
 
 @dataclass(frozen=True)
-class NoisyCopy:
-    """Copies with Gaussian noise of standard deviation ``sigma``."""
+class TwoCopies:
+    """A small copy of each image, and the same with Gaussian noise of standard deviation ``sigma``."""
 
-    copy: Smaller | Motion
+    size: int | None
+    """Side in pixels; ``None`` for a moved view of full size."""
+    motion: Motion
     sigma: float
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Images ``[B, 3, S, S]`` and their random streams ``[B]`` to ``[B, 3, size, size]``."""
-        copies = self.copy(images) if isinstance(self.copy, Smaller) else self.copy(images, keys)
-        grain = randomness.fork(keys, GRAIN)
-        return randomness.noisy_view(copies, grain, torch.full_like(copies[:, 0, 0, 0], self.sigma))
+        """Images ``[B, 3, S, S]`` and their random streams ``[B]`` to ``[2 B, 3, size, size]``, copy after copy."""
+        copies = self.motion(images, keys) if self.size is None else smaller_copy(images, self.size)
+        sigma = torch.full_like(copies[:, 0, 0, 0], self.sigma)
+        noisy = randomness.noisy_view(copies, randomness.fork(keys, GRAIN), sigma)
+        return torch.stack([copies, noisy], 1).flatten(0, 1)
 
 
 class SecondLook(Defense):
@@ -96,18 +99,16 @@ class SecondLook(Defense):
     """k, the weight of the distance between the features of image and small copy."""
     threshold: NonNegative | None = 0.385
     """t, the score from which the answer changes; ``None`` if it was calibrated without classes."""
-    drift_threshold: Annotated[float, Field(ge=0, le=2)] = 0.4795
+    drift_threshold: Annotated[float, Field(ge=0, le=2)] = 0.56
     """The distance between the features of image and small copy from which a feature changes without classes."""
     motion: Motion = field(default_factory=Motion)
     """Motion of the copies where they are not smaller."""
 
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
         """Steps 1 to 3."""
-        size = self.size(x.encoder)
-        change = self.motion if size == x.encoder.image_size else Smaller(size)
-        copy = x.smaller(size) if isinstance(change, Smaller) else x.drawn(change, COPY, recordable=True)
-        noisy_copy = x.drawn(NoisyCopy(change, self.noise), COPY, recordable=True)
-        f, c, n = x.encode_together(x.image, copy, noisy_copy)
+        make = TwoCopies(self.size(x.encoder), self.motion, self.noise)
+        f, copies = x.encode_together(x.image, x.drawn(make, COPY, count=2, recordable=True))
+        c, n = copies.unbind(1)
         e = extrapolate(f, (c + n) / 2, self.alpha)
         distance = drift(f, c)
         if x.classes is None:
@@ -128,11 +129,11 @@ class SecondLook(Defense):
         """Raise if the copies are not smaller than the image, or have too few patches."""
         self.size(encoder)
 
-    def size(self, encoder: Encoder) -> int:
-        """Side of the copies in pixels; that of the image where they are moved views of full size."""
+    def size(self, encoder: Encoder) -> int | None:
+        """Side of the copies in pixels; ``None`` where they are moved views of full size."""
         size = None if self.copy_size is None else encoder.size_near(self.copy_size)
         if size is None:
-            return encoder.image_size
+            return None
         patch = encoder.patch_size or size
         if size >= encoder.image_size or size < LEAST_PATCHES * patch:
             sides = f"{size // patch} of the {encoder.image_size // patch} patches a side of {encoder.name!r}"

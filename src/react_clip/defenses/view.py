@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from react_clip import linf, noise
-from react_clip.augment import smaller_copy
-from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Change, Copies, Gradients, straight_through
+from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Change, Copies, Gradients, straight_through, unchanged
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
@@ -36,21 +35,6 @@ class Gate:
     score: Tensor
     threshold: Tensor
     open: Tensor
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """Images as copies of ``size`` pixels a side."""
-
-    size: int
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Images ``[B, 3, S, S]`` to ``[B, 3, size, size]``."""
-        return smaller_copy(images, self.size)
-
-
-def _same(images: Tensor) -> Tensor:
-    return images
 
 
 def _second(_: Tensor, given: Tensor) -> Tensor:
@@ -81,7 +65,7 @@ class View(Batch):
     ) -> None:
         super().__init__(encoder, pixels, keys, how, replay)
         self.classes, self.skip_unneeded, self.force = single(classes), skip_unneeded, force
-        self.image = Copies(Change(_same, recordable=True))
+        self.image = Copies(Change(unchanged, recordable=True))
         self.decision: Gate | None = None
         self.known_plain: Tensor | None = None
 
@@ -95,24 +79,21 @@ class View(Batch):
         """Images ``[B, 3, s, s]`` that are made already."""
         return Copies(Change(_second), (images,))
 
-    def smaller(self, size: int) -> Copies:
-        """Copies of ``size`` pixels a side."""
-        return Copies(Change(Smaller(size), recordable=True))
-
     def drawn(
         self,
         draw: Callable[..., Tensor],
         stream: int | None,
         numbers: range | None = None,
         *values: Tensor,
+        count: int = 1,
         recordable: bool = False,
     ) -> Copies:
         """Views ``draw(images, keys, *values)``, one on a branch of each image's random stream (``None``: the stream).
 
         With ``numbers`` there is a view on each of these branches of that branch. ``values`` are ``[B, ...]``.
-        ``recordable`` is explained at :class:`Change`.
+        ``count`` and ``recordable`` are explained at :class:`Change`.
         """
-        return Copies(Change(draw, stream, numbers, recordable), values)
+        return Copies(Change(draw, stream, numbers, count, recordable), values)
 
     def noisy(self, sigma: Tensor | float, stream: int, count: int) -> Copies:
         """``count`` views x + sigma * noise; ``sigma`` is one scale for all images, or one per image ``[B]``."""
@@ -131,7 +112,7 @@ class View(Batch):
         return self.known_plain
 
     def encode(self, copies: Copies, where: Tensor | None = None, instead: Tensor | None = None) -> Tensor:
-        """Unit features of the views ``[B, D]``, or ``[B, count, D]`` where they have numbers.
+        """Unit features of the views ``[B, D]``, or ``[B, count, D]`` where an image has several.
 
         With a mask ``where`` ``[B]`` only its images are encoded. Rows of the others hold ``instead`` ``[B, D]``, by
         default the plain feature, or their own views where these were encoded anyway.
@@ -140,8 +121,8 @@ class View(Batch):
             return self.encode_together(copies)[0]
         rows = where.nonzero().flatten()
         features = self.plain if instead is None else instead
-        if copies.change.numbers is not None:
-            features = features[:, None].expand(-1, len(copies.change.numbers), -1)
+        if not copies.change.single:
+            features = features[:, None].expand(-1, copies.change.total, -1)
         return features.index_copy(0, rows, self.features((copies,), rows)[0]) if len(rows) else features
 
     def encode_together(self, *copies: Copies) -> list[Tensor]:

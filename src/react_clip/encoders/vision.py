@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from react_clip.augment import resizing_weights
 from react_clip.encoders import layers
 from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU, AddNorm, Attention, Perceptron, Shapes
 from react_clip.encoders.text import at_least_fp32
@@ -133,29 +133,14 @@ def interpolate_positions(positions: Tensor, side: int) -> Tensor:
         return positions
     extra = len(positions) - old_side**2
     first, grid = positions[:extra], at_least_fp32(positions[extra:]).reshape(old_side, old_side, -1)
-    if grid.is_cuda:
-        weights = bicubic_weights(old_side, side, grid.device, grid.dtype)
+    if grid.is_cuda:  # PyTorch's kernel has one thread per position for all channels
+        weights = resizing_weights(old_side, side, "bicubic", grid.device, grid.dtype)
         rows = (weights @ grid.flatten(1)).reshape(side, old_side, -1)
         resized = (weights @ rows).flatten(0, 1)
     else:
         planes = grid.permute(2, 0, 1)[None]
         resized = F.interpolate(planes, size=(side, side), mode="bicubic", align_corners=False)[0].flatten(1).T
     return torch.cat([first, resized.to(positions.dtype)])
-
-
-@cache
-def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Weights ``[new, old]`` of bicubic interpolation along one side of a grid.
-
-    On a GPU two products with them replace PyTorch's kernel, which has one thread per position for all channels.
-
-    >>> bicubic_weights(14, 10, torch.device("cpu"), torch.float32).sum(1).allclose(torch.ones(10))
-    True
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        columns = torch.eye(old, dtype=torch.float64)[None, :, :, None]  # one channel per old position
-        weights = F.interpolate(columns, size=(new, 1), mode="bicubic", align_corners=False)
-        return weights[0, :, :, 0].T.contiguous().to(device, dtype)
 
 
 class Block(nn.Module):
