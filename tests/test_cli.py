@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -92,6 +95,35 @@ def test_embed_writes_defended_features(
     clf = rc.ZeroShotClassifier(rc.load(tiny_folder), ["cat", "dog", "teapot"])
     expected = rc.ReACT()(clf, sorted(photos.iterdir()), seed=0).features
     assert torch.allclose(features, expected, atol=1e-5)
+
+
+def test_classify_reads_json_lines(run: Run, photos: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sorted(photos.iterdir())[:2]
+    encoded = base64.b64encode(second.read_bytes()).decode()
+    lines = [{"file": str(first)}, {"image": encoded, "file": "mine"}, {"image": f"data:image/png;base64,{encoded}"}]
+    wrong = ["no json", '{"image": "?"}', "[]", '{"file": "nowhere.png"}']
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*map(json.dumps, lines), "", *wrong])))
+    code, out, err = run("classify", "-", *tiny, "--seed", 0, "--json")
+    found, files = json.loads(out), json.loads(run("classify", first, second, *tiny, "--seed", 0, "--json")[1])
+    assert (code, [row["file"] for row in found["results"]]) == (2, [str(first), "mine", "line 3"])
+    assert [row["file"] for row in found["errors"]] == ["line 5", "line 6", "line 7", "nowhere.png"]
+    assert err.count("is no photo; write") == 3
+    for row, expected in zip(found["results"], [*files["results"], files["results"][1]], strict=True):
+        assert row["answers"][0]["label"] == expected["answers"][0]["label"]
+        assert row["drift"] == pytest.approx(expected["drift"], abs=1e-4)
+
+
+def test_a_full_disk_is_known_before_the_work(
+    run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rc.ReACT, "__call__", lambda *args, **options: pytest.fail("nothing is computed"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    code, _, err = run("embed", photos, *tiny, "--out", tmp_path / "new" / "f.npy")
+    assert (code, "f.npy, " in err, "No space left on device; free some space" in err) == (2, True, True)
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_embed_leaves_nothing_when_no_photo_can_be_read(

@@ -185,15 +185,35 @@ def test_a_long_strip_is_cut_before_it_is_resized() -> None:
     assert torch.allclose(to_pixels(wide, SMALL), to_pixels(cut, SMALL), atol=0.02)
 
 
+def test_what_people_hold_gives_the_same_pixels(tmp_path: Path) -> None:
+    images = [photo(40, 30), photo(30, 40).rotate(90)]
+    arrays = [np.asarray(image) for image in images]
+    files = [io.BytesIO(), io.BytesIO()]
+    for number, (image, file) in enumerate(zip(images, files, strict=True)):
+        image.save(file, format="PNG")
+        image.save(tmp_path / f"{number}.png")
+    expected = as_pixels(images, SMALL)
+    same_size = np.stack([np.asarray(image.resize((50, 50))) for image in images])
+    for held in (arrays, files, tuple(arrays), (image for image in images), tmp_path, str(tmp_path)):
+        assert torch.equal(as_pixels(held, SMALL), expected)
+    assert torch.equal(as_pixels(arrays[0], SMALL), expected[:1])
+    assert torch.equal(as_pixels(same_size, SMALL), as_pixels(list(same_size), SMALL))
+    assert torch.equal(as_pixels(arrays[0][..., :1], SMALL), as_pixels(arrays[0][..., 0], SMALL))
+    assert torch.equal(as_pixels(expected[0], SMALL), expected[:1])
+
+
 @pytest.mark.parametrize(
     ("images", "says"),
     [
         ([], "the list of images is empty"),
         (12, "images are of type int"),
-        ([np.zeros((4, 4))], "an image is of type ndarray"),
+        ([np.zeros((4, 4))], r"of shape \[4, 4\]: got HW float64 0\.\.0; give HWC uint8"),
+        (np.full((4, 5, 3), 255, np.float32), r"got HWC float32 255\.\.255"),
+        (np.zeros((3, 8, 9), np.uint8), r"got CHW uint8 0\.\.0"),
+        ([object()], "an image is of type object"),
         ([torch.zeros(3, 4, 4)], r"stack tensors into one \[B, 3, H, W\] batch"),
         ("no/such/file.jpg", "does not exist"),
-        (Path(), "is a folder"),
+        (Path(__file__).parent / "bench", "bench holds no photos"),
     ],
 )
 def test_other_types_than_images_are_refused(images: object, says: str) -> None:

@@ -11,21 +11,26 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from react_clip.errors import MissingFileError, ReactClipError, first_line
+from react_clip.storage import photo_files
 
-ImageSource = Image.Image | Path | str | bytes
-Images = Tensor | ImageSource | Sequence[ImageSource]
+ImageSource = Image.Image | Path | str | bytes | io.BytesIO | NDArray[np.uint8]
+"""One image; a NumPy array is ``[H, W, 3]`` (or grey, or with alpha) in uint8, RGB as in Pillow."""
+Images = Tensor | ImageSource | Iterable[ImageSource]
+"""Pixels in [0, 1] ``[B, 3, S, S]`` or ``[3, S, S]``, an image, a folder of photos, or any series of images."""
+_KINDS = (Image.Image, Path, str, bytes, io.BytesIO, np.ndarray)
 
 _LEVELS_OF_16_BITS = [(value + 128) // 257 for value in range(65536)]
 """The nearest of 256 levels for each number of 16 bits; Pillow takes the ends for numbers beyond them."""
@@ -51,13 +56,37 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
     Transparent images are laid on white, as most viewers show them: colours under transparent pixels, which nobody
     sees, do not count.
     """
+    if isinstance(source, np.ndarray):
+        source = _from_array(source)
     name, image = ("the image", source) if isinstance(source, Image.Image) else open_image(source, limits)
     with _decoding(name, limits):
         image.load()
         return _to_rgb(image, name)
 
 
-def open_image(source: Path | str | bytes, limits: Limits = DEFAULT_LIMITS) -> tuple[str, Image.Image]:
+def _from_array(array: NDArray[Any]) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
+        raise ReactClipError(
+            f"an image is an array of shape {list(array.shape)}: got {layout(array)}; give HWC uint8 0..255, or a "
+            "float tensor [B, 3, H, W] in [0, 1]"
+        )
+    return Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array)
+
+
+def layout(pixels: Tensor | NDArray[Any]) -> str:
+    """Order of the axes, type and range of pixels, for messages.
+
+    >>> layout(torch.full((2, 224, 224, 3), 255.0))
+    'NHWC float32 255..255'
+    """
+    values = pixels.detach().cpu().numpy() if isinstance(pixels, Tensor) else pixels
+    colours = ("HWC" if values.shape[-1] in (1, 3, 4) else "CHW") if values.ndim > 2 else "HW"
+    axes = {len(colours): f"{colours} ", len(colours) + 1: f"N{colours} "}.get(values.ndim, "")
+    span = f" {values.min():.4g}..{values.max():.4g}" if values.size and values.dtype.kind in "uif" else ""
+    return f"{axes}{values.dtype}{span}"
+
+
+def open_image(source: Path | str | bytes | io.BytesIO, limits: Limits = DEFAULT_LIMITS) -> tuple[str, Image.Image]:
     """The name for messages and the image, of which only the header has been read."""
     name, data = _read_bytes(source, limits)
     if not data:
@@ -96,9 +125,9 @@ def _decoding(name: str, limits: Limits) -> Iterator[None]:
         raise ReactClipError(f"{name} cannot be decoded ({reason}); the file is truncated or damaged") from None
 
 
-def _read_bytes(source: Path | str | bytes, limits: Limits) -> tuple[str, bytes]:
-    if isinstance(source, bytes):
-        return "the image", source
+def _read_bytes(source: Path | str | bytes | io.BytesIO, limits: Limits) -> tuple[str, bytes]:
+    if isinstance(source, bytes | io.BytesIO):
+        return "the image", source if isinstance(source, bytes) else source.getvalue()
     path = Path(source)
     try:
         with path.open("rb") as stream:
@@ -224,22 +253,29 @@ def as_pixels(images: Images, how: Preprocessing, limits: Limits = DEFAULT_LIMIT
     torch.Size([2, 3, 224, 224])
     """
     if isinstance(images, Tensor):
-        return images
-    if isinstance(images, Image.Image | Path | str | bytes):
-        images = [images]
-    if not isinstance(images, Sequence):
+        return images[None] if images.ndim == 3 else images
+    return torch.stack([to_float(to_8bit(source, how, limits)) for source in listed(images)])
+
+
+def listed(images: Images) -> list[ImageSource]:
+    """The images of a folder, of a stack ``[N, H, W, 3]``, of a generator or of another series, or the only one."""
+    if isinstance(images, str | Path) and Path(images).is_dir():
+        return [*photo_files(Path(images))]
+    if isinstance(images, _KINDS) and not (isinstance(images, np.ndarray) and images.ndim == 4):
+        return [images]
+    if not isinstance(images, Iterable):
         raise ReactClipError(
-            f"images are of type {type(images).__name__}; give a float tensor [B, 3, H, W] in [0, 1], or a list of PIL "
-            "images, paths or bytes"
+            f"images are of type {type(images).__name__}; give a float tensor [B, 3, H, W] in [0, 1], a folder, or PIL "
+            "images, paths, bytes or uint8 arrays"
         )
-    if not images:
+    if not (found := list(images)):
         raise ReactClipError("the list of images is empty; give at least one")
-    if wrong := [source for source in images if not isinstance(source, Image.Image | Path | str | bytes)]:
+    if wrong := [source for source in found if not isinstance(source, _KINDS)]:
         raise ReactClipError(
-            f"an image is of type {type(wrong[0]).__name__}; lists hold PIL images, paths or bytes (stack tensors "
-            "into one [B, 3, H, W] batch)"
+            f"an image is of type {type(wrong[0]).__name__}; lists hold PIL images, paths, bytes or uint8 arrays "
+            "(stack tensors into one [B, 3, H, W] batch)"
         )
-    return torch.stack([to_float(to_8bit(source, how, limits)) for source in cast("Sequence[ImageSource]", images)])
+    return found
 
 
 def check_range(pixels: Tensor) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,6 +110,32 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
         for child in sorted(folder.iterdir())
         if child.is_dir() and not child.name.startswith(".")
     }
+
+
+def photo_files(folder: Path) -> list[Path]:
+    """The photos in a folder and below it, sorted; raises where there are none."""
+    if found := sorted(path for path in folder.rglob("*") if path.suffix.lower() in PHOTO_SUFFIXES):
+        return found
+    raise ReactClipError(f"{folder} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files")
+
+
+@contextmanager
+def reserved_space(path: Path, size: int) -> Iterator[None]:
+    """Hold ``size`` bytes on the disk of a file that will be written afterwards: a full disk is known before the work.
+
+    They belong to a file without a name, of which nothing is left however the process ends.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (closed below)
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(held.fileno(), 0, size)
+    except OSError as error:
+        raise ReactClipError(
+            f"cannot write {path}, {size:,} bytes: {error.strerror}; free some space or choose another place"
+        ) from error
+    with held:
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

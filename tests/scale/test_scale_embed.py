@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -174,6 +175,36 @@ def test_a_full_disk_keeps_the_parts_that_fitted(clf: rc.ZeroShotClassifier, pho
         assert defend(photos, out, clf, resume=True).images == 20
     finally:
         subprocess.run(["umount", "--lazy", out], check=True)
+
+
+def test_a_job_that_is_stopped_leaves_whole_parts(
+    clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = parquet.write_table, iter(range(100))
+
+    def stop_in_the_second_part(table: Any, part: str, filesystem: Any) -> None:
+        write(table, part, filesystem=filesystem)
+        if next(calls):
+            Path(part).write_bytes(b"half a part")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(parquet, "write_table", stop_in_the_second_part)
+    with pytest.raises(KeyboardInterrupt):
+        defend(photos, tmp_path / "out", clf)
+    assert len(pd.read_parquet(tmp_path / "out")) == 8
+
+
+@pytest.mark.parametrize("tool", ["pandas", "datasets", "duckdb"])
+def test_other_tools_open_the_folder(
+    tool: str, clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    defend(photos, "features", clf)
+    document = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    [line] = [line for line in document.splitlines() if line.startswith(f"table = {tool}.")]
+    names = {tool: pytest.importorskip(tool)}
+    exec(line, names)
+    assert len(names["table"]) == 20
 
 
 def test_a_folder_of_another_job_is_refused(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_photo_argument(parser)
+    lines = ', or - for JSON lines on standard input: {"file": PATH} or {"image": BASE64, "file": NAME}'
+    add_photo_argument(parser, note=lines, stdin=True)
     parser.add_argument("--top", type=options.count, default=1, help="answers per photo (%(default)s)")
     options.add_model_options(parser)
     options.add_label_options(parser)

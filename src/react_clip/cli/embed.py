@@ -15,6 +15,7 @@ import react_clip as rc
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
 from react_clip.errors import ReactClipError
+from react_clip.storage import reserved_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,17 +66,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.defenses.Defense, seed: Seed) -> int:
-    summary = rc.scale.defend_dataset(
-        args.photos_in,
-        args.out,
-        clf,
-        guard,
-        seed=seed,
-        engine=args.engine,
-        device=args.device,
-        progress=not args.quiet,
-        **{name: getattr(args, name) for name in _FOLDER_OPTIONS},
-    )
+    try:
+        summary = rc.scale.defend_dataset(
+            args.photos_in,
+            args.out,
+            clf,
+            guard,
+            seed=seed,
+            engine=args.engine,
+            device=args.device,
+            progress=not args.quiet,
+            **{name: getattr(args, name) for name in _FOLDER_OPTIONS},
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"finished parts are in {args.out}, --resume continues") from None
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)
     failed = f", {summary.errors} of them with an error" if summary.errors else ""
@@ -98,12 +102,15 @@ def _to_file(
     files: list[str] = []
     features: list[Tensor] = []
     stopped = None
-    try:
-        for paths, pixels in reader.batches(clf.encoder, "defending"):
-            features.append(guard(clf, pixels, seed=seed).features.cpu())
-            files += [str(path) for path in paths]
-    except KeyboardInterrupt as error:
-        stopped = error
+    # Features, and about as much as the names take.
+    size = sum(4 * clf.encoder.dim + len(str(path)) + 8 for path in reader.files)
+    with reserved_space(out, size):
+        try:
+            for paths, pixels in reader.batches(clf.encoder, "defending"):
+                features.append(guard(clf, pixels, seed=seed).features.cpu())
+                files += [str(path) for path in paths]
+        except KeyboardInterrupt as error:
+            stopped = error
     if not files:
         raise stopped or ReactClipError(f"none of the {len(reader.files)} files could be read; nothing was written")
     about = {"model": clf.encoder.name, "seed": described(seed)}

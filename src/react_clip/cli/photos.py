@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import itertools
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
-from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.cli import common, options
 from react_clip.errors import ReactClipError
+from react_clip.storage import photo_files
 
 if TYPE_CHECKING:
     from torch import Tensor
     from tqdm import tqdm
+
+    from react_clip.preprocess import ImageSource
+
+STDIN = Path("-")
+"""Stands for JSON lines on standard input."""
 
 _BUNDLED = {
     "skimage": ("data/chelsea.png", "data/coffee.png", "data/rocket.jpg", "data/motorcycle_left.png"),
@@ -23,10 +32,16 @@ _BUNDLED = {
 }
 
 
-def add_photo_argument(parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "") -> None:
-    """Add the photos a command works on, as ``args.photos_in``."""
+def add_photo_argument(
+    parser: argparse.ArgumentParser, *, nargs: str = "+", note: str = "", stdin: bool = False
+) -> None:
+    """Add the photos a command works on, as ``args.photos_in``; with ``stdin`` also :data:`STDIN`."""
+
+    def photo(text: str) -> Path:
+        return STDIN if stdin and text == str(STDIN) else options.existing(text)
+
     parser.add_argument(
-        "photos_in", nargs=nargs, type=options.existing, metavar="PHOTO", help=f"image files or folders of them{note}"
+        "photos_in", nargs=nargs, type=photo, metavar="PHOTO", help=f"image files or folders of them{note}"
     )
 
 
@@ -43,38 +58,36 @@ def bundled_photos() -> list[Path]:
 
 def expand_inputs(inputs: Sequence[Path]) -> list[Path]:
     """Files as given; folders as the photos in them, sorted."""
-    files: list[Path] = []
-    for path in inputs:
-        found = [path] if not path.is_dir() else [p for p in path.rglob("*") if p.suffix.lower() in PHOTO_SUFFIXES]
-        if not found:
-            raise ReactClipError(f"{path} holds no photos ({', '.join(PHOTO_SUFFIXES)}); give another folder or files")
-        files += sorted(found)
-    return files
+    return [file for path in inputs for file in (photo_files(path) if path.is_dir() else [path])]
 
 
 class PhotoReader:
-    """Reads photos (bundled ones if none are given) as pixel batches, with progress.
+    """Reads photos (bundled ones if none are given, or those of standard input) as pixel batches, with progress.
 
     A photo that cannot be read is an entry of ``failed`` and a line on stderr; the others are still read.
     """
 
     def __init__(self, photos: Sequence[Path], args: argparse.Namespace) -> None:
-        self.files = expand_inputs(photos or bundled_photos())
+        self.files = [] if [*photos] == [STDIN] else expand_inputs(photos or bundled_photos())
         self.failed: list[dict[str, str]] = []
         self.bar: tqdm[Any]
         self._args = args
 
     def batches(self, encoder: rc.Encoder, stage: str) -> Iterator[tuple[list[Path], Tensor]]:
-        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says."""
+        """Paths and pixels ``[B, 3, S, S]`` of the photos that can be read; ``stage`` is what the progress says.
+
+        A photo of standard input has the path or the name that its line says, or the number of the line.
+        """
         import torch
 
         batch = common.batch_size(encoder, 32)
-        with common.progress(self._args, "photo", len(self.files), stage) as self.bar:
-            for start in range(0, len(self.files), batch):
-                some = self.files[start : start + batch]
-                good = {path: pixels for path in some if (pixels := self._read(path, encoder)) is not None}
+        photos = ((path, path) for path in self.files) if self.files else self._lines()
+        with common.progress(self._args, "photo", len(self.files) or None, stage) as self.bar:
+            while some := list(itertools.islice(photos, batch)):
+                read = [(path, self._read(path, source, encoder)) for path, source in some]
+                good = [(path, pixels) for path, pixels in read if pixels is not None]
                 if good:
-                    yield [*good], torch.cat([*good.values()])
+                    yield [path for path, _ in good], torch.cat([pixels for _, pixels in good])
                 self.bar.update(len(some))
 
     def sample(self, count: int, encoder: rc.Encoder) -> Tensor:
@@ -94,10 +107,30 @@ class PhotoReader:
         """2 if any photo could not be read."""
         return 2 if self.failed else 0
 
-    def _read(self, path: Path, encoder: rc.Encoder) -> Tensor | None:
+    def _lines(self) -> Iterator[tuple[Path, ImageSource | None]]:
+        """Names and images of JSON lines; ``None`` for a line that holds no image."""
+        for number, line in enumerate(sys.stdin, start=1):
+            if line.strip():
+                try:
+                    yield _read_line(line, f"line {number}")
+                except (ValueError, TypeError, KeyError):
+                    yield Path(f"line {number}"), None
+
+    def _read(self, path: Path, source: ImageSource | None, encoder: rc.Encoder) -> Tensor | None:
         try:
-            return encoder.prepare([path])
+            if source is None:
+                raise ReactClipError(f'{path} is no photo; write {{"file": PATH}} or {{"image": BASE64, "file": NAME}}')
+            return encoder.prepare([source])
         except ReactClipError as error:
             self.failed.append({"file": str(path), "error": str(error)})
             common.say(f"react-clip: {error}", error=True)
             return None
+
+
+def _read_line(line: str, name: str) -> tuple[Path, ImageSource]:
+    """Name and image of ``{"file": path}``, or of ``{"image": base64 or data URI}`` with a name in ``file`` or none."""
+    fields = json.loads(line)
+    if "image" not in fields:
+        return Path(fields["file"]), Path(fields["file"])
+    encoded = fields["image"].rpartition(";base64,")[2]
+    return Path(fields.get("file", name)), base64.b64decode(encoded, validate=True)

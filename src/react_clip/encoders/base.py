@@ -21,7 +21,7 @@ from react_clip.encoders.layers import AddNorm, can_compile
 from react_clip.encoders.text import TextTower, at_least_fp32
 from react_clip.encoders.vision import VisionTower
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Images, Preprocessing, as_pixels, check_range
+from react_clip.preprocess import Images, Preprocessing, as_pixels, check_range, layout
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -288,8 +288,9 @@ class Encoder(nn.Module):
         # `len` would fix the number of images in a graph that is traced through here.
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, size, size) or pixels.shape[0] < 1:
             raise ReactClipError(
-                f"pixels have shape {list(pixels.shape)}; {self.name!r} takes [B, 3, {size}, {size}] with B >= 1 (pass "
-                "PIL images or paths to have them resized)"
+                f"pixels have shape {list(pixels.shape)}: got {layout(pixels)}; {self.name!r} takes [B, 3, "
+                f"{size}, {size}] with B >= 1, floats in [0, 1] (pass PIL images, uint8 arrays or paths to have them "
+                "resized)"
             )
         if not pixels.is_floating_point():
             raise ReactClipError(

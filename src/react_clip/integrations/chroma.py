@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
 
 from react_clip import defenses
 from react_clip.errors import ReactClipError
@@ -32,19 +29,12 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
     def __call__(self, input: Any) -> Any:
         """One unit vector per text or image."""
         vectors: dict[int, NDArray[np.float32]] = {}
-        for kind, embed in ((np.ndarray, self._of_arrays), (str, self.of_texts)):
+        for kind, embed in ((np.ndarray, self.of_images), (str, self.of_texts)):
             chosen = [i for i, item in enumerate(input) if isinstance(item, kind)]
             vectors |= zip(chosen, embed([input[i] for i in chosen]).numpy(), strict=True)
         if missing := [type(item).__name__ for i, item in enumerate(input) if i not in vectors]:
             raise ReactClipError(f"an item is of type {missing[0]}; give texts or images as numpy arrays")
         return [vectors[i] for i in range(len(input))]
-
-    def _of_arrays(self, arrays: Sequence[NDArray[Any]]) -> Tensor:
-        for array in arrays:
-            if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
-                shape = list(array.shape)
-                raise ReactClipError(f"an image is {array.dtype} of shape {shape}; give uint8 [H, W], [H, W, 3 or 4]")
-        return self.of_images([Image.fromarray(array) for array in arrays])
 
     def embed_query(self, input: Any) -> Any:
         """Queries are embedded like documents."""

@@ -75,9 +75,11 @@ class OutputFolder:
     def _write(self, part: str, table: Any) -> None:
         try:
             self._parquet.write_table(table, part, filesystem=self.fs)
-        except Exception as error:  # object stores raise almost anything
+        except BaseException as error:  # object stores raise almost anything, and people stop a job
             with suppress(Exception):
                 self.fs.rm_file(part)
+            if not isinstance(error, Exception):
+                raise
             raise ReactClipError(f"cannot write {part}: {first_line(error)}; --resume continues") from None
 
     def summary(self) -> Summary:
