@@ -149,16 +149,18 @@ def resizing_weights(old: int, new: int, mode: str, device: torch.device, dtype:
         return weights[0, 0].to(device, dtype)
 
 
-def affine(images: Tensor, matrices: Tensor, shifts: Tensor, border: str = "zeros") -> Tensor:
+def affine(images: Tensor, matrices: Tensor, shifts: Tensor, border: str = "zeros", size: int | None = None) -> Tensor:
     """Images whose pixel at (x, y) comes from ``matrix @ (x, y) + shift``, in coordinates that run from -1 to 1.
 
     Each image has its own matrix ``[B, 2, 2]`` and shift ``[B, 2]``; ``border`` is a padding mode of ``F.grid_sample``.
+    The result is as large as the images, or has sides of ``size`` pixels.
 
     >>> half = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[1.0, 0.0]])
     >>> affine(torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]]), *half)
     tensor([[[[0.3000, 0.4000, 0.0000, 0.0000]]]])
     """
-    x, y = (_pixel_centres(side, images.device, images.dtype) for side in (images.shape[3], images.shape[2]))
+    sides = (images.shape[3], images.shape[2]) if size is None else (size, size)
+    x, y = (_pixel_centres(side, images.device, images.dtype) for side in sides)
     down = matrices[:, :, 1:] * y + shifts[..., None]
     places = (matrices[:, :, :1] * x)[:, :, None] + down[..., None]
     return sampled(images, places.movedim(1, 3), border)

@@ -21,7 +21,7 @@ from react_clip.cli import main
 from react_clip.storage import sha256_of
 
 NAMES = ("reed", "brick", "cloth", "sand")
-RECIPE = "--eps 2/255 --eps-start 1/255 --ramp 0.5 --attack-steps 3 --clean 0.5 --crop 0.5 --cutmix 0.5 --average 0.9"
+RECIPE = "--eps 2/255 --eps-start 1/255 --ramp 0.5 --attack-steps 3 --clean 0.5 --crop 0.5,1 --cutmix 0.5 --average 0.9"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
     """A tower finetuned by the command."""
     out = tmp_path_factory.mktemp("runs") / "tecoa"
     arguments = ["finetune", "tecoa", "stripes", "--data", root, "--model", tiny_folder, "--out", out]
-    arguments += ["--steps", 6, "--batch", 8, "--lr", "1e-3", "--save-every", 3, "--device", "cpu"]
+    arguments += ["--steps", 6, "--batch", 8, "--lr", "1e-3", "--save-every", 3, "--check-every", 3, "--device", "cpu"]
     with (
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(StringIO()) as stdout,
@@ -56,7 +56,7 @@ def tuned(root: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactor
     ):
         patch.setattr(sys, "argv", ["react-clip", *map(str, arguments)])
         assert main(sys.argv[1:]) == 0, stderr.getvalue()
-    assert "tecoa: 6 steps on 24 photos" in stdout.getvalue()
+    assert "tecoa: 6 steps on 22 photos" in stdout.getvalue()
     assert f"use it with --model {out}" in stderr.getvalue()
     return out
 
@@ -75,7 +75,16 @@ def tune(root: Path, tiny_folder: Path, run: Run) -> Run:
 
 def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
     assert {path.name for path in tuned.iterdir()} == {
-        *(".lock", "finetune.json", "log.csv", "loss.png", "loss.svg", "settings.json", "tower.safetensors")
+        *(
+            ".lock",
+            "finetune.json",
+            "index.html",
+            "log.csv",
+            "loss.png",
+            "loss.svg",
+            "settings.json",
+            "tower.safetensors",
+        )
     }
     record = json.loads((tuned / "finetune.json").read_text())
     expected = {
@@ -83,7 +92,9 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
         "model": str(tiny_folder),
         "weights": rc.load(tiny_folder, device="cpu").fingerprint(),
         "sha256": sha256_of(tuned / "tower.safetensors"),
-        "photos": 24,
+        "photos": 22,
+        "held_out": 2,
+        "unreadable": {},
         "classes": 4,
         "class_source": "prompts (This is a photo of a {}.)",
         "device": "cpu",
@@ -101,7 +112,7 @@ def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> No
 
 
 def test_the_same_command_again_says_that_it_is_done(tuned: Path, tune: Run) -> None:
-    arguments = ["tecoa", "stripes", "--out", tuned, "--steps", 6, "--batch", 8]
+    arguments = ["tecoa", "stripes", "--out", tuned, "--steps", 6, "--batch", 8, "--check-every", 3]
     before = sha256_of(tuned / "finetune.json")
     code, out, _ = tune(*arguments, "--lr", "1e-3")
     assert code == 0
@@ -118,10 +129,10 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
     code, out, err = tune("fare", f"folder:{root / 'stripes'}", "--out", tmp_path / "fare", *arguments)
     assert code == 0, err
     record = json.loads(out)
-    assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 20, 0), "30 photos in steps of 16"
+    assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 18, 0), "30 photos in steps of 16"
     assert record["class_source"] == "none needed"
     assert record["tower"]["dtype"] == "fp16"
-    expected = {"eps": "2/255", "eps_start": "1/255", "clean": 0.5, "crop": 0.5, "cutmix": 0.5, "average": 0.9}
+    expected = {"eps": "2/255", "eps_start": "1/255", "clean": 0.5, "crop": [0.5, 1.0], "cutmix": 0.5, "average": 0.9}
     assert {name: record["settings"][name] for name in expected} == expected
     assert record["was_finished"] is False
     assert rc.load(tmp_path / "fare", device="cpu", dtype="bf16").dtype == torch.bfloat16

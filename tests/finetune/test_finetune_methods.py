@@ -17,12 +17,26 @@ from react_clip.encoders.checkpoints import image_parameters
 from react_clip.finetune import METHODS, Finetuned, Settings, clip_ft, fare, finetune, pmg_aft, tecoa
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.methods import Batch
-from react_clip.finetune.training import Task, _loss, _photos_of, attacked, augmented
+from react_clip.finetune.steps import attacked, augmented, loss_of, photos_of
+from react_clip.finetune.training import _task
 from toys import ToyEncoder
 
 FAST = {"tecoa": (3e-3, 0.6), "pmg-aft": (0.3, 0.97), "fare": (1e-3, 0.6), "clip-ft": (1e-3, 0.6)}
 """Rate at which twelve steps move the tiny CLIP, and the fraction of the loss that is left at most."""
-QUICK = Settings(steps=12, batch=12, warmup=1, eps=4 / 255)
+QUICK = Settings(
+    steps=12,
+    batch=12,
+    warmup=1,
+    eps=4 / 255,
+    eps_start=4 / 255,
+    attack_steps=2,
+    clean=0.0,
+    crop=(1.0, 1.0),
+    cutmix=0.0,
+    average=0.0,
+    dtype="fp32",
+    check_every=0,
+)
 
 
 def draws(seed: int = 0) -> torch.Generator:
@@ -76,40 +90,89 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
     }
     for loss, value in expected.items():
         assert float(loss(batch, far)) == pytest.approx(float(value), rel=1e-3), loss.__name__
-    assert float(fare(batch.first(2), far[:2])) == pytest.approx(
-        float((moved.raw(far[:2]) - encoder.raw(batch.pixels[:2])).square().sum(1).mean()), rel=1e-4
+    assert float(fare(batch.quarter(), far[::4])) == pytest.approx(
+        float((moved.raw(far[::4]) - encoder.raw(batch.pixels[::4])).square().sum(1).mean()), rel=1e-4
     )
 
 
-def test_training_is_sgd_with_momentum_along_a_warm_up_and_a_cosine(
+def replayed(encoder: rc.Encoder, photos: Any, classes: Tensor, settings: Settings, optimiser: Any) -> list[Tensor]:
+    """The average weights after a plain loop; ``optimiser(weights, gradients, step)`` changes the weights."""
+    task = _task(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
+    weights = [weight.requires_grad_(True) for weight in image_parameters(task.student).values()]
+    average = [each.detach().clone() for each in weights]
+    for step in range(settings.steps):
+        chosen = task.chosen(step)
+        gradients = torch.autograd.grad(loss_of(task, step, chosen, photos[0][chosen]), weights)
+        with torch.no_grad():
+            optimiser(weights, gradients, step)
+            decay = min(settings.average, (step + 1) / (step + 10))
+            for weight, mean in zip(weights, average, strict=True):
+                mean.mul_(decay).add_((1 - decay) * weight)
+    return average
+
+
+def test_tecoa_is_sgd_with_momentum_along_a_warm_up_and_a_cosine(
     encoder: rc.Encoder, photos: Any, class_features: Tensor, tmp_path: Path
 ) -> None:
-    settings = QUICK.replace(steps=4, batch=6, warmup=2, lr=1e-3, clean=0.5, average=0.9)
+    settings = QUICK.replace(steps=4, batch=8, warmup=2, lr=1e-3, clean=0.5, average=0.9)
+    velocity: list[Tensor] = []
+
+    def sgd(weights: Any, gradients: Any, step: int) -> None:
+        velocity[:] = [0.9 * old + new for old, new in zip(velocity or [0.0] * len(weights), gradients, strict=True)]
+        for weight, speed in zip(weights, velocity, strict=True):
+            weight.sub_(1e-3 * (0.5, 1.0, 1.0, 0.5)[step] * speed)
+
     trained = finetune(encoder, "tecoa", photos[0], photos[1], class_features, out=tmp_path / "run", settings=settings)
-    student = rc.load(encoder.name, device="cpu")
-    weights = [weight.requires_grad_(True) for weight in image_parameters(student).values()]
-    task = Task(student, encoder, METHODS["tecoa"], photos[0], photos[1], class_features, settings)
-    velocity, average = [torch.zeros_like(weight) for weight in weights], [each.detach().clone() for each in weights]
-    for step, fraction in enumerate((0.5, 1.0, 1.0, 0.5)):
-        student.zero_grad()
-        torch.autograd.backward(_loss(task, step))
-        with torch.no_grad():
-            for weight, speed, mean in zip(weights, velocity, average, strict=True):
-                assert weight.grad is not None
-                speed.mul_(0.9).add_(weight.grad)
-                weight.sub_(1e-3 * fraction * speed)
-                decay = min(0.9, (step + 1) / (step + 10))
-                mean.mul_(decay).add_((1 - decay) * weight)
-    for expected, actual in zip(average, image_parameters(trained.encoder).values(), strict=True):
-        assert torch.allclose(expected, actual, atol=1e-6)
+    expected = replayed(encoder, photos, class_features, settings, sgd)
+    for one, other in zip(expected, image_parameters(trained.encoder).values(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_fare_is_the_measured_recipe(
+    encoder: rc.Encoder, photos: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = Settings().to_dict()
+    assert (values["batch"], values["attack_steps"], values["clean"], values["average"]) == (256, 3, 0.5, 0.998)
+    assert (values["eps_start"], values["eps"], values["ramp"], values["crop"]) == (
+        "0.5/255",
+        "2/255",
+        0.2,
+        [0.5, 0.95],
+    )
+    assert Settings().rate(99) == Settings().rate(100) == 1 > Settings().rate(98)
+    fare = METHODS["fare"]
+    assert (fare.lr, fare.longest_gradient) == (5e-5, 20.0)
+    # A bound that these small towers reach.
+    monkeypatch.setitem(METHODS, "fare", dataclasses.replace(fare, longest_gradient=0.5))
+    settings = Settings(steps=3, batch=8, lr=1e-3, warmup=0, dtype="fp32", check_every=0)
+    moments: dict[int, tuple[Any, Any]] = {}
+    cut: list[bool] = []
+
+    def adamw(weights: Any, gradients: Any, step: int) -> None:
+        length = math.sqrt(sum(float(each.square().sum()) for each in gradients))
+        cut.append(length > 0.5)
+        for number, (weight, slope) in enumerate(zip(weights, gradients, strict=True)):
+            slope = slope * min(1.0, 0.5 / length)
+            first, second = moments.get(number, (0.0, 0.0))
+            first, second = 0.9 * first + 0.1 * slope, 0.95 * second + 0.05 * slope**2
+            moments[number] = first, second
+            scaled = (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            rate = 1e-3 * settings.rate(step)
+            weight.sub_(rate * 1e-4 * weight + rate * scaled)
+
+    trained = finetune(encoder, "fare", photos[0], out=tmp_path / "run", settings=settings)
+    expected = replayed(encoder, photos, torch.empty(0), settings, adamw)
+    assert any(cut)
+    for one, other in zip(expected, image_parameters(trained.encoder).values(), strict=True):
+        assert ((one - other).abs() < 1e-4).float().mean() > 0.999  # Adam turns rounding near zero into signs
 
 
 def test_the_clean_photos_count_with_their_weight(encoder: rc.Encoder, photos: Any, class_features: Tensor) -> None:
-    settings = QUICK.replace(batch=8)
-    task = Task(encoder, encoder, METHODS["tecoa"], photos[0], photos[1], class_features, settings)
-    losses = [
-        float(_loss(dataclasses.replace(task, settings=settings.replace(clean=each)), 0)) for each in (0.0, 0.5, 1.0)
-    ]
+    task = _task(encoder, "tecoa", photos[0], photos[1], class_features, QUICK.replace(batch=8))
+    chosen, losses = task.chosen(0), []
+    for clean in (0.0, 0.5, 1.0):
+        weighted = dataclasses.replace(task, settings=task.settings.replace(clean=clean))
+        losses.append(loss_of(weighted, 0, chosen, photos[0][chosen]).item())
     assert losses[1] - losses[0] == pytest.approx((losses[2] - losses[0]) / 2, rel=1e-3)
     assert losses[2] > losses[0]
 
@@ -134,8 +197,8 @@ def test_the_inner_attack_of_fare_equals_the_released_one_with_momentum(
     encoder: rc.Encoder, photos: Any, class_features: Tensor
 ) -> None:
     batch, eps = batch_of(encoder, encoder, photos, class_features), 4 / 255
-    ours = attacked(METHODS["fare"], batch, QUICK, 0, draws())
     unit = torch.rand(batch.pixels.shape, generator=draws())
+    ours = attacked(METHODS["fare"], batch, eps, 2, unit)
     start = (batch.pixels + eps * (2 * unit - 1)).clamp(0, 1)
     theirs = released_fare_attack(encoder, batch.pixels, batch.original_clean, start, eps)
     # Slopes within rounding of zero may have either sign.
@@ -148,8 +211,8 @@ def test_the_inner_attack_stays_in_its_ball_and_climbs(
 ) -> None:
     method, batch = METHODS[name], batch_of(encoder, encoder, photos, class_features, count=24)
     batch.pixels[:, :, :4] = 0.0  # the border of [0, 1] must hold as well
-    settings = Settings(steps=10, eps=2 / 255, eps_start=1 / 255, ramp=0.5)
-    early, late = (attacked(method, batch, settings, step, draws()) for step in (0, 9))
+    start = torch.rand(batch.pixels.shape, generator=draws())
+    early, late = (attacked(method, batch, eps, 2, start) for eps in (1 / 255, 2 / 255))
     for images, eps in ((early, 1 / 255), (late, 2 / 255)):
         assert (images - batch.pixels).abs().max() <= eps + 1e-7
         assert images.min() >= 0
@@ -160,7 +223,7 @@ def test_the_inner_attack_stays_in_its_ball_and_climbs(
     with torch.no_grad():
         climbed = method.objective(batch, encoder.raw(early)) > method.objective(batch, encoder.raw(random))
     assert climbed.float().mean() > 0.9
-    assert torch.equal(attacked(method, batch, settings, 0, draws()), early)
+    assert torch.equal(attacked(method, batch, 1 / 255, 2, start), early)
 
 
 # ---------------------------------------------------------------------- training
@@ -201,27 +264,34 @@ def test_the_loss_falls_and_only_the_image_tower_moves(
 
 
 def test_every_photo_is_seen_once_in_a_pass() -> None:
-    seen = torch.cat([_photos_of(step, 24, QUICK.replace(batch=10)) for step in range(12)])
+    seen = torch.cat([photos_of(step, 24, QUICK.replace(batch=10)) for step in range(12)])
     assert seen.view(5, 24).sort(dim=1).values.equal(torch.arange(24).expand(5, -1))
     assert not torch.equal(seen[:24], seen[24:48])
-    assert not torch.equal(_photos_of(0, 24, QUICK.replace(batch=10, seed=1)), seen[:10])
-    assert len(_photos_of(0, 24, QUICK.replace(batch=100))) == 100, "a batch larger than the set goes round"
+    assert not torch.equal(photos_of(0, 24, QUICK.replace(batch=10, seed=1)), seen[:10])
+    assert len(photos_of(0, 24, QUICK.replace(batch=100))) == 100, "a batch larger than the set goes round"
 
 
-def test_augmentation_mirrors_half_crops_inside_and_pastes_a_rectangle(photos: Any) -> None:
-    pixels = (photos[0].float() / 255).repeat(4, 1, 1, 1)
-    mirrored = augmented(pixels, QUICK, draws())
+def changed(pixels: Tensor, crop: tuple[float, float] = (1.0, 1.0), cutmix: float = 0.0) -> Tensor:
+    return augmented(pixels, tiny_clip.SIZE, crop, cutmix, torch.rand(4, len(pixels), generator=draws()), draws(1))
+
+
+def test_augmentation_mirrors_half_crops_inside_and_exchanges_a_rectangle(photos: Any) -> None:
+    size, pixels = tiny_clip.SIZE, (photos[0].float() / 255).repeat(4, 1, 1, 1)
+    mirrored = changed(pixels)
     flipped = (mirrored == pixels.flip(3)).flatten(1).all(1)
     assert ((mirrored == pixels).flatten(1).all(1) ^ flipped).all()
     assert 0.3 < flipped.float().mean() < 0.7
-    ramp = torch.linspace(0, 1, tiny_clip.SIZE).expand(len(pixels), 3, tiny_clip.SIZE, -1)
-    cropped = augmented(ramp, QUICK.replace(crop=0.5), draws())
+    larger = torch.nn.functional.pad(pixels, (2, 2, 2, 2))
+    assert torch.equal(changed(larger), mirrored), "without crops it is the centre"
+    ramp = torch.linspace(0, 1, size + 4).expand(len(pixels), 3, size + 4, -1)
+    cropped = changed(ramp, (0.5, 0.8))
+    assert cropped.shape == pixels.shape
     span = cropped.amax((1, 2, 3)) - cropped.amin((1, 2, 3))
-    assert span.min() > 0.4
-    assert span.min() < 0.8, "some crops must be smaller than the whole"
-    plain = torch.arange(4.0)[:, None, None, None].expand(4, 3, tiny_clip.SIZE, tiny_clip.SIZE) / 4
-    mixed = augmented(plain, QUICK.replace(cutmix=1.0), draws())
-    assert [image.unique().tolist() for image in mixed] == [[0, 0.75], [0, 0.25], [0.25, 0.5], [0.5, 0.75]]
+    assert 0.45 < span.min() < 0.55
+    assert 0.7 < span.max() < 0.81
+    plain = torch.arange(5.0)[:, None, None, None].expand(5, 3, size, size) / 4
+    mixed = changed(plain, cutmix=1.0)
+    assert [image.unique().tolist() for image in mixed] == [[0, 0.25], [0, 0.25], [0.5, 0.75], [0.5, 0.75], [1.0]]
 
 
 def test_what_cannot_be_trained_is_refused(
@@ -249,4 +319,4 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(rc.ReactClipError, match="image tower"):
         finetune(ToyEncoder(), "fare", torch.zeros(2, 3, 16, 16), out=tmp_path / "toy")
     with pytest.raises(rc.ReactClipError, match="warmup is 300; it lies in 0 to 299"):
-        Settings(warmup=300)
+        Settings(steps=300, warmup=300)

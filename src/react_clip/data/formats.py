@@ -109,7 +109,7 @@ def find_tables(folder: Path, splits: Sequence[str]) -> list[Path]:
 def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
     """Read Parquet files, a ``save_to_disk`` folder, or shards with labels in ``.cls`` or ``.json`` members."""
     datasets = require("datasets", f"reading {files[0]}", extra="data")
-    table = _open_tables(datasets, files)
+    table = open_tables(datasets, files)
     photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
     labels, own_names = _labels(table)
     if photo_column is None or not labels:
@@ -124,13 +124,13 @@ def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | No
         ids = [f"{Path(url).stem}/{key}" for url, key in zip(table["__url__"], table["__key__"], strict=True)]
     table = table.cast_column(photo_column, datasets.Image(decode=False))
     rows = [
-        Labelled(photo, label, partial(_read_row, table, photo_column, row))
+        Labelled(photo, label, partial(read_row, table, photo_column, row))
         for row, (photo, label) in enumerate(zip(ids, labels, strict=True))
     ]
     return build_dataset(rows, own_names, name, split, spec)
 
 
-def _open_tables(datasets: Any, files: list[Path]) -> Any:
+def open_tables(datasets: Any, files: list[Path]) -> Any:
     """One ``datasets.Dataset`` of all files."""
     try:
         if files[0].suffix == ".json":
@@ -152,7 +152,8 @@ def _labels(table: Any) -> tuple[list[object], list[str]]:
     return [next((row[field] for field in _LABEL_COLUMNS if field in row), None) for row in documents], []
 
 
-def _read_row(table: Any, column: str, row: int) -> bytes:
+def read_row(table: Any, column: str, row: int) -> bytes:
+    """The encoded photo of a row."""
     content: bytes | None = table[row][column]["bytes"]
     if content is None:  # a reference to a file or an address elsewhere, which we do not follow
         raise ReactClipError(f"row {row} of the table holds no photo; write the table again with the images embedded")

@@ -63,15 +63,12 @@ class RunFolder:
         (self.path / _CHECKPOINT).unlink(missing_ok=True)
         return complete
 
-    def save(
-        self, step: int, seconds: float, weights: Weights, average: Weights, optimiser: torch.optim.Optimizer
-    ) -> None:
-        """Write everything that the next step depends on into one file."""
-        tensors = {f"weights/{name}": weight.detach().cpu() for name, weight in weights.items()}
-        tensors |= {f"average/{name}": mean.cpu() for name, mean in average.items()}
-        # The optimiser knows the weights by their order.
-        state = optimiser.state_dict()["state"]
-        tensors |= {f"{number}/{key}": value.cpu() for number, each in state.items() for key, value in each.items()}
+    def write(self, rows: Iterable[Row], tensors: dict[str, Tensor], step: int, seconds: float) -> None:
+        """Write the log, then everything that the next step depends on into one file.
+
+        The log comes first: rows of steps after the checkpoint are dropped when the run continues.
+        """
+        write_log(self.log, rows)
         header = {"step": step, "seconds": seconds, "identity": self._digest()}
         # One entry, because safetensors writes several in no fixed order.
         storage.write_tensors(self.path / _CHECKPOINT, tensors, {"react-clip": json.dumps(header)})
@@ -121,6 +118,16 @@ class RunFolder:
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
 
+def snapshot(weights: Weights, average: Weights, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """A copy in memory of all tensors that the next step depends on, while training changes the tensors themselves."""
+    named = {f"weights/{name}": weight for name, weight in weights.items()}
+    named |= {f"average/{name}": mean for name, mean in average.items()}
+    # The optimiser knows the weights by their order.
+    state = optimiser.state_dict()["state"]
+    named |= {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+
+
 def _differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
     """Names of the values in which two configurations differ.
 
@@ -135,19 +142,26 @@ def _differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
 
 
 class Row(NamedTuple):
-    """One step of the loss log, counted from 1."""
+    """One step of the log, counted from 1; accuracy in [0, 1] on held-out photos where they were checked."""
 
     step: int
     loss: float
     lr: float
+    clean: float | None = None
+    half: float | None = None
+    """Attacked with half of the largest budget."""
+    full: float | None = None
+    """Attacked with all of it."""
 
 
 def write_log(path: Path, rows: Iterable[Row]) -> None:
-    """Write the loss log; ``repr`` keeps every bit, so that two logs can be compared."""
-    storage.write_text(path, "\n".join(["step,loss,lr", *(f"{row.step},{row.loss!r},{row.lr!r}" for row in rows), ""]))
+    """Write the log; ``repr`` keeps every bit, so that two logs can be compared."""
+    lines = (",".join("" if value is None else repr(value) for value in row) for row in rows)
+    storage.write_text(path, "\n".join([",".join(Row._fields), *lines, ""]))
 
 
 def read_log(path: Path) -> list[Row]:
-    """The rows of a loss log; none where there is no such file."""
+    """The rows of a log; none where there is no such file."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.is_file() else []
-    return [Row(int(step), float(loss), float(lr)) for step, loss, lr in (line.split(",") for line in lines)]
+    parts = ([None if value == "" else float(value) for value in line.split(",")] for line in lines)
+    return [Row(int(step or 0), *rest) for step, *rest in parts]  # type: ignore[arg-type]

@@ -78,6 +78,12 @@ class Section:
     """Show the title alone until it is opened."""
 
 
+def read_figure(svg: Path, title: str, caption: str) -> Figure:
+    """A figure from the file of its drawing."""
+    content = base64.b64encode(svg.read_bytes()).decode()
+    return Figure(Picture(f"data:image/svg+xml;base64,{content}", f"{title}. {caption}"), title, caption)
+
+
 def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[Section]) -> None:
     """Write a page that loads nothing and sends nothing; an old one stays until the new one is complete."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -143,9 +149,7 @@ def write_report(
     drawn, not_drawn = draw_all(result, fitted, out / FIGURES, progress)
     figures = []
     for item in drawn:
-        svg = base64.b64encode((out / FIGURES / f"{item.name}.svg").read_bytes()).decode()
-        picture = Picture(f"data:image/svg+xml;base64,{svg}", f"{item.title}. {item.caption}")
-        figures.append(Figure(picture, item.title, item.caption))
+        figures.append(read_figure(out / FIGURES / f"{item.name}.svg", item.title, item.caption))
     columns, rows = table_of_images(result, [Path(folder) for folder in folders], images, photos)
     missing = []
     if rows and photos and not any(row.pictures for row in rows):
