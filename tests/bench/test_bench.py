@@ -13,7 +13,17 @@ from torch import Tensor
 import react_clip as rc
 from programs import Run
 from react_clip import attacks
-from react_clip.bench import BARE, PUBLISHED, Comparison, Timing, contenders, peak_memory, published, traffic
+from react_clip.bench import (
+    BARE,
+    FINETUNING,
+    PUBLISHED,
+    Comparison,
+    Timing,
+    contenders,
+    peak_memory,
+    published,
+    traffic,
+)
 from react_clip.bench.timing import Answer
 from toys import patch_encoder, toy_classifier, toy_images
 
@@ -107,12 +117,14 @@ def test_the_command_measures_the_default_defence_or_its_configuration(
     rc.SecondLook(threshold=0.25, copy_size=None).save(config)
     options = ["--model", tiny_folder, "--labels", "cat, dog", "--config", config, "--quiet", "--out", out]
     small = ["--images", 6, "--batch", 4, "--rounds", 2, "--attacked", 0.5]
-    code, printed, err = run("bench", *options, *small, "--defenses", "aom")
+    code, printed, err = run("bench", *options, *small, "--defenses", "aom", "--finetuning")
     assert code == 0, err
     assert "SecondLook runs at" in printed
     assert f"x the speed of {PUBLISHED}" in printed
     report = json.loads(out.read_text())
     assert (report["attacked"], report["eps"]) == (0.5, "4/255")
     assert report["defenses"]["SecondLook"]["threshold"] == 0.25
-    assert [row["label"] for row in report["contenders"]] == [BARE, "SecondLook", "AOM", PUBLISHED]
+    assert [row["label"] for row in report["contenders"]] == [BARE, "SecondLook", "AOM", PUBLISHED, FINETUNING]
+    assert "arithmetic limit" in printed
+    assert "10.75 forward passes a photo" in printed
     assert all(len(row["round_milliseconds"]) == 2 for row in report["contenders"])

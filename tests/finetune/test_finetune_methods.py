@@ -18,7 +18,7 @@ from react_clip.finetune import METHODS, Finetuned, Settings, clip_ft, fare, fin
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.methods import Batch
 from react_clip.finetune.steps import attacked, augmented, loss_of, photos_of
-from react_clip.finetune.training import _task
+from react_clip.finetune.training import task_of
 from toys import ToyEncoder
 
 FAST = {"tecoa": (3e-3, 0.6), "pmg-aft": (0.3, 0.97), "fare": (1e-3, 0.6), "clip-ft": (1e-3, 0.6)}
@@ -97,7 +97,7 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
 
 def replayed(encoder: rc.Encoder, photos: Any, classes: Tensor, settings: Settings, optimiser: Any) -> list[Tensor]:
     """The average weights after a plain loop; ``optimiser(weights, gradients, step)`` changes the weights."""
-    task = _task(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
+    task = task_of(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
     weights = [weight.requires_grad_(True) for weight in image_parameters(task.student).values()]
     average = [each.detach().clone() for each in weights]
     for step in range(settings.steps):
@@ -168,7 +168,7 @@ def test_fare_is_the_measured_recipe(
 
 
 def test_the_clean_photos_count_with_their_weight(encoder: rc.Encoder, photos: Any, class_features: Tensor) -> None:
-    task = _task(encoder, "tecoa", photos[0], photos[1], class_features, QUICK.replace(batch=8))
+    task = task_of(encoder, "tecoa", photos[0], photos[1], class_features, QUICK.replace(batch=8))
     chosen, losses = task.chosen(0), []
     for clean in (0.0, 0.5, 1.0):
         weighted = dataclasses.replace(task, settings=task.settings.replace(clean=clean))

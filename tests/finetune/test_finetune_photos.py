@@ -179,9 +179,9 @@ def test_a_curve_that_rises_with_the_budget_stops_the_run(
 def test_held_out_photos_are_not_trained_on_and_checked_against_their_own_features(
     encoder: rc.Encoder, photos: Any
 ) -> None:
-    from react_clip.finetune.training import _task
+    from react_clip.finetune.training import task_of
 
-    task = _task(encoder, "fare", photos[0], None, None, SETTINGS)
+    task = task_of(encoder, "fare", photos[0], None, None, SETTINGS)
     seen = {int(index) for step in range(10) for index in task.chosen(step)}
     assert seen == {*task.trained.tolist()}
     assert len(seen) == 22

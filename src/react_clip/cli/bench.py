@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attacked", type=fraction, default=0.0, help="fraction of attacked images (%(default)s)")
     parser.add_argument("--eps", type=options.length, default="4/255", help="strength of these attacks (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="accelerate the encoder, as `react-clip serve` does")
+    finetuning = "also measure a step of finetuning, against its arithmetic limit (--dtype bf16 for bf16)"
+    parser.add_argument("--finetuning", action="store_true", help=finetuning)
     others = f"also measure these, comma-separated: {', '.join(DEFENSES)}, module:Class"
     parser.add_argument("--defenses", type=options.comma_separated, default=(), help=others)
     options.add_model_options(parser)
@@ -63,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     )
     contenders = bench.contenders(clf, guards)
     contenders[bench.PUBLISHED] = bench.published(clf)
+    if args.finetuning:
+        trained = rc.load(args.model, device=args.device, dtype="fp32")
+        contenders[bench.FINETUNING] = bench.finetuning(trained, images, args.batch, args.dtype)
     comparison = bench.Comparison(contenders, images, batch=args.batch)
     report = _report(args, clf, guards)
     timings: list[Timing] = []
@@ -116,7 +121,7 @@ _COLUMNS = {
 
 def _lines(report: dict[str, Any], timings: Sequence[Timing]) -> Iterator[str]:
     """Lines of the terminal: the table, and the first defence's speed against every other contender."""
-    from react_clip.bench import speedup
+    from react_clip.bench import FINETUNING, speedup
 
     width = max(len(timing.label) for timing in timings)
     yield " " * width + "".join(f"{title:>11}" for title in (*_COLUMNS, "peak MiB"))
@@ -127,6 +132,13 @@ def _lines(report: dict[str, Any], timings: Sequence[Timing]) -> Iterator[str]:
     for other in (bare, *others):
         middle, low, high = speedup(ours, other)
         yield f"{ours.label} runs at {middle:.2f} x the speed of {other.label} ({low:.2f} to {high:.2f})"
+    for step in (timing for timing in timings if timing.label == FINETUNING):
+        cost = step.passes + 2 * step.backward_passes
+        low, high = step.overhead_range
+        yield (
+            f"a step of finetuning runs at {1 / step.overhead:.2f} of its arithmetic limit ({1 / high:.2f} to "
+            f"{1 / low:.2f}), which is {cost:g} forward passes a photo at the bare encoder's speed"
+        )
     yield "overhead: time per image / (passes x time of a pass of the bare encoder), then its range over the rounds"
     for note in report["notes"]:
         yield f"note: {note}"

@@ -87,7 +87,7 @@ def finetune(
         show: show how far the photos are read.
     """
     settings = settings or Settings()
-    task = _task(encoder, method, photos, labels, class_features, settings, init)
+    task = task_of(encoder, method, photos, labels, class_features, settings, init)
     identity = {
         "method": method,
         "settings": settings.identity(),
@@ -182,7 +182,7 @@ def train(task: Task, run: RunFolder, progress: Progress | None = None) -> float
 # ---------------------------------------------------------------------- what is checked first
 
 
-def _task(
+def task_of(
     encoder: Encoder,
     name: str,
     source: Tensor | ImageDataset,
