@@ -212,7 +212,7 @@ def calibrate_threshold(
                 "answers, and attacks have it easier"
             )
     _check_photos(measured["features"], found["drift_threshold"])
-    if base.copy_size is not None and base.size(encoder) == encoder.image_size:
+    if base.copy_size is not None and base.size(encoder) is None:
         notes.append(f"{encoder.name!r} takes one image size only: copies are moved views of full size, 3 passes")
     for note in notes:
         warnings.warn(note, stacklevel=2)

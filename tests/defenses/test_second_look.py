@@ -45,7 +45,7 @@ def middle_of(scores: Tensor) -> float:
 def setting() -> tuple[rc.ZeroShotClassifier, SecondLook, Tensor]:
     """A classifier, a defence whose thresholds lie in the middle of the scores, and 24 images."""
     clf, images = classifier(), photos(24)
-    out = SecondLook()(clf, images)
+    out = SecondLook()(clf, images, 0)
     return clf, SecondLook(threshold=middle_of(out.score), drift_threshold=middle_of(out.drift)), images
 
 
@@ -100,7 +100,7 @@ def test_sigmoid_similarities_and_equal_classes_have_leads(setting: Any) -> None
     encoder = patch_encoder(F64)
     encoder.similarity = rc.functional.Similarity(scale=11.0, bias=-3.0, sigmoid=True)
     other = rc.ZeroShotClassifier.from_features(encoder, clf.names, clf.class_features)
-    assert torch.allclose(guard(other, images).lead, guard(clf, images).lead)
+    assert torch.allclose(guard(other, images, 0).lead, guard(clf, images, 0).lead)
     twice = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], clf.class_features[[0, 0]])
     assert torch.equal(guard(twice, images).lead, torch.zeros(24, dtype=F64))
 
@@ -136,7 +136,7 @@ def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere
 
 def test_gradients_pass_through_both_answers(setting: Any) -> None:
     clf, guard, images = setting
-    opened = guard(clf, images).gate_open
+    opened = guard(clf, images, 0).gate_open
     rows = torch.stack([(opened == flag).nonzero()[0, 0] for flag in (False, True)])
     # The noise follows from the pixels' keys; for a derivative it is held fixed.
     keys = noise.stream_keys(images[rows], 0)
