@@ -129,7 +129,7 @@ SUITE = {"kind": "adaptive-suite"}
 @pytest.mark.parametrize(
     ("text", "config"),
     [
-        ("apgd, autoattack, corruption, fab, pgd, square", {"kind": "deepfool"}),
+        ("attack 'deepfool' does not exist; choose one of adaptive, ", {"kind": "deepfool"}),
         ("choose one of adaptive, adaptive-rand", {"eps": 0.1}),
         ("step_size is 'eps/3'", {"kind": "pgd", "step_size": "eps/3"}),
         ("severity is 0", {"kind": "corruption", "severity": 0}),
