@@ -112,6 +112,7 @@ def test_every_public_name_can_be_imported(package: ModuleType) -> None:
     [
         ("import react_clip", {"torch", "transformers", "numpy", "yaml", "matplotlib"}),
         ("from react_clip.cli import main; main(['--help'])", {"torch", "transformers", "numpy", "tqdm", "pydantic"}),
+        ("import react_clip.report.demo_page", {"pandas", "matplotlib", "pyarrow", "scipy"}),
         (
             "from react_clip import ReACT, SecondLook, ZeroShotClassifier, load, attacks; "
             "from react_clip.integrations import drift_only; from react_clip.encoders.vision import VisionTower",

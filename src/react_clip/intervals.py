@@ -33,3 +33,13 @@ def wilson(fraction: float, n: int) -> Estimate:
     reach = Z_95 / shrink * math.sqrt(fraction * (1.0 - fraction) / n + Z_95**2 / (4 * n * n))
     # The formula reaches 0 and 1 exactly; rounding must not make the interval miss its own estimate.
     return Estimate(fraction, min(fraction, max(0.0, centre - reach)), max(fraction, min(1.0, centre + reach)))
+
+
+def share_in_words(part: int, count: int) -> str:
+    """How many of ``count`` there are, with the interval of the share.
+
+    >>> share_in_words(6, 500)
+    '6 of 500 (1.2 %, 95 % interval 0.6 to 2.6 %)'
+    """
+    value, low, high = (100 * each for each in wilson(part / count, count))
+    return f"{part} of {count} ({value:.1f} %, 95 % interval {low:.1f} to {high:.1f} %)"

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 from PIL.Image import Resampling
-from torch import Tensor
 
 from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.evaluation.store import Pictures
-from react_clip.preprocess import data_uri, to_image
-from react_clip.report.page import Photo, Picture, Shown
+from react_clip.report.page import Photo, Picture, Shown, picture
 
-SIDE = 160
-"""Longest side of a picture in the page, in pixels."""
 _IMAGE = ["dataset", "index"]
 
 
@@ -75,19 +71,13 @@ def _pictures(albums: Sequence[Pictures], dataset: str, attack: str, eps: float,
         clean = album.clean(dataset, index)
         if clean is None:
             continue
-        found = [_picture(clean, "the photo")]
+        found = [picture(clean, "the photo")]
         photo = album.attacked(dataset, attack, eps, index) if eps else None
         if photo is not None and photo.shape == clean.shape:
             change = photo - clean
             reach = max(eps, float(change.abs().max()))
-            found.append(_picture(photo, f"attacked, {title_of(attack, eps)}"))
+            found.append(picture(photo, f"attacked, {title_of(attack, eps)}"))
             words = f"the perturbation, magnified {0.5 / reach:.0f} times"
-            found.append(_picture((change / reach / 2 + 0.5).clamp(0, 1), words, Resampling.NEAREST))
+            found.append(picture((change / reach / 2 + 0.5).clamp(0, 1), words, Resampling.NEAREST))
         return tuple(found)
     return ()
-
-
-def _picture(pixels: Tensor, words: str, resampling: Resampling = Resampling.LANCZOS) -> Picture:
-    image = to_image(pixels)
-    image.thumbnail((SIDE, SIDE), resampling)  # averaging would show a perturbation weaker than it is
-    return Picture(data_uri(image, "webp"), words)

@@ -11,15 +11,21 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
+from PIL.Image import Resampling
+from torch import Tensor
+
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.optional import require
+from react_clip.preprocess import data_uri, to_image
 from react_clip.report.tables import SCORINGS, Table, all_tables, conditions, over
 from react_clip.storage import write_text
 
 Progress = Callable[[str, int, int], None]
 """Called with a title, the number of figures done and the number of all figures."""
 PAGE, FIGURES = "index.html", "figures"
+SIDE = 160
+"""Longest side of a small picture in a page, in pixels."""
 MOST_IMAGES = 200
 """Most images in the table of a report."""
 
@@ -34,12 +40,20 @@ class Picture:
     """What it shows, for people who cannot see it."""
 
 
+def picture(pixels: Tensor, words: str, resampling: Resampling = Resampling.LANCZOS) -> Picture:
+    """A small picture of pixels ``[3, S, S]`` in [0, 1]."""
+    image = to_image(pixels)
+    image.thumbnail((SIDE, SIDE), resampling)  # averaging would show a perturbation weaker than it is
+    return Picture(data_uri(image, "webp"), words)
+
+
 @dataclass(frozen=True)
 class Shown:
     """An answer as a page shows it."""
 
     name: str
-    right: bool
+    right: bool | None
+    """``None`` where nobody knows."""
     note: str = ""
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from react_clip.evaluation import metrics
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import title_of
@@ -65,6 +63,8 @@ class Table:
 
     def csv(self) -> str:
         """Numbers with their intervals in columns of their own; what was not measured is empty."""
+        import pandas as pd
+
         records = []
         for labels, cells in self.rows:
             record: dict[str, Any] = dict(zip(self.header, labels, strict=False))
@@ -76,6 +76,8 @@ class Table:
 
     def latex(self) -> str:
         """A booktabs table."""
+        import pandas as pd
+
         escaped = str.maketrans({letter: rf"\{letter}" for letter in "&%$#_"} | {"±": r"$\pm$"})
         caption = self.caption.translate(escaped)
         frame = pd.DataFrame(self.texts, columns=list(self.header))
@@ -109,6 +111,8 @@ def all_tables(result: EvaluationResult) -> list[Table]:
 
 def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
     """Write every table as ``<name>.md`` and ``.tex``, and all rows as ``numbers.csv``; returns the files."""
+    import pandas as pd
+
     numbers = pd.DataFrame([dataclasses.asdict(row) for row in (*result.rows, *result.means)])
     texts = {"numbers.csv": numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")}
     for table in all_tables(result):
