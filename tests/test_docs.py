@@ -135,7 +135,9 @@ def test_the_tutorial_for_research_runs(tiny_folder: Path, run: Run, capsys: pyt
     for file, recipe in (("first.yaml", first), ("adaptive.yaml", adaptive)):
         small = recipe.replace("clip-vit-b-16", str(tiny_folder))
         Path(file).write_text(
-            small.replace("second_look,", f"second_look, {NO_SMALL_COPY.replace('=None', ': null')},")
+            small.replace(
+                "second_look,", f"second_look, calibrated: false, {NO_SMALL_COPY.replace('=None', ': null')},"
+            )
         )
     for words in commands(name):
         if words[0] != "pull":

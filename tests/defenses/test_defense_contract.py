@@ -276,3 +276,12 @@ def test_results_print_shortly_and_become_dictionaries_and_tables() -> None:
         _ = features.logits
     with pytest.raises(AttributeError, match="'speed' is no field or diagnostic; there are drift"):
         _ = features.speed
+
+
+def test_only_defences_with_a_calibration_have_constants_for_encoders() -> None:
+    exported = [one for one in vars(rc.defenses).values() if isinstance(one, type) and hasattr(one, "for_encoder")]
+    assert exported == [rc.defenses.DefendCLIP, rc.ReACT, rc.SecondLook]
+    with pytest.raises(rc.ReactClipError, match=r"DefendCLIP is not calibrated .* those of DefendCLIP\(\) everywhere"):
+        rc.defenses.DefendCLIP.for_encoder("clip-vit-b-16")
+    with pytest.raises(rc.ReactClipError, match="`react-clip calibrate PHOTOS --model openai/clip-vit-base-patch32"):
+        rc.SecondLook.for_encoder("openai/clip-vit-base-patch32")

@@ -133,7 +133,7 @@ threat: adaptive
 attacks:
   - {kind: adaptive, objective: both, eps: [1/255, 4/255], steps: 20, eot: 4}
   - {kind: adaptive-suite, eps: 4/255, members: [adaptive, {kind: adaptive, objective: evade, lambdas: [1, 10]}]}
-defenses: [react, defend-clip]
+defenses: [{kind: react, calibrated: false}, defend-clip]
 """
 
 

@@ -35,7 +35,7 @@ title: Toys
 model: toy
 datasets: [toys, others]
 attacks: [clean, {kind: pgd, steps: 10, eps: 1/255}]
-defenses: [undefended, {kind: react, views: 2, label: ReACT small}]
+defenses: [undefended, {kind: react, calibrated: false, views: 2, label: ReACT small}]
 batch: 8
 """
 
@@ -129,7 +129,7 @@ def test_validate_counts_and_runs_no_attack(
     assert not (place / "runs").exists()
     code, out, _ = call("--validate", "--json", capsys=capsys)
     assert (json.loads(out)["crafted"], json.loads(out)["ok"]) == (35, True)
-    assert check(place, adaptive_recipe(defenses=["react", "aom"])).crafted == 20 * 3 * 2
+    assert check(place, adaptive_recipe(defenses=["defend-clip", "aom"])).crafted == 20 * 3 * 2
 
 
 def test_what_is_promised_bounds_what_is_written(place: Path) -> None:

@@ -91,6 +91,13 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("defenses: []", "defenses is empty"),
         ("defenses: [{tau: 3}]", "the defence has no kind; choose one of"),
         ("defenses: [{kind: react, tua: 0.4}]", "tua is 0.4.*the fields of react are"),
+        (
+            "model: x\ndefenses: [react]",
+            "no calibration of 'react' for 'x'; .*--model x.* its tau, .*calibrated: f",
+        ),
+        ("model: x\ndefenses: [second_look]", "no calibration of 'second_look' for 'x'.*give its threshold, or"),
+        ("defenses: [{kind: aom, calibrated: true}]", "'aom' cannot be calibrated; react and second_look can"),
+        ("defenses: [{kind: react, calibrated: paper}]", "calibrated is 'paper'; it must be true or false"),
         ("defenses: [react, react]", "'react' is there 2 times"),
         ("datasets: []", "datasets is empty"),
         ("datasets: [1]", "one line of text"),
@@ -119,6 +126,17 @@ def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
     with pytest.raises(rc.ReactClipError, match=message) as caught:
         parsed(change)
     assert "\n" not in str(caught.value)
+
+
+def test_constants_of_another_encoder_are_taken_knowingly() -> None:
+    entries = "{kind: react, calibrated: false}, {kind: second_look, threshold: 0.3}, {kind: react, grid: {tau: [0.5]}}"
+    given = parsed(f"model: x\ndefenses: [{entries}]").defenses
+    assert [item.defense for item in given] == [rc.ReACT(), rc.SecondLook(threshold=0.3), rc.ReACT(tau=0.5)]
+    entries = "{kind: react, calibrated: true, views: 3}, {kind: second_look, calibrated: true}"
+    assert [item.defense for item in parsed(f"defenses: [{entries}]").defenses] == [
+        rc.ReACT.for_encoder("clip-vit-b-16").replace(views=3),
+        rc.SecondLook.for_encoder("clip-vit-b-16"),
+    ]
 
 
 def test_attacks_and_defences_beside_a_recipe_are_found(tmp_path: Path, no_new_classes: None) -> None:

@@ -49,6 +49,6 @@ def test_what_cannot_work_is_one_line(tmp_path: Path) -> None:
             connected(address, advice="").__enter__()
     with pytest.raises(rc.ReactClipError, match="no Ray cluster answers at 'somewhere'"):
         connected("somewhere", advice="").__enter__()
-    recipe = Recipe.from_dict({"title": "Tiny", "model": "tiny", "datasets": ["toys"], "defenses": ["react"]})
+    recipe = Recipe.from_dict({"title": "Tiny", "model": "tiny", "datasets": ["toys"], "defenses": ["aom"]})
     with pytest.raises(rc.ReactClipError, match=rf"does not see {tmp_path}; put --out where all nodes see it"):
         _Worker(recipe, tmp_path, {}, versions())

@@ -102,11 +102,16 @@ class ReACT(Defense):
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
-        """The constants of an encoder: the paper's for ViT-B/32, ours for ViT-B/16.
+        """The constants of an encoder: the paper's for ViT-B/32, our calibration for ViT-B/16.
 
         >>> ReACT.for_encoder("openai/clip-vit-base-patch32") == ReACT()
         True
         """
+        if cls.kind != ReACT.kind:
+            raise ReactClipError(
+                f"{cls.__name__} is not calibrated for encoders: its constants are those of {cls.__name__}() "
+                "everywhere; ReACT and SecondLook have for_encoder"
+            )
         name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
         if name in _OPENAI_VIT_B_32:
             return cls()

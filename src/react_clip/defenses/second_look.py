@@ -159,7 +159,7 @@ class SecondLook(Defense):
 
     @classmethod
     def for_encoder(cls, encoder: Encoder | str) -> Self:
-        """The configuration we ship for an encoder.
+        """The thresholds we measured for an encoder, which is ViT-B/16; raises for others.
 
         >>> SecondLook.for_encoder("clip-vit-b-16") == SecondLook()
         True
@@ -167,8 +167,9 @@ class SecondLook(Defense):
         name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
         if name not in OPENAI_VIT_B_16:
             raise ReactClipError(
-                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on "
-                "some hundred clean photos: --calibrate-on PHOTOS, or rc.SecondLook.calibrate(clip, photos).config"
+                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on some "
+                f"hundred clean photos: `react-clip calibrate PHOTOS --model {name} --out second-look.json`, then "
+                "rc.SecondLook.load('second-look.json') or --config; at once: --calibrate-on PHOTOS"
             )
         return cls()
 

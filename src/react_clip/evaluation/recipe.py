@@ -25,7 +25,7 @@ from react_clip import storage
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.config import Configuration, Count, read_length
-from react_clip.defenses import Defense, ReACT
+from react_clip.defenses import Defense, ReACT, SecondLook
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.yaml import read_yaml
 from react_clip.optional import require
@@ -306,8 +306,8 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
 def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
     """The defence of an entry, or one per combination of its ``grid``.
 
-    ``calibrated`` starts from the constants for the model. ``family`` and ``params`` say which sweep an entry belongs
-    to; a grid sets both.
+    ``calibrated: true`` starts from the constants for the model, ``calibrated: false`` from the defaults whatever the
+    model. ``family`` and ``params`` say which sweep an entry belongs to; a grid sets both.
     """
     if isinstance(entry, LabelledDefense):
         return [entry]
@@ -315,10 +315,8 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
         return [LabelledDefense(entry.name, entry)]
     kind, label, grid = entry.pop("kind", None), entry.pop("label", None), entry.pop("grid", None)
     family, params = entry.pop("family", ""), entry.pop("params", {})
-    if entry.pop("calibrated", False):
-        if kind != ReACT.kind:
-            raise ReactClipError(f"defence {kind!r} cannot be calibrated; only {ReACT.kind} can")
-        entry = {**ReACT.for_encoder(model).to_dict(), **entry}
+    given = {*entry, *(grid if isinstance(grid, dict) else ())}
+    entry = {**_constants(kind, model, entry.pop("calibrated", None), given), **entry}
     if isinstance(label, str):
         # One recipe may run on several models whose results are compared, so each needs its own label.
         label = label.replace("{model}", model.rstrip("/").rpartition("/")[2])
@@ -335,6 +333,33 @@ def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
         values = {name: read_length(value) if "/" in str(value) else value for name, value in point.items()}
         swept.append(LabelledDefense(_grid_label(label or kind, point), chosen, family, values))
     return swept
+
+
+def _constants(kind: Any, model: str, calibrated: Any, given: set[str]) -> dict[str, Any]:
+    """The calibrated constants of a defence; raises where there are none for the model and none are given."""
+    calibratable: dict[Any, tuple[type[ReACT | SecondLook], str]] = {
+        ReACT.kind: (ReACT, "tau"),
+        SecondLook.kind: (SecondLook, "threshold"),
+    }
+    if calibrated not in (None, True, False):
+        raise ReactClipError(f"calibrated is {calibrated!r}; it must be true or false")
+    if kind not in calibratable:
+        if calibrated:
+            raise ReactClipError(f"defence {kind!r} cannot be calibrated; {' and '.join(calibratable)} can")
+        return {}
+    defense, threshold = calibratable[kind]
+    if calibrated:
+        return defense.for_encoder(model).to_dict()
+    if calibrated is None and threshold not in given:
+        try:
+            defense.for_encoder(model)
+        except ReactClipError:
+            raise ReactClipError(
+                f"there is no calibration of {kind!r} for {model!r}; measure it (`react-clip calibrate PHOTOS "
+                f"--defense {kind} --model {model}`) and give its {threshold}, or take the defaults knowingly "
+                "with calibrated: false"
+            ) from None
+    return {}
 
 
 def _grid_points(grid: Any) -> list[dict[str, Any]]:
