@@ -52,6 +52,7 @@ def synthetic_run(
         **{"model": "toy", "dtype": "fp32", "threat": "oblivious", "scoring": "leakage_free", "seed": 0},
         **{"draws": draws, "defenses": [dict(entry) for entry in defenses], **recipe},
     }
+    settings["attacks"] = [{"label": name, "eps": eps} for name, budgets in attacks.items() for eps in budgets]
     titles = [("clean", 0.0), *((name, 0.0) for name in natural)]
     titles += [(name, eps) for name, budgets in attacks.items() for eps in budgets]
     frames = []
@@ -70,6 +71,7 @@ def synthetic_run(
                     columns = {
                         **{"dataset": dataset, "scoring": settings["scoring"], "threat": settings["threat"]},
                         **{"attack": attack, "defense": entry["label"], "eps": eps, "draw": draw, "seed": draw},
+                        **{"photo": [f"{dataset} {index}" for index in range(size)]},
                         **{"attack_seed": 0, "index": np.arange(size), "label": label, "attacked": attacked},
                         **{"clean_prediction": np.where(right, label, wrong), "queries": 10.0 * attacked},
                         **{"plain_prediction": np.where(right & ~attacked, label, wrong), "clean_correct": clean},

@@ -25,7 +25,6 @@ from programs import Run
 from react_clip import choices
 from react_clip.cli import COMMANDS, main
 from react_clip.cli.embed import write_features
-from react_clip.cli.rank import _numbers
 from react_clip.secret import _drawn_secret, described
 from toys import patch_encoder, write_photos
 
@@ -444,8 +443,8 @@ def test_a_missing_package_is_one_line(run: Run, tmp_path: Path, monkeypatch: py
 def test_the_json_of_a_ranking_has_intervals() -> None:
     from react_clip.report.tables import Cell
 
-    assert _numbers(Cell(61.0, 59.5, 62.5)) == {"value": 61.0, "low": 59.5, "high": 62.5}
-    assert _numbers(Cell(float("nan"))) == {"value": None, "low": None, "high": None}
+    assert Cell(61.0, 59.5, 62.5).to_dict() == {"value": 61.0, "low": 59.5, "high": 62.5}
+    assert Cell(float("nan")).to_dict() == {"value": None, "low": None, "high": None}
 
 
 def test_a_quick_and_a_full_measurement_have_folders_of_their_own() -> None:

@@ -17,5 +17,6 @@ from .environment import __version__ as __version__
 from .errors import ReactClipError as ReactClipError
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
+from .evaluation import results as results
 from .label_table import LabelTable as LabelTable
 from .zeroshot import ZeroShotClassifier as ZeroShotClassifier

@@ -1,9 +1,14 @@
-"""The 95 % interval of a share."""
+"""The 95 % interval of a share, and tests of two shares of the same photos."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Z_95 = 1.959963984540054
 """The normal quantile behind a two-sided 95 % interval."""
@@ -43,3 +48,38 @@ def share_in_words(part: int, count: int) -> str:
     """
     value, low, high = (100 * each for each in wilson(part / count, count))
     return f"{part} of {count} ({value:.1f} %, 95 % interval {low:.1f} to {high:.1f} %)"
+
+
+def mcnemar(first: int, second: int) -> float:
+    """McNemar's exact test, two-sided: how likely is a split at least this uneven if both answers are equally good?
+
+    Args:
+        first: photos that only the first answer gets right.
+        second: photos that only the second answer gets right.
+
+    >>> mcnemar(8, 1), mcnemar(3, 3)
+    (0.0390625, 1.0)
+    """
+    term = tail = 1
+    for k in range(min(first, second)):
+        term = term * (first + second - k) // (k + 1)
+        tail += term
+    return float(min(1.0, 2 * tail / 2 ** (first + second)))
+
+
+def bootstrap_difference(differences: Sequence[NDArray[np.float64]], draws: int = 10_000) -> Estimate:
+    """The mean over data sets of the mean difference per photo, with the interval of a bootstrap within each set.
+
+    Args:
+        differences: one array per data set, a number per photo.
+        draws: resamples.
+    """
+    import numpy as np
+
+    generator, means = np.random.default_rng(0), np.zeros(draws)
+    for each in differences:
+        # Photos with equal differences are exchangeable, so their number is drawn and not each photo.
+        values, counts = np.unique(each, return_counts=True)
+        means += generator.multinomial(len(each), counts / len(each), size=draws) @ values / len(each)
+    low, high = np.percentile(means / len(differences), [2.5, 97.5])
+    return Estimate(float(np.mean([each.mean() for each in differences])), float(low), float(high))

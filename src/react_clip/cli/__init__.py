@@ -28,6 +28,7 @@ COMMANDS = {
     "calibrate": "Fit a defence to an encoder: SecondLook to clean photos without labels, ReACT to labelled ones.",
     "report": "Write a self-contained HTML page and the figures (SVG, PNG) of one or several runs, finished or not.",
     "rank": "Rank defences over clean, damaged and attacked photos, from runs, or measure one of your own.",
+    "compare": "Compare two runs photo by photo, with paired tests, and say what does not match.",
     "bench": "Time the bare encoder, the default defence and others on the same images.",
     "finetune": "Finetune CLIP's image tower against attacks; the same command continues an interrupted run.",
     "export": "Write the image tower for ONNX Runtime and check it against the original.",

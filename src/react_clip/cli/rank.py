@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import react_clip as rc
 from react_clip.cli import common, options
@@ -17,21 +15,19 @@ from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.storage import write_text
 
-if TYPE_CHECKING:
-    from react_clip.report.tables import Cell
-
 EXAMPLE = (
     "react-clip rank runs/standard runs/adaptive --out ranking.html (or: react-clip rank my_defense.py:MyDefense "
     "--data photos/ --heads heads/ --quick)"
 )
-_FORMATS = (".html", ".csv", ".md")
+_FORMATS = {".csv": "csv", ".md": "markdown", ".tex": "latex"}
+"""Endings of files that hold the table alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     what = "folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank"
     parser.add_argument("what", nargs="+", metavar="RUN_DIR or FILE.py:CLASS", help=what)
-    out = "the ranking as a page (.html) or as a table (.csv, .md) (%(default)s)"
+    out = "the ranking as a page (.html) or as a table (.csv, .md, .tex) (%(default)s)"
     parser.add_argument("--out", type=_output, default=Path("ranking.html"), help=out)
     parser.add_argument(
         "--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench --defenses ...`"
@@ -46,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(text: str) -> Path:
-    if Path(text).suffix not in _FORMATS:
-        raise options.BadValueError(f"{text!r} must end in one of {', '.join(_FORMATS)}")
+    if Path(text).suffix not in (".html", *_FORMATS):
+        raise options.BadValueError(f"{text!r} must end in one of .html, {', '.join(_FORMATS)}")
     return Path(text)
 
 
@@ -63,20 +59,14 @@ def run(args: argparse.Namespace) -> int:
     if args.out.suffix == ".html":
         ranking.write_page(args.out)
     else:
-        write_text(args.out, ranking.table.csv() if args.out.suffix == ".csv" else ranking.table.markdown())
+        write_text(args.out, getattr(ranking.table, _FORMATS[args.out.suffix])())
     document = {
         "out": str(args.out),
         "columns": ranking.table.header[1:],
-        "defenses": {entry.label: [_numbers(cell) for cell in entry.cells] for entry in ranking.entries},
+        "defenses": {entry.label: [cell.to_dict() for cell in entry.cells] for entry in ranking.entries},
     }
     common.print_result(args, document, [ranking.table.markdown()], [f"the ranking is in {args.out}"])
     return 0
-
-
-def _numbers(cell: Cell) -> dict[str, float | None]:
-    """A number and its 95 % interval for JSON; None where there is none."""
-    numbers = {"value": cell.value, "low": cell.low, "high": cell.high}
-    return {name: None if math.isnan(number) else number for name, number in numbers.items()}
 
 
 # ---------------------------------------------------------------------- a defence of the user's

@@ -2,7 +2,8 @@
 
 The Parquet file is the truth: every number of a table is a group of its rows. Its columns are
 
-- ``dataset, scoring, threat, attack, eps, defense, draw, seed, attack_seed, index``: which answer it is;
+- ``dataset, scoring, threat, attack, eps, defense, draw, seed, attack_seed, index``: which answer it is; ``photo``, the
+  digest of the photo's pixels, is the same in every run;
 - ``label, clean_prediction, plain_prediction, prediction``: classes; those of undefended CLIP on the clean image and on
   this one, and that of the defence;
 - ``attacked, attack_success, crafted_success, queries``: whether and how the image was attacked; ``crafted`` is

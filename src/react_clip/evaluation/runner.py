@@ -28,6 +28,7 @@ from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import PIXELS, Shard, ShardStore, Tensors
 from react_clip.optional import require
 from react_clip.preprocess import to_float
+from react_clip.storage import tensor_digest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +82,9 @@ class SetRunner:
 
         clean = self._clean_images(span)
         labels, prediction = self.subject.labels[slice(*span)].int().numpy(), clean.shard.tensors["prediction"].numpy()
-        photos = pd.DataFrame({"index": range(*span), "label": labels, "clean_prediction": prediction})
+        digests = [tensor_digest(photo)[:16] for photo in self.subject.pixels[slice(*span)]]
+        columns = {"index": range(*span), "photo": digests, "label": labels, "clean_prediction": prediction}
+        photos = pd.DataFrame(columns)
         photos = photos.assign(attack=CLEAN, eps=0.0, plain_prediction=prediction, queries=0.0)
         photos = photos.assign(attacked=False, attack_success=False, crafted_success=False)
         asked = list(itertools.product(self.recipe.defenses, range(self.recipe.draws)))

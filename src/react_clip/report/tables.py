@@ -40,6 +40,11 @@ class Cell:
             return f"{self.value:.{self.digits}f}"
         return metrics.interval(self.value, self.low, self.high, self.digits)
 
+    def to_dict(self) -> dict[str, float | None]:
+        """The number and its interval for JSON; None where there is none."""
+        numbers = {"value": self.value, "low": self.low, "high": self.high}
+        return {name: None if math.isnan(number) else number for name, number in numbers.items()}
+
 
 @dataclass(frozen=True)
 class Table:
@@ -54,6 +59,11 @@ class Table:
     def texts(self) -> list[list[str]]:
         """Every row as texts."""
         return [[*labels, *(cell.text() for cell in cells)] for labels, cells in self.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; every number with its interval."""
+        rows = [[*labels, *(cell.to_dict() for cell in cells)] for labels, cells in self.rows]
+        return {"name": self.name, "caption": self.caption, "header": list(self.header), "rows": rows}
 
     def markdown(self) -> str:
         """A GitHub table under its caption."""
