@@ -13,7 +13,7 @@ import yaml
 from serve_client import as_json
 
 from programs import find_tool
-from react_clip.serve.settings import GRACE, PREFIX, Settings
+from react_clip.serve.settings import DRAIN, GRACE, PREFIX, Settings
 
 pytestmark = pytest.mark.docs
 
@@ -29,7 +29,7 @@ def test_the_container_sets_only_settings_that_exist_and_gives_time_to_stop() ->
     assert names <= set(Settings.model_fields)
     assert service["secrets"] == [f"{PREFIX.lower()}{name}" for name in ("secret", "api_keys")]
     stated = [int(value) for value in re.findall(r"--stop-timeout (\d+)", dockerfile)]
-    assert min(*stated, int(service["stop_grace_period"].removesuffix("s"))) > GRACE + 5
+    assert min(*stated, int(service["stop_grace_period"].removesuffix("s"))) > DRAIN + GRACE + 5
 
 
 def test_the_rules_fire_when_they_should(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from serve_client import LABELS, SECOND_LOOK
+from serve_client import LABELS, SECOND_LOOK, as_form, check_error
+from starlette.testclient import TestClient
 
 import react_clip as rc
+from programs import wait_for
+from react_clip.serve.app import create_app
 from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError
 from react_clip.serve.model import Model
-from react_clip.serve.settings import Settings
+from react_clip.serve.settings import Secrets, Settings
 
 Check = Callable[[ModelClient], Awaitable[None]]
 
@@ -94,7 +97,8 @@ def test_the_queue_takes_a_request_whole_or_not_at_all(hold: Any) -> None:
             await ask(client, 8)
         tasks.append(ask(client, 4))
         await asyncio.sleep(0.05)
-        assert client.refusal(1) is not None
+        with pytest.raises(RequestError, match="queue is full"):
+            client.admit(1)
         held.free.set()
         assert [len(await task) for task in tasks] == [16, 12, 4]
         assert sorted(held.batches) == [4, 12, 16], "requests larger than --batch have batches of their own"
@@ -110,9 +114,10 @@ def test_abandoned_images_free_their_places_and_are_not_computed(hold: Any) -> N
         await asyncio.sleep(0.2)  # it is being computed
         abandoned = [ask(client, 15), ask(client, 16)]
         await asyncio.sleep(0.2)
-        assert client.refusal(16) is not None
+        with pytest.raises(RequestError, match="queue is full"):
+            client.admit(16)
         await forget(*abandoned)
-        assert client.refusal(16) is None
+        client.admit(16)
         kept = ask(client, 2)
         await asyncio.sleep(0.2)
         held.free.set()
@@ -138,7 +143,7 @@ def test_prompts_of_new_labels_take_places_end_with_their_callers_and_let_images
         refused = [task for task in tasks if task.done()]
         assert len(refused) == 2
         for task in refused:
-            with pytest.raises(RequestError, match="too many new labels"):
+            with pytest.raises(RequestError, match="of new labels wait"):
                 task.result()
         assert sum(held.prompts) <= 200, "images are answered first"
         computed = sum(held.prompts)
@@ -164,19 +169,63 @@ def test_label_lists_are_computed_once(hold: Any) -> None:
 
 
 def test_images_that_waited_too_long_are_refused(hold: Any) -> None:
-    held = hold(deadline=3.0)
+    held = hold(deadline=1.0)
 
     async def check(client: ModelClient) -> None:
         first = ask(client)
         await asyncio.sleep(0.2)
         late = ask(client)
-        await asyncio.sleep(1.6)
+        await asyncio.sleep(0.8)
         held.free.set()
         await first
-        with pytest.raises(RequestError, match="not ready within 3 s"):
+        with pytest.raises(RequestError, match="not ready within 1 s"):
             await late
 
     held.check(check)
+
+
+def test_a_slow_model_takes_what_it_can_answer_in_time_and_recovers(hold: Any) -> None:
+    """Its measured rate counts: 3 s an image, of which 10 s may wait."""
+    held = hold(deadline=20.0)
+    held.model._rates.extend([3.0] * 3)
+
+    async def check(client: ModelClient) -> None:
+        await until(lambda: client._seconds == 3.0)
+        first = ask(client, 4)
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="about 12 s of work wait; try again in 5 s") as refused:
+            await ask(client)
+        assert refused.value.headers == {"retry-after": "5"}
+        held.free.set()
+        await first  # nothing waits any more, so the next is taken and measured, however slow the last ones were
+        for _ in range(3):
+            await ask(client, 4)
+        assert client._seconds < 3.0
+
+    held.check(check)
+
+
+def test_a_full_queue_is_not_ready_and_refuses_before_it_reads(hold: Any, photos: list[bytes]) -> None:
+    held = hold()
+    app = create_app(held.settings, Secrets(b"", frozenset()), model=held.model)
+    with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor() as pool:
+        full = [pool.submit(client.post, "/v1/classify", **as_form(photos[:1] * 16)) for _ in range(2)]
+        wait_for(lambda: client.get("/readyz").status_code == 503)
+        try:
+            for answer in (client.get("/readyz"), client.post("/v1/classify", content=b"no picture")):
+                check_error(answer, 503, "the queue is full: about ")
+                assert answer.headers["retry-after"] == "1"
+        finally:
+            held.free.set()
+        assert [answer.result().status_code for answer in full] == [200, 200]
+        wait_for(lambda: client.get("/readyz").status_code == 200)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the client listen until something holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_a_batch_that_fails_ends_its_requests_only(hold: Any) -> None:
@@ -189,6 +238,6 @@ def test_a_batch_that_fails_ends_its_requests_only(hold: Any) -> None:
             await ask(client, 6)
         held.fails = False
         assert len(await ask(client, 6)) == 6
-        assert client.refusal(16) is None
+        client.admit(16)
 
     held.check(check)

@@ -46,7 +46,8 @@ class Service:
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
         self.started = int(time.time())
         self.handling = 0
-        """Requests being handled."""
+        """Requests being handled whose body has arrived."""
+        self.stopping = False
 
 
 def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, Any, requests.Asked[requests.Request]]]:
@@ -55,6 +56,7 @@ def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, An
     async def read_body(request: Request) -> requests.Asked[requests.Request]:
         service: Service = request.app.state.service
         settings, client = service.settings, service.client
+        client.admit(1)  # before its body is read
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             line = f"content-encoding is {quote(encoding)}; send the body as it is"
@@ -176,8 +178,9 @@ async def healthz() -> responses.Status:
 async def readyz(request: Request) -> responses.Status:
     """200 while the service takes requests; 503 while it stops, its model does not answer, or its queue is full."""
     service: Service = request.app.state.service
-    if (reason := service.client.refusal(service.settings.max_images)) is not None:
-        raise busy(reason)
+    if service.stopping:
+        raise busy("the service is stopping", kind="unavailable")
+    service.client.admit(1)
     return responses.Status(status="ready")
 
 

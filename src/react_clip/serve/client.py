@@ -17,12 +17,10 @@ import zmq.asyncio
 from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
+from react_clip.serve import admission
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.responses import Info
-from react_clip.serve.settings import BEAT, Settings
-
-_WAIT_FRACTION = 0.5
-"""Most of the deadline that an image may wait in the queue."""
+from react_clip.serve.settings import BATCH_FRACTION, BEAT, Settings
 
 _MESSAGES = 64
 """Requests on their way to a model that does not read; later ones are refused."""
@@ -52,8 +50,8 @@ class ModelClient:
         self._address = address
         self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
         self._numbers = count()
-        self._free = self._asked = 0
-        self._heard = 0.0
+        self._told = self._asked = 0
+        self._seconds = self._heard = 0.0
 
     async def connect(self) -> None:
         """Reach the model and learn what it is; waits until it is loaded."""
@@ -71,24 +69,24 @@ class ModelClient:
         self._listening.cancel()
         self._socket.close()
 
-    def refusal(self, images: int) -> str | None:
-        """Why a request with so many images would be refused now, or None."""
-        if time.monotonic() - self._heard > max(self.settings.deadline, 4 * BEAT):
-            return "the model does not answer; try again soon"
-        # As the model said last, and as counted here, because it may be busy or hang.
-        if images > min(self._free, self.settings.queue - self._asked):
-            return "the queue is full; try again soon"
-        return None
+    def admit(self, images: int) -> None:
+        """Raise 503 if a request with so many images would be refused now."""
+        silence = time.monotonic() - self._heard
+        if silence > max(self.settings.deadline, 4 * BEAT):
+            raise busy("the model does not answer; try again soon", kind="unavailable")
+        # As the model said last, and as counted here, because it reads between two batches only, or hangs.
+        if waiting := max(self._told, self._asked):
+            passed = min(silence, BATCH_FRACTION * self.settings.deadline)
+            admission.admit(images, waiting, self._seconds, self.settings, passed=passed)
 
     async def submit(self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None) -> list[Answer]:
         """Answers for 8-bit pixels ``[N, 3, S, S]``; ``labels`` are names and templates, None for the server's own.
 
         Cancelling this frees the places in the queue.
         """
-        if (reason := self.refusal(len(keys))) is not None:
-            raise busy(reason)
+        self.admit(len(keys))
         number = next(self._numbers)
-        expires = time.monotonic() + _WAIT_FRACTION * self.settings.deadline
+        expires = time.monotonic() + (1 - BATCH_FRACTION) * self.settings.deadline
         message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires}
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -116,7 +114,7 @@ class ModelClient:
             text, *frames = await self._socket.recv_multipart()
             self._heard = time.monotonic()
             message = json.loads(text)
-            self._free = message["free"]
+            self._told, self._seconds = message["waiting"], message["seconds"]
             if "hello" in message:
                 self.info = Info.model_validate(message["hello"])
                 self.preprocessing = Preprocessing(**message["preprocessing"])

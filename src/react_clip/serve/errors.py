@@ -42,9 +42,9 @@ class RequestError(HTTPException):
         return JSONResponse({"error": error}, self.status_code, self.headers)
 
 
-def busy(message: str, *, kind: str = "overloaded") -> RequestError:
-    """503 with ``Retry-After``."""
-    return RequestError(503, message, kind=kind, headers={"retry-after": "1"})
+def busy(message: str, *, kind: str = "overloaded", retry: int = 1) -> RequestError:
+    """503 with ``Retry-After`` in seconds."""
+    return RequestError(503, message, kind=kind, headers={"retry-after": str(retry)})
 
 
 def late(deadline: float) -> RequestError:

@@ -29,7 +29,7 @@ _BODY_SECONDS = 30.0
 _BUFFERED_BODIES = 8
 """All bodies together may be this many times as long as the longest one."""
 _MOST_REQUESTS = 256
-"""Requests handled at once."""
+"""Requests handled at once; those whose body has not arrived yet keep nobody out."""
 
 _HEADERS = {
     b"x-content-type-options": b"nosniff",
@@ -75,8 +75,11 @@ class RequestLimits:
                 raise busy(f"all of the {room:,} bytes for bodies are in use; try again soon")
             if message["type"] == "http.disconnect":
                 disconnected = True
-            elif not message.get("more_body", False):
+            elif not message.get("more_body", False) and not body_ended:
                 body_ended = True
+                service.handling += 1
+                if service.handling > _MOST_REQUESTS:
+                    raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
                 clock.reschedule(asyncio.get_running_loop().time() + deadline)
                 watcher = asyncio.ensure_future(receive())
                 watcher.add_done_callback(end_early)
@@ -94,16 +97,14 @@ class RequestLimits:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": list((_HEADERS | dict(message["headers"])).items())}
+                headers = _HEADERS | dict(message["headers"]) | ({b"connection": b"close"} if service.stopping else {})
+                message = {**message, "headers": list(headers.items())}
                 with suppress(RuntimeError):
                     clock.reschedule(None)
             await send(message)
 
-        service.handling += 1
         service.metrics.in_flight.inc()
         try:
-            if service.handling > _MOST_REQUESTS and scope["method"] == "POST":
-                raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
             async with clock:
                 await self._app(scope, receive_limited, send_with_headers)
         except RequestError as refusal:
@@ -118,7 +119,7 @@ class RequestLimits:
                 logger.error("%s failed: %s", scope["method"], type(failure).__name__, exc_info=True)
             error = busy("the request could not be finished; try again", kind="unavailable")
         finally:
-            service.handling -= 1
+            service.handling -= body_ended
             service.metrics.in_flight.dec()
             self._buffered -= size
             if watcher is not None:

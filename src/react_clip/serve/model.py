@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,10 +29,11 @@ from react_clip.defenses.base import Defense
 from react_clip.defenses.result import Defended
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_float
+from react_clip.serve import admission
 from react_clip.serve.errors import RequestError, busy, late
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import BEAT, GRACE, Settings, prompt_slots
+from react_clip.serve.settings import BATCH_FRACTION, BEAT, GRACE, Settings, prompt_slots
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
@@ -45,8 +48,6 @@ _LABEL_LISTS = 64
 """Label lists whose class features are kept."""
 _GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Sizes of batches on a GPU, which records a graph for each; images beyond such a size wait for the next batch."""
-_BATCH_FRACTION = 0.25
-"""Most of the deadline that one batch may take."""
 
 _TRIM_SECONDS = 10.0
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -72,7 +73,7 @@ class _Ask:
     """``[N, 3, S, S]`` in 8 bits."""
     keys: list[int]
     expires: float
-    """Time (monotonic) at which images that still wait are dropped."""
+    """Time (monotonic) at which images that still wait are dropped: a batch may take the rest of the deadline."""
     labels: _Labels
 
     def __len__(self) -> int:
@@ -106,8 +107,9 @@ class Model:
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
         self._stopped = False
-        self._last_end = self._trimmed = self._told = 0.0
-        self._seconds_per_image = self._warm_up(preset)
+        self._last_end = self._prompts_until = self._trimmed = self._told = 0.0
+        # The middle one of three batches, so that one hiccup does not count.
+        self._rates = deque([self._warm_up(preset)], maxlen=3)
         size = self.encoder.image_size
         everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], skip_unneeded=False)
         self.info = Info.of(self.encoder, defense, list(preset.names), everything.passes.max().item(), settings)
@@ -134,7 +136,8 @@ class Model:
     def _turn(self) -> None:
         self._receive(0.0 if self._queue or self._computing else BEAT)
         earlier, self._computing = self._computing, None
-        ready = self._ready
+        # As much time for prompts as for images, so that neither waits longer for the other kind than for its own.
+        ready = [] if self._prompts and time.monotonic() < self._prompts_until else self._ready
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
         if ready and (earlier is None or _images(ready) >= self._batch_limit):
             batch = self._start(self._take_batch(ready))
@@ -160,10 +163,20 @@ class Model:
         """Label lists that waiting requests need."""
         return list(dict.fromkeys(ask.labels for ask in self._queue if ask.labels.classes is None))
 
+    @property
+    def _seconds(self) -> float:
+        """Measured time of one place of the queue."""
+        return statistics.median_low(self._rates)
+
+    @property
+    def _waiting(self) -> int:
+        """Places that are computed before a new image, prompts included."""
+        return self._images + min(self._images, self._prompts)
+
     def _keep(self, asks: list[_Ask]) -> None:
-        """Go on with these requests in the queue."""
+        """Go on with these requests in the queue, and count its images and the places of their new prompts."""
         self._queue = asks
-        self._free = self.settings.queue - _images(asks) - _slots(self._new)
+        self._images, self._prompts = _images(asks), _slots(self._new)
 
     def _receive(self, timeout: float) -> None:
         """Read all messages that are there; wait up to ``timeout`` seconds for the first."""
@@ -186,18 +199,16 @@ class Model:
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(len(keys), 3, size, size)
         try:
             ask, prompts = _Ask(caller, message["id"], images, keys, message["expires"], self._labels(labels)), 0
-            if len(ask) > self._free:
-                raise busy("the queue is full; try again soon")
-            if ask.labels.classes is None and ask.labels not in (new := self._new):
-                # Images must find room beside any number of label lists.
-                prompts = _slots([ask.labels])
-                if prompts + _slots(new) > self.settings.queue // 2 or prompts + len(ask) > self._free:
-                    raise busy("too many new labels are waiting; try again soon, or send labels that were used before")
+            admission.admit(len(ask), self._waiting, self._seconds, self.settings)
+            if ask.labels.classes is None and ask.labels not in self._new:
+                # Prompts get half of the time and of the places: images must find room beside any label lists.
+                prompts, waiting = _slots([ask.labels]), 2 * self._prompts
+                admission.admit(2 * prompts, waiting, self._seconds, self.settings, what="new labels")
         except RequestError as error:
             self._refuse(caller, message["id"], error)
             return
         self._queue.append(ask)
-        self._free -= len(ask) + prompts
+        self._images, self._prompts = self._images + len(ask), self._prompts + prompts
         if labels is not None:
             self._lists.pop(key := json.dumps(labels), None)
             self._lists[key] = ask.labels
@@ -233,7 +244,7 @@ class Model:
         self._keep([ask for ask in self._queue if (ask.caller, ask.number) != (caller, number)])
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
-        message["free"] = self._free
+        message |= {"waiting": self._waiting, "seconds": self._seconds}
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
 
     def _refuse(self, caller: bytes, number: int, error: RequestError) -> None:
@@ -242,7 +253,7 @@ class Model:
 
     def _tell(self) -> None:
         """Tell all callers now and then that the model lives."""
-        self.metrics.waiting.set(self.settings.queue - self._free)
+        self.metrics.waiting.set(self._images + self._prompts)
         if (now := time.monotonic()) - self._told > BEAT:
             self._told = now
             for caller in self._callers:
@@ -257,7 +268,7 @@ class Model:
     @property
     def _batch_limit(self) -> int:
         """Largest next batch: fewer images where that many would take too long for the deadline."""
-        in_time = _BATCH_FRACTION * self.settings.deadline / self._seconds_per_image
+        in_time = BATCH_FRACTION * self.settings.deadline / self._seconds
         return max(1, min(self._largest, int(in_time)))
 
     def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
@@ -270,7 +281,7 @@ class Model:
             if batch and images + len(ask) > most:
                 break
             self._queue.remove(ask)
-            if time.monotonic() < ask.expires:
+            if time.monotonic() + len(ask) * self._seconds < ask.expires:
                 batch.append(ask)
                 images += len(ask)
             else:
@@ -328,7 +339,8 @@ class Model:
             return
         end, images = time.monotonic(), len(batch.rows)
         seconds, self._last_end = end - max(batch.began, self._last_end), end
-        self._seconds_per_image = (self._seconds_per_image + seconds / images) / 2
+        self._rates.append(seconds / images)
+        self._prompts_until = end + images * self._seconds
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
         gated, passes = (numbers[:, names.index(name)] for name in ("gated", "passes"))

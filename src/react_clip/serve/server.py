@@ -12,7 +12,7 @@ import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,7 +21,7 @@ from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
 from react_clip.serve.metrics import share_between_processes
-from react_clip.serve.settings import GRACE, Secrets, Settings
+from react_clip.serve.settings import DRAIN, GRACE, Secrets, Settings
 
 if TYPE_CHECKING:
     from react_clip.serve.model import Model
@@ -120,7 +120,7 @@ def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[st
                 announce(url_of(listener))
                 Multiprocess(workers, sockets=[listener]).run()
             return 0
-        app = create_app(settings, secrets, model=load(settings))
+        app = partial(_drained, create_app(settings, secrets, model=load(settings)))
         # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -130,10 +130,10 @@ def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[st
         return 0
 
 
-def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn.Config:
+def _config(app: Callable[[], FastAPI], settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        factory=not isinstance(app, FastAPI),
+        factory=True,
         workers=settings.workers,
         http=Connection,
         ws="none",
@@ -148,6 +148,21 @@ def _config(app: FastAPI | Callable[[], FastAPI], settings: Settings) -> uvicorn
     )
 
 
+def _drained(app: FastAPI) -> FastAPI:
+    """The same application; from now on SIGTERM closes the port after a while in which /readyz says that it will.
+
+    uvicorn has set its own handlers when it asks for the application. SIGINT, which people send, stops at once.
+    """
+    stop: Any = signal.getsignal(signal.SIGTERM)
+
+    def drain(number: int, frame: Any) -> None:
+        app.state.service.stopping = True
+        threading.Timer(DRAIN, stop, (number, frame)).start()
+
+    signal.signal(signal.SIGTERM, drain)
+    return app
+
+
 def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
     """The application of a process that answers requests; it ends with the one that computes."""
     import torch
@@ -157,7 +172,7 @@ def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
     torch.set_num_threads(1)
     log_to_stderr(settings.log_level)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    return create_app(settings, secrets, address=address)
+    return _drained(create_app(settings, secrets, address=address))
 
 
 def _end_with_parent() -> None:

@@ -22,11 +22,17 @@ PREFIX = "REACT_CLIP_SERVE_"
 PROMPTS_PER_SLOT = 16
 """Prompts that take one place of the queue: together they cost about as much as one defended image."""
 
+BATCH_FRACTION = 0.25
+"""Most of the deadline that one batch may take."""
+
 BEAT = 0.5
 """Seconds after which an idle model tells that it lives."""
 
-GRACE = 45.0
-"""Seconds that accepted requests have to finish after SIGTERM."""
+DRAIN = 5.0
+"""Seconds after SIGTERM in which requests are taken but /readyz says no, so that load balancers go elsewhere."""
+
+GRACE = 40.0
+"""Seconds that accepted requests have to finish after that."""
 
 LABEL_LENGTH = 100
 """Most characters of one label or template."""
@@ -86,7 +92,7 @@ class Settings(BaseSettings):
     batch: Count | None = None
     """largest number of images in a batch, unless one request has more (64 on a GPU, else 32)"""
     queue: Count = 256
-    """images that may wait for the model, and 16 new prompts count as one; beyond it callers get 503"""
+    """most images that wait, fewer where they would take half the deadline; 16 new prompts count as one; beyond: 503"""
     deadline: float = Field(20.0, ge=0.001, allow_inf_nan=False)
     """seconds from the end of a body to its answer, else 503 (nine times as long for /v1/demo/attack)"""
 
