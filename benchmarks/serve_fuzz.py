@@ -29,7 +29,7 @@ BEFORE_THE_SERVICE = (
     *(b"Invalid host header", b"Malformed range header."),
 )
 """Answers of uvicorn and Starlette to what does not reach the service."""
-ROUTES = ("/v1/classify", "/v1/embed")
+ROUTES = ("/v1/classify", "/v1/embeddings")
 
 
 # ---------------------------------------------------------------------- malformed requests

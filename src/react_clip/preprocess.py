@@ -9,6 +9,7 @@ Files are untrusted: length, format and pixel count are checked before a pixel i
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 import warnings
 from collections.abc import Iterable, Iterator
@@ -299,3 +300,17 @@ def data_uri(image: Image.Image, kind: str = "png") -> str:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, quality=80, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def from_data_uri(text: str) -> bytes:
+    """Bytes of a file that is written as base64 or as a data URI. Other addresses are never fetched.
+
+    >>> from_data_uri("data:image/png;base64,iVBORw0KGgo="), from_data_uri("AAEC")
+    (b'\\x89PNG\\r\\n\\x1a\\n', b'\\x00\\x01\\x02')
+    """
+    prefix, found, encoded = text.partition(";base64,") if text[:5].lower() == "data:" else ("", "", text)
+    try:
+        return base64.b64decode(encoded if found or not prefix else prefix, validate=True)
+    except (binascii.Error, ValueError):
+        line = "the image is no valid base64; encode the file's bytes (addresses are not fetched)"
+        raise ReactClipError(line) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,14 @@ def start(encoder: rc.Encoder) -> Iterator[Start]:
     """Start a service in this process with a defence, API keys and settings; all end with the session."""
     clients: list[TestClient] = []
 
-    def call(defense: rc.Defense = REACT, keys: tuple[str, ...] = (), **fields: object) -> TestClient:
+    def call(
+        defense: rc.Defense = REACT, keys: tuple[str, ...] = (), preset: Any = None, **fields: object
+    ) -> TestClient:
         settings = Settings.model_validate({"deadline": 60.0, **fields})
         secrets = Secrets(SECRET.encode(), frozenset(digest(key.encode()) for key in keys))
-        preset = rc.ZeroShotClassifier(encoder, LABELS)
-        model = Model(defense, preset, settings, demo_attack if settings.demo else None)
+        model = Model(
+            defense, preset or rc.ZeroShotClassifier(encoder, LABELS), settings, demo_attack if settings.demo else None
+        )
         clients.append(TestClient(create_app(settings, secrets, model=model), base_url="http://localhost"))
         clients[-1].__enter__()
         return clients[-1]

@@ -68,7 +68,7 @@ def check_error(answer: Any, status: int, *words: str) -> None:
     """An error in the documented shape, with one line that contains these words."""
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
-    assert set(answer.json()["error"]) == {"message", "type", "field"}
+    assert set(answer.json()["error"]) == {"message", "type", "param"}
     message = answer.json()["error"]["message"]
     assert "\n" not in message
     for word in words:

@@ -240,7 +240,7 @@ def test_sizes(guarded: Any, photos: list[bytes]) -> None:
     check_error(chunked, 413, "limit is 60,000")
     for write in (as_json, as_form):
         many = guarded.post("/v1/classify", **write([photos[0]] * 9))
-        check_error(many, 422, "images has 9 entries", "limit is 8")
+        check_error(many, 422, "images has 9 images, at most 8")
         assert many.json()["error"]["type"] == "invalid_request"
     wide = guarded.post("/v1/classify", **as_form([saved(Image.new("RGB", (101, 100)), "PNG")]))
     check_error(wide, 422, "images[0]", "101 x 100 = 10,100 pixels", "limit is 10,000")
@@ -284,8 +284,9 @@ def test_slow_bodies_and_slow_answers_end(client: Any, monkeypatch: pytest.Monke
 # ---------------------------------------------------------------------- pages, headers, wrong requests
 
 
-def test_the_page_loads_nothing_from_elsewhere(client: Any) -> None:
-    page = client.get("/")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_pages_load_nothing_from_elsewhere(client: Any, path: str) -> None:
+    page = client.get(path)
     assert page.headers["content-type"].startswith("text/html")
     links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
     assert links
@@ -298,8 +299,8 @@ def test_the_page_loads_nothing_from_elsewhere(client: Any) -> None:
 
 def test_the_document_describes_every_route(client: Any) -> None:
     paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/v1/classify", "/v1/embed", "/v1/info", "/v1/models", "/healthz", "/readyz"}
-    for path in ("/v1/classify", "/v1/embed"):
+    assert set(paths) == {"/v1/classify", "/v1/embeddings", "/v1/info", "/v1/models", "/healthz", "/readyz", "/metrics"}
+    for path in ("/v1/classify", "/v1/embeddings"):
         content = paths[path]["post"]["requestBody"]["content"]
         assert set(content) == {"application/json", "multipart/form-data"}
         assert set(paths[path]["post"]["responses"]) >= {"200", "400", "401", "408", "413", "415", "422", "503"}
@@ -335,6 +336,7 @@ def test_headers_and_unknown_routes(client: Any) -> None:
         ({"images": []}, ("images",)),
         ({"images": ["%%%"]}, ("images[0]", "base64")),
         ({"images": [7]}, ("images[0] is 7", "base64")),
+        ({"images": ["%%%", "bm8gcGhvdG8="]}, ("images[0]", "base64", "2 entries are wrong")),
         ({"images": [""]}, ("images[0] is empty",)),
         ({"images": ["bm8gcGhvdG8="]}, ("images[0] is not an image we read",)),
         ({"images": ["https://example.org/cat.jpg"]}, ("images[0]", "not fetched")),

@@ -22,7 +22,7 @@ def visit(browser: Any) -> Iterator[Visit]:
     """
     contexts, complaints, requests, origins = [], [], [], set()
 
-    def open_page(url: str, *, refusals: tuple[str, ...] = (), **options: Any) -> Any:
+    def open_page(url: str, *, path: str = "/", refusals: tuple[str, ...] = (), **options: Any) -> Any:
         def on_message(message: Any) -> None:
             if message.type in ("error", "warning") and not any(text in message.text for text in refusals):
                 complaints.append(message.text)
@@ -36,8 +36,8 @@ def visit(browser: Any) -> Iterator[Visit]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"alert {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(url + "/")
-        page.locator("#page:visible, #key-field:visible").first.wait_for()
+        page.goto(url + path)
+        page.locator("#page:visible, #key-field:visible, #routes section").first.wait_for()
         return page
 
     yield open_page
@@ -233,6 +233,24 @@ def test_a_sweep_can_be_cancelled_and_fills_the_chart(server: Any, visit: Visit,
     assert page.locator("#chart circle").count() == page.locator("#chart rect").count() == 7, "six points and a legend"
     label = page.get_attribute("#chart svg", "aria-label")
     assert label.startswith("Line chart of 6 strengths; at 16/255 plain CLIP gives")
+
+
+# ---------------------------------------------------------------------- the routes
+
+
+def test_examples_of_all_routes_run(server: Any, visit: Visit) -> None:
+    page = visit(server.url, path="/docs", refusals=("status of 422",))
+    names = [card.get_attribute("aria-label") for card in page.locator("#routes section").all()]
+    routes = server.client.get("/openapi.json").json()["paths"]
+    assert names == [f"{method.upper()} {path}" for path, methods in routes.items() for method in methods]
+    assert {"POST /v1/classify", "POST /v1/embeddings", "POST /v1/demo/attack", "GET /metrics"} <= set(names)
+    for name in names:
+        page.get_by_role("button", name=f"Run {name}", exact=True).click()
+        page.get_by_label(f"Answer of {name}", exact=True).get_by_text("200 OK").wait_for()
+    body = page.get_by_label("Body of POST /v1/classify", exact=True)
+    body.fill('{"images": []}')
+    page.get_by_role("button", name="Run POST /v1/classify", exact=True).click()
+    page.get_by_text("images is empty; give at least one").wait_for()
 
 
 # ---------------------------------------------------------------------- other servers, busy or gone

@@ -143,7 +143,7 @@ def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list
 
     def ask(_: int) -> Any:
         with httpx.Client(base_url=pair.url, timeout=60, headers=pair.client.headers) as own:
-            return own.post("/v1/embed", **body).json()["data"]
+            return own.post("/v1/embeddings", **body).json()["data"]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, range(8)))

@@ -26,7 +26,7 @@ def parsed(*flags: str) -> Settings:
 
 
 def test_there_are_few_settings_and_each_is_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(Settings.model_fields) <= 28
+    assert len(Settings.model_fields) <= 36
     flags = parsed(
         *("--port", "9", "--deadline", "1.5", "--demo", "--labels", "a, b", "--template", "x {}, or", "--template"),
         *("y {}", "--allowed-hosts", "a.example, *.b.example"),

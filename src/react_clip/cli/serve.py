@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         require(package, "serving", extra="serve")
     for name, setting in serve.Settings.model_fields.items():
         default = f" ({setting.default})" if setting.default not in (None, False) else ""
-        action = "store_true" if setting.annotation is bool else "append" if name == "template" else "store"
+        action = (
+            "store_true" if setting.annotation is bool else "append" if name in ("template", "cors_origin") else "store"
+        )
         text = f"{setting.description}{default} [${serve.variable(name)}]".replace("%", "%%")
         parser.add_argument(serve.flag(name), action=action, default=argparse.SUPPRESS, help=text)
     for name in serve.DROPPED:
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     if args.quiet and settings.log_level == "info":
         settings = settings.model_copy(update={"log_level": "warning"})
-    serve.log_to_stderr(settings.log_level)
+    serve.log_to_stderr(settings)
     secrets = serve.read_secrets(settings)
     if secrets.drawn:
         notice(args, "the noise is keyed by a new random secret: answers may differ after a restart (--secrets-dir)")

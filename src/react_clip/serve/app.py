@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, API keys, and what they share."""
+"""The FastAPI application: routes, and what they share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
-from fastapi.responses import FileResponse, RedirectResponse, Response
-from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from react_clip.environment import __version__
 from react_clip.serve import openapi, requests, responses
+from react_clip.serve.callers import Rates, check_caller
 from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
 from react_clip.serve.limits import RequestLimits
+from react_clip.serve.log import RequestLog
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.settings import LABEL_LENGTH, Secrets, Settings, allowed_hosts, digest
+from react_clip.serve.settings import LABEL_LENGTH, Secrets, Settings, allowed_hosts
 
 if TYPE_CHECKING:
     from react_clip.serve.model import Model
@@ -43,6 +46,7 @@ class Service:
 
     def __init__(self, settings: Settings, secrets: Secrets, client: ModelClient, metrics: Metrics) -> None:
         self.settings, self.secrets, self.client, self.metrics = settings, secrets, client, metrics
+        self.rates = Rates(settings.rate_limit) if settings.rate_limit else None
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
         self.started = int(time.time())
         self.handling = 0
@@ -75,30 +79,15 @@ def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, An
         else:
             line = f"content-type is {quote(request.headers.get('content-type', ''))}; send application/json or "
             raise RequestError(415, line + "multipart/form-data", field="content-type")
-        return await asyncio.get_running_loop().run_in_executor(
-            service.threads,
-            requests.prepare,
-            *(model, content, client.info, client.preprocessing, settings, service.secrets.noise),
-        )
+        words = (model, content, client.info, client.preprocessing, settings, service.secrets.noise)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(service.threads, requests.prepare, *words)
+        except RequestError as error:
+            if error.status_code == 422:
+                error.status_code = model.status
+            raise
 
     return read_body
-
-
-async def check_caller(
-    request: Request,
-    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))],
-    header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],
-) -> None:
-    """Refuse callers without a known API key if the service has keys, else pages of other sites."""
-    known = request.app.state.service.secrets.keys
-    key = (bearer.credentials if bearer else header) or ""
-    if known and digest(key.encode("utf-8", "surrogatepass")) not in known:
-        line = f"{'the API key is unknown' if key else 'an API key is missing'}; send Authorization: Bearer KEY"
-        headers = {"www-authenticate": 'Bearer realm="react-clip"'}
-        raise RequestError(401, line, field="authorization", headers=headers)
-    # Browsers say this of what a page makes them send.
-    if not known and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise RequestError(403, "pages of other sites may not call this service; start it with API keys")
 
 
 _KEYED = [Security(check_caller)]
@@ -108,17 +97,22 @@ state = APIRouter(responses=openapi.errors(400, 503))
 site = APIRouter(include_in_schema=False)
 
 ClassifyBody = Annotated[requests.Asked[requests.ClassifyRequest], Depends(read(requests.ClassifyRequest))]
-EmbedBody = Annotated[requests.Asked[requests.EmbedRequest], Depends(read(requests.EmbedRequest))]
+EmbeddingsBody = Annotated[requests.Asked[requests.EmbeddingsRequest], Depends(read(requests.EmbeddingsRequest))]
 
 
 @api.post("/classify", openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3))
 async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
-    """Classify photos, defended."""
+    """Classify photos, defended. A photo that cannot be read has an error of its own, unless all are like that."""
     client: ModelClient = request.app.state.service.client
     body = asked.body
     answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
-    results = []
-    for index, answer in enumerate(answers):
+    request.scope["answers"] = answers
+    rows, results = iter(answers), list[responses.Result]()
+    for index in range(len(body.images)):
+        if index in asked.errors:
+            results.append(responses.Result(index=index, error=asked.errors[index]))
+            continue
+        answer = next(rows)
         best = responses.top(asked.labels, answer.probs, body.top_k)
         results.append(
             responses.Result(
@@ -133,22 +127,29 @@ async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyR
     return responses.ClassifyResponse(model=client.info.model, results=results)
 
 
-@api.post("/embed", openapi_extra=openapi.request_body(requests.EmbedRequest, encoding_format="float"))
-async def embed(request: Request, asked: EmbedBody) -> responses.EmbedResponse:
-    """Defended unit features of photos, in the shape of OpenAI's embeddings; the labels are used by the gate only."""
+@api.post("/embed", include_in_schema=False)
+@api.post("/embeddings", openapi_extra=openapi.request_body(requests.EmbeddingsRequest, encoding_format="float"))
+async def embeddings(request: Request, asked: EmbeddingsBody) -> responses.EmbeddingsResponse:
+    """Defended unit features of images, and features of texts, in the shape of OpenAI's; the gate uses the labels."""
     client: ModelClient = request.app.state.service.client
-    body = asked.body
-    answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
-    data = [
-        responses.Embedding(
-            index=index,
-            embedding=responses.encode_feature(answer.feature, body.encoding_format),
-            diagnostics=responses.Diagnostics.of(answer.numbers) if client.info.diagnostics else None,
-            suspicious=bool(answer.numbers["suspicious"]) if body.suspicious else None,
-        )
-        for index, answer in enumerate(answers)
-    ]
-    return responses.EmbedResponse(data=data, model=client.info.model, usage=responses.Usage(images=len(data)))
+    body, texts = asked.body, list(dict.fromkeys(asked.texts.values()))
+    answers = await client.submit(asked.pixels, asked.keys, asked.label_list) if asked.keys else []
+    encoded = await client.submit(torch.empty(0), [], None, texts) if texts else []
+    features = dict(zip(texts, (one.feature for one in encoded), strict=True))
+    request.scope["answers"] = answers
+    rows, data = iter(answers), list[responses.Embedding]()
+    for index in range(len(body.images)):
+        text = asked.texts.get(index)
+        answer = next(rows) if text is None else None
+        feature = answer.feature if answer else features[str(text)]
+        one = responses.Embedding(index=index, embedding=responses.encode_feature(feature, body.encoding_format))
+        if answer and client.info.diagnostics:
+            one.diagnostics = responses.Diagnostics.of(answer.numbers)
+        if answer and body.suspicious:
+            one.suspicious = bool(answer.numbers["suspicious"])
+        data.append(one)
+    usage = responses.Usage(images=len(answers))
+    return responses.EmbeddingsResponse(data=data, model=client.info.model, usage=usage)
 
 
 @about.get("/info")
@@ -166,14 +167,12 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [one]}
 
 
-@state.head("/healthz", include_in_schema=False)
 @state.get("/healthz")
 async def healthz() -> responses.Status:
     """200 while the process is alive."""
     return responses.Status(status="alive")
 
 
-@state.head("/readyz", include_in_schema=False)
 @state.get("/readyz")
 async def readyz(request: Request) -> responses.Status:
     """200 while the service takes requests; 503 while it stops, its model does not answer, or its queue is full."""
@@ -184,7 +183,7 @@ async def readyz(request: Request) -> responses.Status:
     return responses.Status(status="ready")
 
 
-@site.get("/metrics", dependencies=_KEYED)
+@state.get("/metrics", dependencies=_KEYED, response_class=PlainTextResponse, responses=openapi.errors(401, 403))
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     service: Service = request.app.state.service
@@ -195,9 +194,9 @@ async def metrics(request: Request) -> Response:
 
 
 @site.get("/docs")
-async def docs() -> RedirectResponse:
-    """The machine-readable manual."""
-    return RedirectResponse("openapi.json")
+async def docs() -> FileResponse:
+    """Every route with an example to run."""
+    return FileResponse(_STATIC / "docs.html", headers={"content-security-policy": _POLICY})
 
 
 @site.get("/")
@@ -233,6 +232,16 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
     app.state.service = service
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(settings, secrets), www_redirect=False)
     app.add_middleware(RequestLimits, service=service)
+    if settings.cors_origin:  # outside of the limits, so that pages can read refusals too
+        allowed = ["authorization", "x-api-key", "content-type", "traceparent", "x-request-id"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=allowed,
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    app.add_middleware(RequestLog)
     app.add_exception_handler(HTTPException, answer_http_error)
     for router in (api, about, state, site):
         app.include_router(router)

@@ -40,6 +40,8 @@ class Answer:
     """Probabilities ``[K]``."""
     numbers: dict[str, float]
     """What the defence measured, by name."""
+    wait: float
+    """Seconds in the queue."""
 
 
 class ModelClient:
@@ -79,15 +81,17 @@ class ModelClient:
             passed = min(silence, BATCH_FRACTION * self.settings.deadline)
             admission.admit(images, waiting, self._seconds, self.settings, passed=passed)
 
-    async def submit(self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None) -> list[Answer]:
+    async def submit(
+        self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None, texts: Sequence[str] = ()
+    ) -> list[Answer]:
         """Answers for 8-bit pixels ``[N, 3, S, S]``; ``labels`` are names and templates, None for the server's own.
 
-        Cancelling this frees the places in the queue.
+        With ``texts``, and no images, the answers have their features. Cancelling this frees the places in the queue.
         """
         self.admit(len(keys))
         number = next(self._numbers)
         expires = time.monotonic() + (1 - BATCH_FRACTION) * self.settings.deadline
-        message = {"id": number, "keys": list(keys), "labels": labels, "expires": expires}
+        message = {"id": number, "keys": list(keys), "labels": labels, "texts": list(texts), "expires": expires}
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._asked += len(keys)
@@ -129,5 +133,6 @@ class ModelClient:
                     columns, dim = message["columns"], self.info.dim
                     values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(message["images"], -1)
                     middle, end = values[:, dim : dim + len(columns)].tolist(), dim + len(columns)
-                    rows = zip(values, middle, strict=True)
-                    answer.set_result([Answer(row[:dim], row[end:], dict(zip(columns, own))) for row, own in rows])  # noqa: B905
+                    numbers = (dict(zip(columns, own, strict=True)) for own in middle)
+                    rows = zip(values, numbers, strict=True)
+                    answer.set_result([Answer(row[:dim], row[end:], own, message["wait"]) for row, own in rows])

@@ -16,6 +16,7 @@ KINDS = {
     413: ("too_large", "The body is too large."),
     415: ("unsupported_media_type", "The media type of the body, or the format of an image, is not supported."),
     422: ("invalid_request", "A field or an image is not acceptable."),
+    429: ("rate_limited", "The caller has sent its requests of this minute; Retry-After says when the next begins."),
     503: ("overloaded", "Too busy, or stopping; Retry-After says when to try again."),
 }
 """Type and description of the errors of each status."""
@@ -37,8 +38,8 @@ class RequestError(HTTPException):
         self.kind, self.field = kind or KINDS.get(status, ("error",))[0], field
 
     def response(self) -> JSONResponse:
-        """``{"error": {"message", "type", "field"}}`` with this status."""
-        error = {"message": self.detail, "type": self.kind, "field": self.field}
+        """``{"error": {"message", "type", "param"}}`` with this status."""
+        error = {"message": self.detail, "type": self.kind, "param": self.field}
         return JSONResponse({"error": error}, self.status_code, self.headers)
 
 

@@ -1,13 +1,12 @@
-"""The layer around every request: body size and time, deadline, security headers, metrics and one log line.
+"""The layer around every request: body size and time, deadline, security headers and metrics.
 
-It is pure ASGI and outermost, because FastAPI has no limit on bodies and no deadline, and because refusals from here
-and errors from handlers must look alike and be counted alike.
+It is pure ASGI and around all routes, because FastAPI has no limit on bodies and no deadline, and because refusals
+from here and errors from handlers must look alike and be counted alike.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from react_clip.serve.errors import KINDS, RequestError, busy, late
+from react_clip.serve.log import METHODS, logger
 
 if TYPE_CHECKING:
     from react_clip.serve.app import Service
-
-logger = logging.getLogger("react_clip.serve")
 
 DEMO_PATH, DEMO_DEADLINES = "/v1/demo/attack", 9
 """The path of the demo's attack, and its deadline as a multiple of that of other paths."""
@@ -39,7 +37,6 @@ _HEADERS = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 """Headers of answers that do not have their own."""
-_METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 
 
 class RequestLimits:
@@ -96,8 +93,9 @@ class RequestLimits:
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = _HEADERS | dict(message["headers"]) | ({b"connection": b"close"} if service.stopping else {})
+                scope["status"] = status = message["status"]
+                headers = _HEADERS | scope.get("echoed", {}) | dict(message["headers"])
+                headers |= {b"connection": b"close"} if service.stopping else {}
                 message = {**message, "headers": list(headers.items())}
                 with suppress(RuntimeError):
                     clock.reschedule(None)
@@ -132,10 +130,10 @@ class RequestLimits:
             await error.response()(scope, receive, send_with_headers)
         # The route's own spelling: a caller's path could contain anything, and each would be a new counter.
         seconds, route = time.perf_counter() - began, str(getattr(scope.get("route"), "path", "unmatched"))
-        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        method = scope["method"] if scope["method"] in METHODS else "OTHER"
         service.metrics.requests.labels(method, route, str(status)).inc()
         service.metrics.latency.labels(route).observe(seconds)
         if status >= 400:
             kind = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]
+            scope["error_kind"] = kind
             service.metrics.rejected.labels(kind).inc()
-        logger.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)

@@ -75,6 +75,7 @@ class _Ask:
     expires: float
     """Time (monotonic) at which images that still wait are dropped: a batch may take the rest of the deadline."""
     labels: _Labels
+    arrived: float = field(default_factory=time.monotonic)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -196,14 +197,17 @@ class Model:
     def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
         """Queue a request, or refuse it: 503 where the queue is full, 422 where its labels have no features."""
         size, keys, labels = self.encoder.image_size, message["keys"], message["labels"]
-        images = torch.frombuffer(pixels, dtype=torch.uint8).view(len(keys), 3, size, size)
+        images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, 3, size, size) if keys else torch.empty(0)
         try:
-            ask, prompts = _Ask(caller, message["id"], images, keys, message["expires"], self._labels(labels)), 0
+            # Texts to embed are prompts without images and names.
+            wanted = _Labels((), message["texts"]) if message["texts"] else self._labels(labels)
+            ask, prompts = _Ask(caller, message["id"], images, keys, message["expires"], wanted), 0
             admission.admit(len(ask), self._waiting, self._seconds, self.settings)
             if ask.labels.classes is None and ask.labels not in self._new:
                 # Prompts get half of the time and of the places: images must find room beside any label lists.
                 prompts, waiting = _slots([ask.labels]), 2 * self._prompts
-                admission.admit(2 * prompts, waiting, self._seconds, self.settings, what="new labels")
+                what = "texts" if message["texts"] else "new labels"
+                admission.admit(2 * prompts, waiting, self._seconds, self.settings, what=what)
         except RequestError as error:
             self._refuse(caller, message["id"], error)
             return
@@ -348,7 +352,8 @@ class Model:
         for ask, rows in zip(batch.asks, torch.split(batch.rows, [len(ask) for ask in batch.asks]), strict=True):
             # Other images of the batch may have more classes.
             own = rows[:, : dim + len(names) + len(ask.labels.names)].contiguous()
-            self._send(ask.caller, {"id": ask.number, "images": len(ask), "columns": names}, own.numpy())
+            told = {"id": ask.number, "images": len(ask), "columns": names, "wait": batch.began - ask.arrived}
+            self._send(ask.caller, told, own.numpy())
 
     def _fail(self, asks: list[_Ask], line: str, error: Exception) -> None:
         """Refuse requests whose images or labels failed."""
@@ -377,7 +382,14 @@ class Model:
         try:
             done = _PROMPTS * len(new.features)
             new.features.append(self.encoder.encode_text(new.prompts[done : done + _PROMPTS]))
-            if done + _PROMPTS >= len(new.prompts):
+            if done + _PROMPTS < len(new.prompts):
+                return
+            if not new.names:
+                [ask] = [ask for ask in self._queue if ask.labels is new]
+                self._keep([each for each in self._queue if each is not ask])
+                told = {"id": ask.number, "images": len(new.prompts), "columns": [], "wait": 0.0}
+                self._send(ask.caller, told, torch.cat(new.features).float().cpu().numpy())
+            else:
                 features = torch.cat(new.features).reshape(-1, len(new.names), self.encoder.dim).mean(0)
                 new.classes = ZeroShotClassifier.from_features(self.encoder, new.names, features)
                 new.features.clear()

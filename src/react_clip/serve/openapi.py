@@ -8,8 +8,16 @@ from react_clip.serve.errors import KINDS
 from react_clip.serve.requests import ImageRequest
 from react_clip.serve.responses import ErrorBody
 
-BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 503)
+BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 429, 503)
 """Statuses of routes that take a body."""
+
+EXAMPLE = (
+    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgBAMAAACBVGfHAAAAGFBMVEVBhc5HgsdGgshFgslPfL6+NT/SKCjZIx8b0A/CAAAA0UlEQVR42q2RMUsE"
+    "QQyFv9k7vK1kolisjbpa2lpaKNj6Sy2tF/wJIoKFcFicWCgZt9pGYjGJuP1NNy9fXvJI6pm/hu0JVuaCNsf6XzAV0aosBDC76Lr+kTaIcdOfNKe3"
+    "+kfs3KwmpsOXqa2EbY4Axssw1asCYGcaHlInpiD2fadyXaABE3PiJ1ryPEvSb8+zcOLLi3nI3uJJLabIkAHSq4Tp+RvAbgkirQcBWT/kCNcejGn1"
+    "frfXhpA+nrtyLwKwpIb5fKp/kl9OI+HSl5JtnvIX9+E3zL+ov0YAAAAASUVORK5CYII="
+)
+"""A drawing of a red ball on blue, so that examples can be run as they are."""
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -20,10 +28,11 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def request_body(model: type[ImageRequest], **fields: Any) -> dict[str, Any]:
     """A body that is JSON with base64, with an example, or a form with files."""
     schema = model.model_json_schema()
-    files = schema["properties"]["images"] | {"items": {"type": "string", "format": "binary"}}
-    form = schema | {"properties": schema["properties"] | {"images": files}}
+    name = "input" if "input" in schema["properties"] else "images"
+    files = {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}}
+    form = schema | {"properties": schema["properties"] | {name: files}}
     content = {
-        "application/json": {"schema": schema, "example": {"images": ["iVBORw0KGgo..."], **fields}},
+        "application/json": {"schema": schema, "example": {name: [EXAMPLE], **fields}},
         "multipart/form-data": {"schema": form},
     }
     return {"requestBody": {"required": True, "content": content}}

@@ -5,20 +5,17 @@ JSON and forms use the same models; in JSON the types are strict.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
-    PlainValidator,
     ValidationError,
     WithJsonSchema,
 )
@@ -26,26 +23,13 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Limits, Preprocessing, to_8bit
+from react_clip.preprocess import Limits, Preprocessing, from_data_uri, open_image, to_8bit
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.responses import Info, Schema
-from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings
+from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, TEXT_LENGTH, Settings
 from react_clip.zeroshot import check_names
 
 # The text of an error follows the field's name.
-
-
-def _image_bytes(image: Any) -> bytes:
-    """Bytes of an image that was sent as a file, as base64 or as a data URI. URLs are never fetched."""
-    if isinstance(image, bytes):
-        return image
-    if not isinstance(image, str):
-        raise ValueError(f"is {quote(image)}; send a file, or its bytes as base64")
-    prefix, found, text = image.partition(";base64,") if image[:5].lower() == "data:" else ("", "", image)
-    try:
-        return base64.b64decode(text if found or not prefix else prefix, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError("is no valid base64; encode the file's bytes (addresses are not fetched)") from None
 
 
 def _check_label(text: str) -> str:
@@ -60,18 +44,18 @@ def _check_template(text: str) -> str:
     return text
 
 
-ImageBytes = Annotated[
-    bytes,
-    PlainValidator(_image_bytes),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "contentEncoding": "base64",
-            "description": "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URI; addresses are not fetched.",
-        }
-    ),
+_IMAGE_SCHEMA = {
+    "type": "string",
+    "contentEncoding": "base64",
+    "description": "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URL; addresses are not fetched.",
+}
+_INPUT_SCHEMA = {"type": "string", "description": "An image as base64 or data URL, or a text."}
+Images = Annotated[list[Annotated[Any, WithJsonSchema(_IMAGE_SCHEMA)]], Field(min_length=1)]
+Inputs = Annotated[
+    list[Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]],
+    Field(min_length=1),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
-Images = Annotated[list[ImageBytes], Field(min_length=1), FailFast()]
 Label = Annotated[str, AfterValidator(_check_label)]
 Template = Annotated[Label, AfterValidator(_check_template)]
 
@@ -80,6 +64,8 @@ class ImageRequest(Schema):
     """Fields of all requests."""
 
     model_config = ConfigDict(extra="forbid")
+    status: ClassVar[int] = 422
+    """Status of the answer where a field is not acceptable."""
 
     images: Images
     """The photos."""
@@ -100,14 +86,19 @@ class ClassifyRequest(ImageRequest):
     """Answers per photo, best first."""
 
 
-class EmbedRequest(ImageRequest):
-    """Photos to embed."""
+class EmbeddingsRequest(ImageRequest):
+    """Images and texts to embed, in the shape of OpenAI's clients."""
 
-    # OpenAI's clients call it input.
-    images: Images = Field(validation_alias=AliasChoices("images", "input"))
-    """The photos."""
+    status: ClassVar[int] = 400
+
+    images: Inputs = Field(validation_alias=AliasChoices("input", "images"))
+    """An image or a text, or a list of them; texts where the model has a text tower."""
     encoding_format: Literal["float", "base64"] = "float"
     """Numbers, or the base64 of little-endian 32-bit floats."""
+    dimensions: int | None = None
+    """If given, it must be the model's."""
+    user: Annotated[str, Field(max_length=1000)] | None = None
+    """Not used."""
 
 
 class AttackRequest(ClassifyRequest):
@@ -130,9 +121,13 @@ class Asked(Generic[Request]):
     labels: list[str]
     """Names to choose from."""
     pixels: Tensor
-    """``[N, 3, S, S]`` in 8 bits."""
+    """``[N, 3, S, S]`` in 8 bits, of the photos that could be read."""
     keys: list[int]
-    """Key of the noise of each photo."""
+    """Key of the noise of each of these."""
+    errors: dict[int, str]
+    """One line about each photo that could not be read, by its place in the request."""
+    texts: dict[int, str]
+    """Texts among the entries of a request for embeddings, by their place."""
     label_list: tuple[list[str], list[str]] | None
     """Names and templates of the request, None for the service's own."""
 
@@ -160,8 +155,6 @@ def prepare(
             body = model.model_validate(_of_form(content))
     except ValidationError as error:
         raise _request_error(model, error) from None
-    if len(body.images) > (most := settings.max_images):
-        raise _invalid("images", f"images has {len(body.images)} entries; the limit is {most}; send several requests")
     if body.model not in (None, "", info.model):
         raise _invalid("model", f"model is {quote(body.model)}; this service has {info.model!r}")
     if body.suspicious and not info.diagnostics:
@@ -169,15 +162,62 @@ def prepare(
     if body.labels is None and body.templates is not None:
         raise _invalid("templates", "templates are given without labels; give both or neither")
     own = None if body.labels is None else _label_list(body, info, settings)
-    limits, pixels = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), []
-    for index, data in enumerate(body.images):
+    name, texts = "images", dict[int, str]()
+    if isinstance(body, EmbeddingsRequest):
+        name, texts = "input", _texts(body, info, settings)
+    images = {index: data for index, data in enumerate(body.images) if index not in texts}
+    if len(images) > (most := settings.max_images):
+        raise _invalid(name, f"{name} has {len(images)} images, at most {most}; send several requests")
+    limits, pixels, errors = Limits(max_bytes=settings.max_body, max_pixels=settings.max_pixels), [], dict[int, str]()
+    for index, image in images.items():
         try:
-            pixels.append(to_8bit(data, how, limits))
+            if not isinstance(image, bytes | str):
+                raise ReactClipError(f"the image is {quote(image)}; send a file, or its bytes as base64")
+            pixels.append(to_8bit(from_data_uri(image) if isinstance(image, str) else image, how, limits))
         except ReactClipError as error:
-            field = f"images[{index}]"
-            raise _invalid(field, str(error).replace("the image", field, 1)) from None
+            errors[index] = str(error).replace("the image", f"{name}[{index}]", 1)
+    # Embeddings go to programs that expect one for every entry.
+    if errors and (not pixels or name == "input"):
+        index, line = next(iter(errors.items()))
+        raise _invalid(f"{name}[{index}]", line + (f" ({len(errors)} entries are wrong)" if len(errors) > 1 else ""))
     keys = [noise.secret_key(image, secret) for image in pixels]
-    return Asked(body, body.labels or info.labels["preset"], torch.stack(pixels), keys, own)
+    stacked = torch.stack(pixels) if pixels else torch.empty(0)
+    return Asked(body, body.labels or info.labels["preset"], stacked, keys, errors, texts, own)
+
+
+def _texts(body: EmbeddingsRequest, info: Info, settings: Settings) -> dict[int, str]:
+    """Texts among the entries, by their place, where the model can embed them."""
+    if body.dimensions not in (None, info.dim):
+        raise _invalid("dimensions", f"dimensions is {body.dimensions}; this model has {info.dim}; leave it out")
+    if not all(isinstance(entry, bytes | str) for entry in body.images):
+        line = "input has entries that are neither images nor texts; send no tokens (in LangChain: "
+        raise _invalid("input", line + "check_embedding_ctx_length=False)")
+    texts = {index: entry for index, entry in enumerate(body.images) if isinstance(entry, str) and _is_text(entry)}
+    for index, text in texts.items():
+        field = f"input[{index}]"
+        if not text.strip():
+            raise _invalid(field, f"{field} is empty; send an image or a text")
+        if not info.text:
+            line = f"{field} is no image as base64 or data URL, and this model has no text tower for a text"
+            raise _invalid(field, f"{line}; send images, or serve a model that has one")
+    if len(texts) > (most := settings.max_labels):
+        raise _invalid("input", f"input has {len(texts):,} texts, at most {most:,}; send several requests")
+    return texts
+
+
+def _is_text(entry: str) -> bool:
+    """True for what is short, no address, and no image as base64 or data URL.
+
+    >>> _is_text("a cat"), _is_text("cats"), _is_text("data:image/png;base64,iVBO"), _is_text("x" * 5000)
+    (True, True, False, False)
+    """
+    if len(entry) > TEXT_LENGTH or entry[:8].lower().startswith(("data:", "http://", "https://")):
+        return False
+    try:
+        open_image(from_data_uri(entry))
+    except ReactClipError:
+        return True
+    return False
 
 
 def _invalid(field: str, line: str) -> RequestError:
@@ -237,7 +277,8 @@ def _request_error(model: type[ImageRequest], error: ValidationError) -> Request
     name, *rest = [str(part) for part in problem["loc"]] or ["body"]
     index = next((part for part in rest if part.isdecimal()), None)
     field = name[:60] + (f"[{index}]" if index else "")
-    known = f"the fields are {', '.join(model.model_fields)}"
+    fields = model.model_json_schema()["properties"]  # by the names that callers use
+    known = f"the fields are {', '.join(fields)}"
     lines = {
         "missing": f"{field} is missing; {known}",
         "extra_forbidden": f"{quote(name)} is no field of this request; {known}",

@@ -83,16 +83,18 @@ class Diagnostics(Schema):
 
 
 class Result(Schema):
-    """The answer for one photo."""
+    """The answer for one photo, or the error of one that could not be read."""
 
     index: int
-    label: str
-    probability: float
-    answers: list[Scored]
-    diagnostics: Diagnostics | None
+    label: str | None = None
+    probability: float | None = None
+    answers: list[Scored] = []
+    diagnostics: Diagnostics | None = None
     """Null unless the server was started with --diagnostics."""
-    suspicious: bool | None
+    suspicious: bool | None = None
     """True if the photo counts as attacked; null unless the request asked for it."""
+    error: str | None = None
+    """One line about a photo that could not be read; all else is null then."""
 
 
 class ClassifyResponse(Schema):
@@ -103,13 +105,13 @@ class ClassifyResponse(Schema):
 
 
 class Embedding(Schema):
-    """The defended unit feature of one photo."""
+    """The defended unit feature of one photo, or the feature of a text."""
 
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-    diagnostics: Diagnostics | None
-    suspicious: bool | None
+    diagnostics: Diagnostics | None = None
+    suspicious: bool | None = None
 
 
 class Usage(Schema):
@@ -120,8 +122,8 @@ class Usage(Schema):
     images: int
 
 
-class EmbedResponse(Schema):
-    """The features, in the order of the photos."""
+class EmbeddingsResponse(Schema):
+    """The features, in the order of the entries."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -137,6 +139,8 @@ class Info(Schema):
     model: str
     image_size: int
     dim: int
+    text: bool
+    """True if /v1/embeddings takes texts."""
     labels: dict[str, Any]
     """``preset``: the names for requests without labels; ``free``: whether requests may send names; ``source``: text
     tower, label bank (its names only) or neither; ``templates``: whether requests may send prompt templates."""
@@ -164,6 +168,7 @@ class Info(Schema):
             model=public_name(encoder.name),
             image_size=encoder.image_size,
             dim=encoder.dim,
+            text=encoder.has_text,
             labels={"preset": preset, "free": source != "preset", "source": source, "templates": source == "text"},
             formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
             limits=limits | {"deadline_seconds": settings.deadline},
@@ -192,11 +197,11 @@ class Status(Schema):
 
 
 class ErrorLine(Schema):
-    """One line of text, the kind of error, and the field it is about."""
+    """One line of text, the kind of error, and the field that it is about, by the names of OpenAI's errors."""
 
     message: str
     type: str
-    field: str | None
+    param: str | None
 
 
 class ErrorBody(Schema):

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from react_clip.errors import ReactClipError
+from react_clip.serve.log import JsonLines
 from react_clip.serve.metrics import share_between_processes
 from react_clip.serve.settings import DRAIN, GRACE, Secrets, Settings
 
@@ -170,7 +171,7 @@ def _worker(settings: Settings, secrets: Secrets, address: str) -> FastAPI:
     from react_clip.serve.app import create_app
 
     torch.set_num_threads(1)
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return _drained(create_app(settings, secrets, address=address))
 
@@ -182,7 +183,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def log_to_stderr(level: str) -> None:
-    """Log the service's own lines at this level, and warnings of other packages."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level="WARNING")
-    logger.setLevel(level.upper())
+def log_to_stderr(settings: Settings) -> None:
+    """Log the service's own lines at the level of the settings, and warnings of other packages."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(handlers=[handler], level="WARNING")
+    logger.setLevel(settings.log_level.upper())

@@ -37,6 +37,9 @@ GRACE = 40.0
 LABEL_LENGTH = 100
 """Most characters of one label or template."""
 
+TEXT_LENGTH = 1000
+"""Most characters of one text to embed; a text tower reads less than that."""
+
 MAX_EPS = 16
 """Strongest attack of the demo, in 255ths."""
 
@@ -82,6 +85,10 @@ class Settings(BaseSettings):
     """port to listen on, 0 for a free one"""
     allowed_hosts: Annotated[list[str] | None, NoDecode, _split(",")] = None
     """comma-separated host names that callers may use, * for any (any with API keys, else this machine's)"""
+    cors_origin: Annotated[list[str] | None, NoDecode, _split(",")] = None
+    """origin of a site whose pages may call, such as https://example.org; repeat for several (none)"""
+    rate_limit: int = Field(0, ge=0)
+    """POST requests a minute of each key, or of each address where there are no keys; beyond it 429 (0: any number)"""
     engine: Literal["local", "ray"] = "local"
     """local: this machine; ray: --workers replicas on the cluster of $RAY_ADDRESS, or on this machine"""
 
@@ -116,7 +123,9 @@ class Settings(BaseSettings):
     demo: bool = False
     """add /v1/demo/attack, which attacks a caller's photo; implies --diagnostics"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """debug, info, warning or error; no line contains a body, a query or a header"""
+    """debug, info, warning or error; no line contains a body or a query, and of the headers only the request's id"""
+    log_format: Literal["text", "json"] = "text"
+    """json: one object a line, with id, route, status, milliseconds, wait, passes and changed images"""
 
     @model_validator(mode="after")
     def _check(self) -> Settings:

@@ -1,0 +1,68 @@
+"""One log line a request, as text or JSON, with the id that the caller sent or gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger("react_clip.serve")
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C's traceparent."""
+METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
+
+
+class RequestLog:
+    """ASGI middleware, outermost: gives each request an id and writes its line; answers HEAD as GET without a body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, headers = time.perf_counter(), Headers(scope=scope)
+        method = scope["method"] if scope["method"] in METHODS else "OTHER"
+        given, trace = headers.get("x-request-id", ""), headers.get("traceparent", "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        echoed = {b"x-request-id": name.encode()}
+        if _TRACE.fullmatch(trace):
+            echoed[b"traceparent"] = trace.encode()
+        # The server below leaves out the body: its scope still says HEAD.
+        inner = {**scope, "method": "GET" if method == "HEAD" else scope["method"], "echoed": echoed, "answers": []}
+        await self._app(inner, receive, send)
+        if (status := inner.get("status")) is None:  # the caller has left
+            return
+        route = str(getattr(inner.get("route"), "path", "unmatched"))  # a caller's path could contain anything
+        milliseconds = round(1000 * (time.perf_counter() - began), 1)
+        fields = {"id": name, "method": method, "route": route, "status": status, "ms": milliseconds}
+        if answers := inner["answers"]:
+            numbers = [answer.numbers for answer in answers]
+            fields |= {"images": len(answers), "wait_ms": round(1000 * max(answer.wait for answer in answers), 1)}
+            fields |= {"passes": round(sum(each["passes"] for each in numbers), 4)}
+            fields |= {name: sum(bool(each[name]) for each in numbers) for name in ("suspicious", "gated")}
+        if "error_kind" in inner:
+            fields["error"] = inner["error_kind"]
+        if b"traceparent" in echoed:
+            fields["trace"] = trace.split("-")[1]
+        logger.info("%s %s %d %.0f ms %s", method, route, status, milliseconds, name, extra={"fields": fields})
+
+
+class JsonLines(logging.Formatter):
+    """Each record as one JSON object: time, level, message, and the fields of a request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        fields = getattr(record, "fields", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            fields = {**fields, "error": self.formatException(record.exc_info)}
+        return json.dumps({"time": self.formatTime(record), "level": record.levelname.lower(), **fields})
