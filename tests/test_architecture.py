@@ -23,6 +23,7 @@ ROOMS = [
         "label_table",
         "zeroshot",
         "linf",
+        "l2",
         "defenses",
         "attacks",
     ),

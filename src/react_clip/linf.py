@@ -6,12 +6,14 @@ Attacks, the inner attack of finetuning and the defences that move pixels all us
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from react_clip import noise
+from react_clip.preprocess import from_levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +28,11 @@ class Ball:
     centre: Tensor
     """``[B, C, H, W]`` with pixels in [0, 1]."""
     eps: Tensor | float
-    """One radius for all images, or one per image as ``[B, 1, 1, 1]``."""
+    """One radius for all images, or one per image as ``[B, 1, 1, 1]``, or per pixel as ``[B, 1, H, W]``."""
 
-    def take(self, rows: Tensor) -> Ball:
+    def take(self, rows: Tensor) -> Self:
         """The ball around some of the images."""
-        return Ball(self.centre[rows], self.eps[rows] if isinstance(self.eps, Tensor) else self.eps)
+        return replace(self, centre=self.centre[rows], eps=self.eps[rows] if isinstance(self.eps, Tensor) else self.eps)
 
     def project(self, images: Tensor) -> Tensor:
         """The nearest images in the ball.
@@ -42,6 +44,25 @@ class Ball:
     def step(self, images: Tensor, direction: Tensor, size: Tensor | float) -> Tensor:
         """Move every pixel by ``size`` along the sign of ``direction``, then project."""
         return self.project(images + size * direction.sign())
+
+    def excess(self, images: Tensor) -> Tensor:
+        """How far images leave their budgets ``[B]``, by their farthest pixel; at most 0 inside."""
+        return ((images - self.centre).abs() - self.eps).flatten(1).amax(1)
+
+    def on_8_bits(self, images: Tensor) -> Tensor:
+        """The nearest images of the ball whose pixels are whole 255ths, as a file holds them.
+
+        A pixel whose range has none (its clean value lies between two levels, and the budget is small) keeps that
+        value.
+
+        >>> ball = Ball(torch.full((1, 1, 1, 2), 100 / 255), eps=2 / 255)
+        >>> 255 * ball.on_8_bits(torch.tensor([[[[101.6 / 255, 98.4 / 255]]]]))
+        tensor([[[[102.,  98.]]]])
+        """
+        low = ((self.centre - self.eps).clamp_min(0.0) * 255.0 - 1e-4).ceil()
+        high = ((self.centre + self.eps).clamp_max(1.0) * 255.0 + 1e-4).floor()
+        # Adding zero turns -0.0 into 0.0, of which devices choose different ones.
+        return torch.where(low <= high, from_levels((images * 255.0).round().clamp(low, high) + 0.0), self.centre)
 
     def random_start(self, keys: Tensor) -> Tensor:
         """Images drawn uniformly from the eps-cube and clamped to [0, 1]; ``keys`` are random streams ``[B]``."""

@@ -70,7 +70,16 @@ def one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def problem_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, eps: float) -> Problem:
     rows = torch.arange(len(x))
-    return Problem(model, linf.Ball(x, budgets(eps, x)), y, rows, rows, None, torch.zeros(2, len(x)))
+    return Problem(
+        model,
+        linf.Ball(x, budgets(eps, x)),
+        y,
+        rows,
+        rows,
+        None,
+        torch.zeros(2, len(x)),
+        torch.full((len(x),), torch.nan),
+    )
 
 
 def build(classes: int) -> nn.Sequential:

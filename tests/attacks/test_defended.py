@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 import react_clip as rc
 from react_clip import attacks, noise
-from react_clip.attacks import Adaptive, Queries, Rand, Suite, Transfer
+from react_clip.attacks import PGD, Adaptive, Joint, Queries, Rand, Suite, Transfer
 from react_clip.attacks.adaptive import Aim
 from react_clip.attacks.defended import JUDGE_DRAWS, Draws
 from react_clip.attacks.losses import target_margin
 from react_clip.defenses.base import derived_seed, forced_answers
 from react_clip.defenses.view import View
+from toys import patch_encoder
 
 EPS = 8 / 255
 SMALL: dict[str, Any] = {"eps": EPS, "steps": 6, "eot": 2}
@@ -26,6 +27,7 @@ OBJECTIVES = [
     Adaptive(**SMALL, objective="evade", lambdas=(0.1,)),
     Adaptive(**SMALL, objective="bpda", checkpoint=False),
     Adaptive(**SMALL, objective="feature"),
+    Adaptive(**SMALL, objective="joint"),
 ]
 
 
@@ -110,6 +112,56 @@ def test_the_soft_gate_is_hard_forward_and_soft_backward(bright: Any) -> None:
     left, right = slope[..., :4].mean(), slope[..., 4:].mean()
     assert left > 0, "brightening fools the plain answer"
     assert right < left, "but on the right it opens the gate"
+
+
+@pytest.mark.parametrize("kind", ["csr", "ttc", "dbd", "defend-clip", "react", "second_look", "aom", "tte"])
+def test_gates_are_found_where_there_are_some(kind: str) -> None:
+    encoder = patch_encoder()
+    clf = rc.ZeroShotClassifier.from_features(encoder, ["a", "b"], torch.eye(12)[:2])
+    reason = Adaptive(objective="evade").why_not(rc.as_module(clf, rc.defenses.from_dict(kind)))
+    assert reason == (f"{kind} has no gate to keep shut" if kind in ("aom", "tte") else "")
+
+
+# ---------------------------------------------------------------------- the joint attack
+
+
+def test_the_joint_attack_is_never_milder_than_its_starts(toy: Any) -> None:
+    clf, x, y = toy
+    options: dict[str, Any] = {"eps": EPS, "steps": 2, "eot": 2, "checkpoint": False}
+    joint = Joint(**options, oblivious=(PGD(steps=8),), rivals=(rc.defenses.TTC(), rc.defenses.AOM(views=2)))
+    result = attacked(joint, clf, GUARD, x, y, seed=1)
+    assert attacks.from_dict(joint.to_dict()) == joint
+    alone = attacked(Joint(**options, oblivious=()), clf, GUARD, x, y, seed=1)
+    oblivious = attacked(Joint(**options, oblivious=(PGD(steps=8),)), clf, GUARD, x, y, seed=1)
+    assert result.broken.mean() >= max(alone.broken.mean(), oblivious.broken.mean()) - 0.1
+    assert result.queries.sum() > oblivious.queries.sum()
+
+
+def test_an_attack_on_a_rival_is_a_start(bright: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where climbing finds nothing, the images made for the rival are the result."""
+    clf, x, y = bright
+    monkeypatch.setattr(Joint, "_climb", lambda self, problem, *rest, **more: problem.x)
+    joint = Joint(eps=EPS, steps=8, oblivious=(), checkpoint=False)
+    assert torch.equal(attacked(joint, clf, rc.Undefended(), x, y).images, x)
+    result = attacked(joint.replace(rivals=(rc.Undefended(),)), clf, rc.Undefended(), x, y)
+    assert bool(result.success.all())
+    assert not torch.equal(result.images, x)
+
+
+def test_a_defence_that_draws_nothing_is_differentiated_once_per_step(bright: Any) -> None:
+    clf, x, y = bright
+    dark = x - 0.2
+    joint = Joint(eps=EPS, steps=5, oblivious=(), checkpoint=False)
+    assert attacked(joint, clf, rc.Undefended(), dark, y).backward.tolist() == [5.0] * 3
+    noisy = attacked(joint, clf, Noisy(), dark, y)
+    assert noisy.backward.tolist() == [5.0 * joint.eot * 2] * 3, "of the plain image and of the noisy one"
+
+
+class Noisy(rc.Undefended):
+    """Adds a little noise that differs from draw to draw."""
+
+    def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
+        return x.encode(x.noisy(0.001, 7, 1)).mean(1), {}
 
 
 # ---------------------------------------------------------------------- suites

@@ -14,7 +14,7 @@ from react_clip import attacks, linf, noise
 from react_clip.attacks import APGD, CW, DIFGSM, PGD, Attack, AutoAttack, Square, losses
 from react_clip.attacks.fab import onto_plane
 from react_clip.attacks.losses import cross_entropy, margin
-from react_clip.attacks.problem import Candidates, on_8_bits, run_in_turn
+from react_clip.attacks.problem import Candidates, run_in_turn
 
 from .conftest import Record, Task, problem_of
 
@@ -75,7 +75,7 @@ def plain_pgd(net: torch.nn.Module, x: Tensor, y: Tensor, eps: float, step: floa
 def test_matches_a_plain_loop(task: Task, loss: str, step_size: float, step: float) -> None:
     x, y = task.x[:50], task.y[:50]
     ours = PGD(eps=8 / 255, steps=10, step_size=step_size, loss=loss)(task.net, x, y, seed=7)  # type: ignore[arg-type]
-    theirs = on_8_bits(plain_pgd(task.net, x, y, 8 / 255, step, loss), linf.Ball(x, 8 / 255))
+    theirs = linf.Ball(x, 8 / 255).on_8_bits(plain_pgd(task.net, x, y, 8 / 255, step, loss))
     # The bounds round differently by an ulp, which may flip the sign of a gradient that is nearly 0: a stray pixel.
     assert ((ours.images - theirs).abs() < 1e-6).float().mean() > 0.999
 

@@ -130,7 +130,7 @@ SUITE = {"kind": "adaptive-suite"}
     ("text", "config"),
     [
         ("attack 'deepfool' does not exist; choose one of adaptive, ", {"kind": "deepfool"}),
-        ("choose one of adaptive, adaptive-rand", {"eps": 0.1}),
+        ("choose one of adaptive, adaptive-joint", {"eps": 0.1}),
         ("step_size is 'eps/3'", {"kind": "pgd", "step_size": "eps/3"}),
         ("severity is 0", {"kind": "corruption", "severity": 0}),
         ("type is 'rain'", {"kind": "corruption", "type": "rain"}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from react_clip import linf
 from react_clip.attacks.defended import JUDGE_DRAWS, DefendedAttack, Draws, defended_answer
 from react_clip.attacks.losses import cross_entropy, ranked_targets, target_margin
-from react_clip.attacks.problem import Candidates, Problem, checked_gradient, on_8_bits, run_in_turn
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.config import Count, NonNegative, Positive
 from react_clip.defenses.base import DefendedModule, Forced
 from react_clip.defenses.batch import Gradients, straight_through
@@ -62,6 +62,7 @@ class Adaptive(DefendedAttack):
                 gate shut; each :math:`\lambda` is a search of its own
     ``bpda``    :math:`\ell(z_{closed} + g\,(z_{open} - z_{closed}))` with the hard gate
                 :math:`g = 1[s \ge \tau]`, whose gradient is that of :math:`\mathrm{sigmoid}((s - \tau) / T)`
+    ``joint``   the mean of the losses of ``both`` and of ``bpda``: the plain path, the views and the gate at once
     ``feature`` as ``both``, with :math:`\ell = 1 - \cos(f_{def}, f)`: away from the clean feature f, without labels
     =========== =======================================================================================
 
@@ -75,7 +76,7 @@ class Adaptive(DefendedAttack):
     """
 
     kind: ClassVar[str] = "adaptive"
-    objective: Literal["through", "both", "evade", "bpda", "feature"] = "both"
+    objective: Literal["through", "both", "evade", "bpda", "joint", "feature"] = "both"
     """The quantity that the attack maximises."""
     steps: Count = 100
     """Gradient steps per search."""
@@ -128,12 +129,14 @@ class Adaptive(DefendedAttack):
         attempts = [partial(attempt, number) for number in range(len(choices))]
         return run_in_turn(problem, Candidates.none(problem.x), attempts).images
 
-    def _climb(self, problem: Problem, label: str, aim: Aim, weight: float) -> Tensor:
+    def _climb(
+        self, problem: Problem, label: str, aim: Aim, weight: float = 0.0, start: Tensor | None = None
+    ) -> Tensor:
         """The best iterates of one search, whose random numbers follow from the label."""
         how = Gradients(self.checkpoint, instability_temperature=_INSTABILITY_TEMPERATURE)
         draws = Draws(problem.defended, label, views=self.views, how=how)
         problem = problem.on(problem.target, draws.seed)
-        best, images = Candidates.none(problem.x), problem.random_start()
+        best, images = Candidates.none(problem.x), problem.random_start() if start is None else start
         wrong_in_a_row = torch.zeros_like(problem.y)
         for step in range(self.steps):
             active = (wrong_in_a_row < JUDGE_DRAWS).nonzero().squeeze(1)
@@ -141,7 +144,7 @@ class Adaptive(DefendedAttack):
                 break
             part = problem.take(active)
             # At the image that a file would hold; rounding counts as the identity for the gradient.
-            rounded = on_8_bits(images[active], part.ball)
+            rounded = part.ball.on_8_bits(images[active])
             found, gradient = self._evaluate(part, rounded, draws, aim.take(active), weight)
             best = best.put(active, best.take(active).or_better(found))
             size = part.ball.eps * (1 + math.cos(math.pi * step / self.steps)) / 2
@@ -162,7 +165,7 @@ class Adaptive(DefendedAttack):
                     pixels = images.detach().requires_grad_()
                     draw = draws.forced(pixels)
                     value = self.value(draw, aim, weight)
-                    gradient += checked_gradient(linf.gradient(value, pixels), "adaptive-square")
+                    gradient += problem.checked(linf.gradient(value, pixels), "adaptive-square")
                 logits, features = defended_answer(draw)
                 if self.objective != "feature":  # which knows no labels
                     wrong = wrong + (logits.argmax(1) != aim.labels)
@@ -172,15 +175,17 @@ class Adaptive(DefendedAttack):
     def value(self, draw: Forced, aim: Aim, weight: float) -> Tensor:
         """The objective ``[n]``; ``weight`` is the lambda of ``evade``."""
         closed, opened = (self._loss(answer.logits, answer.features, aim) for answer in (draw.closed, draw.opened))
-        if self.objective in ("both", "feature"):
+        gateless = not bool(draw.threshold.isfinite().all())
+        if self.objective in ("both", "feature") or (self.objective == "joint" and gateless):
             return (closed + opened) / 2
         if self.objective == "evade":
             return closed - weight * torch.relu(draw.score - draw.threshold + self.margin)
-        if self.objective == "through" or not bool(draw.threshold.isfinite().all()):  # or bpda without a gate
+        if self.objective == "through" or gateless:  # or bpda
             return opened
         soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
         gate = straight_through((draw.score >= draw.threshold).to(soft.dtype), soft)[:, None]
-        return aim.loss(draw.closed.logits + gate * (draw.opened.logits - draw.closed.logits))
+        decided = aim.loss(draw.closed.logits + gate * (draw.opened.logits - draw.closed.logits))
+        return decided if self.objective == "bpda" else (closed + opened + decided) / 3
 
     def _loss(self, logits: Tensor, features: Tensor, aim: Aim) -> Tensor:
         """The loss ``[n]`` of an answer."""

@@ -21,10 +21,10 @@ from react_clip.attacks.problem import (
     check_in_ball,
     check_input,
     encoder_of,
-    on_8_bits,
 )
 from react_clip.config import PixelLength, Registered, Registry
 from react_clip.defenses.base import Defense
+from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
 
 OBLIVIOUS, TRANSFER, ADAPTIVE = "oblivious", "transfer", "adaptive"
@@ -58,6 +58,8 @@ class AttackResult:
     """``[B]``: backward passes of the encoder, likewise."""
     broken: Tensor
     """``[B]`` fp32: fraction of the judging answers that are wrong."""
+    flat: Tensor
+    """``[B]`` fp32: 1 if the first gradient was zero in every pixel, 0 if not, NaN for attacks without gradients."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """For a suite: ``broken`` of each member's images by the member's name; NaN where it was not run."""
 
@@ -75,6 +77,8 @@ class Attack(Registered, ABC):
     """Threat models in which the attack can be used."""
     natural: ClassVar[bool] = False
     """True for damage that nobody intends: an evaluation applies it to all images, and it has no budget."""
+    most: ClassVar[float] = 1.0
+    """Largest budget."""
     eps: PixelLength = 4 / 255
     """Budget: the largest change of a pixel value."""
 
@@ -87,6 +91,10 @@ class Attack(Registered, ABC):
     @abstractmethod
     def search(self, problem: Problem) -> Tensor:
         """The best adversarial images ``[n, C, H, W]`` inside ``problem.ball``; called with gradients enabled."""
+
+    def ball(self, x: Tensor, eps: Tensor, keys: Tensor) -> linf.Ball:
+        """The allowed images around ``x``, for budgets ``[B, 1, 1, 1]``; ``keys`` ``[B]`` are random streams."""
+        return linf.Ball(x, eps)
 
     def target(self, clf: ZeroShotClassifier, defense: Defense) -> Model:
         """The target to pass to the attack: the plain classifier, or the classifier behind the defence."""
@@ -110,25 +118,19 @@ class Attack(Registered, ABC):
         after every step.
         """
         check_input(x, y)
-        radius = budgets(self.eps if eps is None else eps, x)
+        radius = budgets(self.eps if eps is None else eps, x, self.most)
         # Copies, so that the result never shares memory with the input and inference tensors can be differentiated.
         pixels, labels = x.detach().float().clone(), y.detach().to(x.device, torch.int64, copy=True)
         if len(x) == 0:
-            empty = torch.zeros(0, device=x.device)
-            return AttackResult(pixels, empty.bool(), empty.bool(), empty, empty, empty, empty)
+            none = torch.zeros(0, device=x.device)
+            return AttackResult(pixels, none.bool(), none.bool(), none, none, none, none, none)
         target, seed = self._prepared(target, seed)
         encoder = encoder_of(target)
+        keys, rows = noise.stream_keys(pixels, seed), torch.arange(len(x), device=x.device)
         with nullcontext() if encoder is None else encoder.counting() as passes:
-            problem = Problem(
-                target,
-                linf.Ball(pixels, radius),
-                labels,
-                keys=noise.stream_keys(pixels, seed),
-                rows=torch.arange(len(x), device=x.device),
-                passes=passes,
-                spent=torch.zeros(2, len(x), device=x.device),
-                progress=progress,
-            )
+            ball, spent = self.ball(pixels, radius, keys), torch.zeros(2, len(x), device=x.device)
+            flat = torch.full_like(spent[0], torch.nan)
+            problem = Problem(target, ball, labels, keys, rows, passes, spent, flat, progress)
             best, crafted, parts = self.run(problem)
         spent = problem.spent
         if passes is not None:  # passes outside of the problem's methods, as those of another library, have no image
@@ -136,13 +138,14 @@ class Attack(Registered, ABC):
             spent = spent + ((total - spent.sum(1)) / len(x))[:, None]
         forward, backward = spent
         return AttackResult(
-            best.images, best.wrong > 0.5, crafted, best.loss.float(), forward, backward, best.wrong, parts
+            *(best.images, best.wrong > 0.5, crafted, best.loss.float(), forward, backward, best.wrong),
+            *(problem.flat, parts),
         )
 
     def run(self, problem: Problem) -> tuple[Candidates, Tensor, dict[str, Tensor]]:
         """Search, round to 8 bits, then judge; returns the images, ``crafted`` and ``parts`` of the result."""
         found = self.found(problem)
-        rounded = found if self.natural else on_8_bits(found, problem.ball)
+        rounded = found if self.natural else problem.ball.on_8_bits(found)
         crafted = problem.candidates(found).wrong > 0.5
         return problem.candidates(rounded), crafted, {}
 
@@ -159,11 +162,25 @@ class Attack(Registered, ABC):
         return target, seed
 
 
+def check_inner(outer: Attack, inner: Attack) -> None:
+    """Refuse an attack inside another that could not run there, or would have a budget of its own."""
+    if (
+        OBLIVIOUS not in inner.threats
+        or inner.natural
+        or type(inner).ball is not Attack.ball
+        or inner.eps != Attack.eps
+    ):
+        raise ReactClipError(
+            f"{outer.kind} cannot use {inner.name!r}, which knows the defence, is damage, or has its own eps or ball; "
+            "name an attack such as pgd or apgd, and give eps to the whole"
+        )
+
+
 def names(threat: str | None = None) -> list[str]:
     """The kinds that :func:`from_dict` knows; only those for a threat model if one is given.
 
     >>> names("oblivious")
-    ['apgd', 'autoattack', 'corruption', 'di-fgsm', 'fab', 'pgd', 'square']
+    ['apgd', 'autoattack', 'corruption', 'di-fgsm', 'fab', ..., 'square', 'targeted', 'universal']
     """
     kinds = Attack.registry.names()
     return kinds if threat is None else [kind for kind in kinds if threat in Attack.registry.get(kind).threats]

@@ -1,4 +1,4 @@
-"""Photos that nobody attacked but that were taken or stored badly: noise, blur, fog, bad light, JPEG, few pixels."""
+"""Photos that nobody attacked but that were taken or stored badly: noise, blur, fog, bad light, few pixels, text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from react_clip import augment, noise
 from react_clip.attacks.base import Attack
 from react_clip.attacks.problem import Problem
+from react_clip.attacks.typographic import write_other_names
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import from_levels
 
-_LARGEST = {"shot": 1000.0, "fog": 1.0, "pixelate": 1.0}
+_LARGEST = {"shot": 1000.0, "fog": 1.0, "pixelate": 1.0, "text": 1.0}
 """Largest severity of some types; 100 for the others."""
 
 
@@ -33,7 +34,8 @@ class Corruption(Attack):
     - ``motion``: length in pixels of a straight movement in a random direction;
     - ``contrast``, ``brightness``: factor (1 changes nothing);
     - ``fog``: largest fraction of the light that comes from an uneven white haze;
-    - ``pixelate``: fraction of the side that is left before the image is enlarged again.
+    - ``pixelate``: fraction of the side that is left before the image is enlarged again;
+    - ``text``: height of the name of another class, written on the image, as a fraction of the image's.
 
     It has no budget (``eps`` is 0), and an evaluation applies it to all images, also to those that CLIP gets wrong.
 
@@ -45,12 +47,12 @@ class Corruption(Attack):
 
     kind: ClassVar[str] = "corruption"
     natural: ClassVar[bool] = True
-    type: Literal["noise", "shot", "jpeg", "blur", "defocus", "motion", "contrast", "brightness", "fog", "pixelate"] = (
-        "noise"
-    )
+    type: Literal[
+        "noise", "shot", "jpeg", "blur", "defocus", "motion", "contrast", "brightness", "fog", "pixelate", "text"
+    ] = "noise"
     severity: Annotated[float, Field(gt=0)] = 0.02
     """``noise``: sigma; ``shot``: photons; ``jpeg``: quality; ``blur``, ``defocus``, ``motion``: pixels; ``contrast``,
-    ``brightness``: factor; ``fog``, ``pixelate``: fraction."""
+    ``brightness``: factor; ``fog``, ``pixelate``, ``text``: fraction."""
     eps: Literal[0] = 0
     """Damage has no budget."""
 
@@ -67,10 +69,14 @@ class Corruption(Attack):
     def search(self, problem: Problem) -> Tensor:
         """The damaged images."""
         with torch.no_grad():
-            return from_levels(self._damaged(problem.x, problem.keys).clamp(0.0, 1.0).mul(255.0).round())
+            return from_levels(self._damaged(problem).clamp(0.0, 1.0).mul(255.0).round())
 
-    def _damaged(self, x: Tensor, keys: Tensor) -> Tensor:
-        severity = self.severity
+    def _damaged(self, problem: Problem) -> Tensor:
+        x, keys, severity = problem.x, problem.keys, self.severity
+        if self.type == "text":
+            if (names := getattr(problem.target, "names", None)) is None:
+                raise ReactClipError("text writes the name of another class; give a ZeroShotClassifier, which has some")
+            return write_other_names(x, problem.y, names, keys, severity)
         if self.type == "noise":
             return noise.noisy_view(x, keys, torch.full_like(x[:, 0, 0, 0], severity))
         if self.type == "shot":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from react_clip.attacks.base import ADAPTIVE, Attack
 from react_clip.attacks.losses import margin
-from react_clip.attacks.problem import Candidates, Model, Problem, on_8_bits
+from react_clip.attacks.problem import Candidates, Model, Problem
 from react_clip.defenses.base import DefendedModule, Defense, Forced, derived_seed, forced_answers
 from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients
 from react_clip.errors import ReactClipError
@@ -99,7 +99,7 @@ class DefendedAttack(Attack, ABC):
         """Search, round to 8 bits, then judge by draws that no attack optimises on."""
         if reason := self.why_not(problem.defended):
             raise ReactClipError(f"{self.name} cannot be used here: {reason}; choose another attack")
-        images = on_8_bits(self.found(problem), problem.ball)
+        images = problem.ball.on_8_bits(self.found(problem))
         judged = Draws(problem.defended, "judge").judge(problem, images)
         return judged, judged.wrong > 0.5, {}
 

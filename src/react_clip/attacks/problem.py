@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from react_clip import linf, noise
@@ -15,7 +16,7 @@ from react_clip.attacks.losses import Loss, margin
 from react_clip.defenses.base import DefendedModule
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import check_range, from_levels
+from react_clip.preprocess import check_range
 from react_clip.zeroshot import ZeroShotClassifier
 
 Model = Callable[[Tensor], Tensor]
@@ -54,6 +55,8 @@ class Problem:
     """The encoder's running count, with ``forward`` and ``backward``; ``None`` for a model without an encoder."""
     spent: Tensor
     """Forward and backward passes ``[2, B]`` of each image of the caller's batch; shared by all subsets."""
+    flat: Tensor
+    """1 for images of the caller's batch whose first gradient was zero, 0 for others, NaN before; shared likewise."""
     progress: Progress | None = None
     done: list[int] = field(default_factory=lambda: [0])
     """Steps done so far; shared by all subsets."""
@@ -80,6 +83,10 @@ class Problem:
     def on(self, target: Model, seed: noise.Seed) -> Problem:
         """The same images with another target and the random streams of another seed."""
         return replace(self, target=target, keys=noise.stream_keys(self.x, seed))
+
+    def raising(self, value: Model) -> Problem:
+        """The same images and two classes, of which the second leads by ``value(images)`` ``[n]``: attacks raise it."""
+        return replace(self, target=lambda images: F.pad(value(images)[:, None], (1, 0)), y=torch.zeros_like(self.y))
 
     def random_start(self) -> Tensor:
         """Images drawn uniformly from the balls."""
@@ -124,8 +131,20 @@ class Problem:
             pixels = images.detach().requires_grad_()
             logits = _checked(self.target(pixels), self.y)
             value = loss(logits, self.y)
-            gradient = checked_gradient(linf.gradient(value, pixels), "attacks.Square")
+            gradient = self.checked(linf.gradient(value, pixels), "attacks.Square")
         return logits.detach(), value.detach(), gradient
+
+    def checked(self, gradient: Tensor | None, way_out: str) -> Tensor:
+        """The gradient, refused if it is missing or not finite; ``way_out`` names an attack that needs none."""
+        if gradient is None or not bool(gradient.isfinite().all()):
+            problem = "logits carry no gradient to the pixels" if gradient is None else "gradient holds NaN"
+            raise ReactClipError(
+                f"the target's {problem}; remove no_grad and detach inside the model and run it in float32, or use "
+                f"{way_out}, which needs no gradient"
+            )
+        before, zero = self.flat[self.rows], (gradient == 0).flatten(1).all(1).to(self.flat)
+        self.flat[self.rows] = torch.where(before.isnan(), zero, before)
+        return gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,56 +226,30 @@ def check_input(x: Tensor, y: Tensor) -> None:
         raise ReactClipError(f"labels are {y.tolist()!r:.60}, but class indices are integers from 0")
 
 
-def budgets(eps: Tensor | float, x: Tensor) -> Tensor:
+def budgets(eps: Tensor | float, x: Tensor, most: float = 1.0) -> Tensor:
     """One checked budget per image, ``[B, 1, 1, 1]``, from a number or a ``[B]`` tensor."""
     if not isinstance(eps, Tensor | int | float):
-        raise ReactClipError(f"eps is {eps!r}, but it must be a number from 0 to 1, such as 4/255")
+        raise ReactClipError(f"eps is {eps!r}, but it must be a number from 0 to {most:g}, such as 4/255")
     values = torch.as_tensor(eps, dtype=torch.float32, device=x.device)
     if values.ndim != 0 and values.shape != (len(x),):
         raise ReactClipError(f"eps has shape {tuple(values.shape)}, but {len(x)} images need one number or ({len(x)},)")
-    for value in values[~((values >= 0) & (values <= 1))].flatten().tolist():
-        way_out = f"write {value:g}/255" if value > 1 else "write for example 4/255"
-        raise ReactClipError(f"eps is {value:g}, but pixels lie in [0, 1], so it must be from 0 to 1; {way_out}")
+    for value in values[~((values >= 0) & (values <= most))].flatten().tolist():
+        way_out = f"write {value:g}/255" if value > most else "write for example 4/255"
+        raise ReactClipError(f"eps is {value:g}, but pixels lie in [0, 1], so it must be from 0 to {most:g}; {way_out}")
     return values.detach().expand(len(x)).reshape(-1, 1, 1, 1).clone()
-
-
-def checked_gradient(gradient: Tensor | None, way_out: str) -> Tensor:
-    """The gradient, refused if it is missing or not finite; ``way_out`` names an attack that needs none."""
-    if gradient is None or not bool(gradient.isfinite().all()):
-        problem = "logits carry no gradient to the pixels" if gradient is None else "gradient holds NaN"
-        raise ReactClipError(
-            f"the target's {problem}; remove no_grad and detach inside the model and run it in float32, or use "
-            f"{way_out}, which needs no gradient"
-        )
-    return gradient
 
 
 def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
     """Refuse images that an attack was not allowed to make; rounding errors of a float are allowed."""
     if not isinstance(images, Tensor) or images.shape != ball.centre.shape:
         raise ReactClipError(f"{name} returned {_shape(images)}, but it must return {_shape(ball.centre)}")
-    excess = ((images - ball.centre).abs() - ball.eps).nan_to_num(torch.inf).flatten(1).amax(1)
+    excess = ball.excess(images).nan_to_num(torch.inf)
     worst = int(excess.argmax())
     if excess[worst] > 1e-5 or images.min() < 0.0 or images.max() > 1.0:
         raise ReactClipError(
             f"{name} left its budget or [0, 1]: photo {worst} of the batch exceeds the budget by {excess[worst]:.4g}; "
             "return problem.ball.project(images)"
         )
-
-
-def on_8_bits(images: Tensor, ball: linf.Ball) -> Tensor:
-    """The nearest images of the ball whose pixels are whole 255ths, as a file holds them.
-
-    A pixel whose range has none (its clean value lies between two levels, and the budget is small) keeps that value.
-
-    >>> ball = linf.Ball(torch.full((1, 1, 1, 2), 100 / 255), eps=2 / 255)
-    >>> 255 * on_8_bits(torch.tensor([[[[101.6 / 255, 98.4 / 255]]]]), ball)
-    tensor([[[[102.,  98.]]]])
-    """
-    low = ((ball.centre - ball.eps).clamp_min(0.0) * 255.0 - 1e-4).ceil()
-    high = ((ball.centre + ball.eps).clamp_max(1.0) * 255.0 + 1e-4).floor()
-    # Adding zero turns -0.0 into 0.0, of which devices choose different ones.
-    return torch.where(low <= high, from_levels((images * 255.0).round().clamp(low, high) + 0.0), ball.centre)
 
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:

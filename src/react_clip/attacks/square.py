@@ -65,14 +65,14 @@ def _repaint(problem: Problem, images: Tensor, side: int) -> Tensor:
     """The images with one square repainted, at a random position with random signs."""
     batch, channels, height, width = images.shape
     draws = noise.uniform(problem.keys, 2 + channels)
-    inside_rows = _interval(draws[:, 0], side, height)[:, None, :, None]
-    inside_columns = _interval(draws[:, 1], side, width)[:, None, None, :]
+    inside_rows = interval(draws[:, 0], side, height)[:, None, :, None]
+    inside_columns = interval(draws[:, 1], side, width)[:, None, None, :]
     signs = _signs(draws[:, 2:]).reshape(batch, channels, 1, 1)
     painted = problem.ball.step(problem.x, signs, problem.ball.eps)
     return torch.where(inside_rows & inside_columns, painted, images)
 
 
-def _interval(draw: Tensor, side: int, length: int) -> Tensor:
+def interval(draw: Tensor, side: int, length: int) -> Tensor:
     """``[n, length]``: which positions lie in a run of ``side`` (at most all), starting where a uniform draw says."""
     side = min(side, length)
     start = (draw * (length - side + 1)).long()[:, None]

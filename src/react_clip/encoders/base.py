@@ -160,6 +160,16 @@ class Encoder(nn.Module):
         """Features of views before scaling to unit length."""
         return self._run(self._features, [pixels])[0]
 
+    def patch_tokens(self, pixels: Tensor) -> Tensor:
+        """The patch tokens ``[B, patches, width]`` that the tower has before it projects, in at least fp32."""
+        return self._run(self._patch_tokens, [pixels])[0]
+
+    def _patch_tokens(self, pixels: Tensor) -> list[Tensor]:
+        tower = self.tower
+        if not isinstance(tower, VisionTower):
+            raise ReactClipError(f"{self.name!r} gives no patch tokens; a vision transformer of CLIP does")
+        return [torch.cat([at_least_fp32(tower.tokens(part)[:, 1:]) for part in self._parts(pixels)])]
+
     def record(self, function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """``function(*tensors)``; on an accelerated GPU a small batch without gradients becomes one CUDA graph.
 

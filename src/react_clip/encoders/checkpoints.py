@@ -188,6 +188,8 @@ def read_tensors(path: Path) -> State:
         raise ReactClipError(f"{path} cannot be read ({first_line(error)}); get the file again") from None
     while isinstance(content, Mapping) and any(isinstance(content.get(key), Mapping) for key in _CONTAINERS):
         content = next(content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping))
+    if isinstance(content, Tensor):
+        return {"tensor": content}
     if not isinstance(content, Mapping):
         raise ReactClipError(f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary of tensors")
     return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}

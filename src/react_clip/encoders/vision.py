@@ -91,6 +91,17 @@ class VisionTower(nn.Module):
 
     def several(self, images: Sequence[Tensor]) -> list[Tensor]:
         """:meth:`forward` of images of several sizes, in one pass that reads the weights once."""
+        # Only the class tokens are read, so the last block computes nothing else.
+        rows, shapes = self._last_rows(images, first_only=True)
+        features = rows @ self.proj
+        return list(torch.split(features, [count for count, _ in shapes])) if len(shapes) > 1 else [features]
+
+    def tokens(self, normalised: Tensor) -> Tensor:
+        """All tokens ``[B, 1 + patches, width]`` before the projection, the class token first."""
+        return layers.unpack(*self._last_rows([normalised], first_only=False))[0]
+
+    def _last_rows(self, images: Sequence[Tensor], *, first_only: bool) -> tuple[Tensor, Shapes]:
+        """Normalised tokens behind the last block as rows, all or only the class tokens."""
         grids = [self._embed(each) for each in images]
         shapes = [(grid.shape[0], grid.shape[1]) for grid in grids]
         _, rows = self.ln_pre(layers.pack(grids))
@@ -100,10 +111,8 @@ class VisionTower(nn.Module):
         *blocks, last = resblocks
         for block in blocks:
             rows, update = block(rows, update, shapes)
-        # Only the class tokens are read, so the last block computes nothing else.
-        rows, update = last(rows, update, shapes, first_only=True)
-        features = self.ln_post(rows, update)[1] @ self.proj
-        return list(torch.split(features, [count for count, _ in shapes])) if len(shapes) > 1 else [features]
+        rows, update = last(rows, update, shapes, first_only=first_only)
+        return self.ln_post(rows, update)[1], shapes
 
     def _embed(self, normalised: Tensor) -> Tensor:
         """Tokens ``[B, 1 + patches, width]``: the class token and the patches, with their positions."""

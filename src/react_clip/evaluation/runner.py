@@ -183,6 +183,7 @@ class SetRunner:
             "attack_success": prediction != labels,
             "crafted_success": result.crafted.cpu(),
             "queries": result.queries.double().cpu(),
+            "flat": result.flat.cpu(),
             **{PART + name: fraction.cpu() for name, fraction in result.parts.items()},
         }
 
@@ -199,7 +200,8 @@ class SetRunner:
             answer = defense(self.subject.clf, images.pixels(), seed=seed)
             measured = {"passes": answer.passes, "backward_passes": answer.backward_passes, **answer.diagnostics}
             numbers = {name: values.float() for name, values in measured.items()}
-            return {"prediction": answer.labels.int(), "gated": answer.gated, **numbers}
+            softmax = answer.logits.detach().amin(1).ge(0.0) & answer.logits.sum(1).sub(1.0).abs().lt(1e-4)
+            return {"prediction": answer.labels.int(), "gated": answer.gated, "softmax": softmax, **numbers}
 
         shard = self._shard(stage, (title, chosen.label, f"draw-{draw}"), span, about, ask)
         self.bar.update()
