@@ -100,7 +100,6 @@ class Targeted(Raising):
             logits = problem.target(images)
             if t >= logits.shape[1]:
                 raise ReactClipError(f"target_class is {t}, but the model has only classes 0 to {logits.shape[1] - 1}")
-            others = torch.cat([logits[:, :t], logits[:, t + 1 :]], 1)
-            return logits[:, t] - others.logsumexp(1)
+            return logits[:, t] - torch.cat([logits[:, :t], logits[:, t + 1 :]], 1).logsumexp(1)
 
         return odds

@@ -63,11 +63,9 @@ class Joint(Adaptive):
 
         def attempt(source: Attack | Defense | None, part: Problem, rows: Tensor) -> Candidates:
             """The better of the start and of what climbing from it finds."""
-            label, best, start = f"{self.kind} {source!r}", Candidates.none(part.x), None
+            label, start = f"{self.kind} {source!r}", None if source is None else self._start(source, part)
             judge = Draws(module, f"{label} compared").judge
-            if source is not None:
-                start = self._start(source, part)
-                best = judge(part, start)
+            best = Candidates.none(part.x) if start is None else judge(part, start)
             return best.or_better(judge(part, climb(part, label, Aim(part.y, features[rows]), start=start)))
 
         attempts = [partial(attempt, source) for source in (*self.members, None)]
