@@ -9,8 +9,8 @@ A configuration is a frozen dataclass::
 Every way to make one (a call, :meth:`Configuration.replace`, :meth:`Configuration.from_dict`) checks all fields and
 raises a one-line :class:`ReactClipError` that names the value, the limit and a way out.
 
-Defences, attacks, mappings and finetuning methods are families of configurations (:class:`Registered`): each class has
-a ``kind``, and ``{"kind": ..., field: value}`` describes one of the family.
+Defences, attacks and mappings are families of configurations (:class:`Registered`): each class has a ``kind``, and
+``{"kind": ..., field: value}`` describes one of the family.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ class Configuration:
     renamed: ClassVar[Mapping[str, str]] = {}
     """Names of fields in files of earlier versions, and what they are now."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, described: bool = False, **kwargs: Any) -> None:
+        """With ``described`` the descriptions in :func:`fields_of` are the docstrings below the fields."""
         super().__init_subclass__(**kwargs)
-        pydantic.dataclasses.dataclass(cls, frozen=True, repr=False, config=_RULES)
+        rules = pydantic.ConfigDict(**_RULES, use_attribute_docstrings=described)
+        pydantic.dataclasses.dataclass(cls, frozen=True, repr=False, config=rules)
         checked: Callable[..., None] = cls.__init__
 
         def init(self: Any, *args: Any, **values: Any) -> None:
@@ -169,20 +171,20 @@ class Configuration:
     def load(cls, path: str | Path) -> Self:
         """Read a configuration, or the ``config`` of a calibration file."""
         data = storage.read_json(Path(path), "check the path, or write it again with save() or calibrate")
-        is_calibration = isinstance(data, dict) and "config" in data and "config" not in _fields(cls)
+        is_calibration = isinstance(data, dict) and "config" in data and "config" not in fields_of(cls)
         return cls.from_dict(data["config"] if is_calibration else data)
 
     def __repr__(self) -> str:
         """The log line and the test id; fields that are ``None`` by default are shown only if they are set."""
         written, parts = self.to_dict(), []
-        for name, field in _fields(type(self)).items():
+        for name, field in fields_of(type(self)).items():
             value = getattr(self, name)
             if value is not None or field.default is not None:
                 parts.append(f"{name}={value if isinstance(value, Configuration) else written[name]}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-def _fields(cls: type[Any]) -> dict[str, Any]:
+def fields_of(cls: type[Any]) -> dict[str, Any]:
     """Pydantic's descriptions of the fields, in order."""
     return getattr(cls, "__pydantic_fields__", {})
 
@@ -197,7 +199,7 @@ def _explain(cls: type[Any], error: ValidationError) -> str:
     if not first["loc"]:  # a check of several fields
         return str(cause)
     position = first["loc"][0]
-    name = position if isinstance(position, str) else [*_fields(cls), "a further value"][position]
+    name = position if isinstance(position, str) else [*fields_of(cls), "a further value"][position]
     if isinstance(cause, ReactClipError):  # a configuration in this field
         return f"{name}: {cause}"
     if first["type"].startswith("missing"):
@@ -212,7 +214,7 @@ def _title(cls: type[Any]) -> str:
 
 
 def _known_fields(cls: type[Any]) -> str:
-    names = list(_fields(cls))
+    names = list(fields_of(cls))
     return f"the fields of {_title(cls)} are {', '.join(names)}" if names else f"{_title(cls)} has no fields"
 
 

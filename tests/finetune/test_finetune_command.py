@@ -148,7 +148,7 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
         (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
         (["tecoa", "stripes", "--limit", "0"], "--limit"),
         (["tecoa", "stripes", "--epochs", "-1"], "--epochs"),
-        (["tecoa", "stripes", "--eps", "much"], "eps is 'much'"),
+        (["tecoa", "stripes", "--eps", "much"], "--eps: 'much': it must be a number such as 4/255"),
         (["tecoa", "stripes", "--cutmix", "0.5"], "cutmix mixes photos of several classes"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "holds no class features"),
     ],

@@ -17,8 +17,7 @@ from react_clip.encoders.checkpoints import image_parameters
 from react_clip.finetune import METHODS, Finetuned, Settings, clip_ft, fare, finetune, pmg_aft, tecoa
 from react_clip.finetune.folder import read_log
 from react_clip.finetune.methods import Batch
-from react_clip.finetune.steps import attacked, augmented, loss_of, photos_of
-from react_clip.finetune.training import task_of
+from react_clip.finetune.steps import Trainer, attacked, augmented, photos_of
 from toys import ToyEncoder
 
 FAST = {"tecoa": (3e-3, 0.6), "pmg-aft": (0.3, 0.97), "fare": (1e-3, 0.6), "clip-ft": (1e-3, 0.6)}
@@ -97,12 +96,12 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
 
 def replayed(encoder: rc.Encoder, photos: Any, classes: Tensor, settings: Settings, optimiser: Any) -> list[Tensor]:
     """The average weights after a plain loop; ``optimiser(weights, gradients, step)`` changes the weights."""
-    task = task_of(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
-    weights = [weight.requires_grad_(True) for weight in image_parameters(task.student).values()]
+    trainer = Trainer(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
+    weights = list(trainer.weights.values())
     average = [each.detach().clone() for each in weights]
     for step in range(settings.steps):
-        chosen = task.chosen(step)
-        gradients = torch.autograd.grad(loss_of(task, step, chosen, photos[0][chosen]), weights)
+        chosen = trainer.chosen(step)
+        gradients = torch.autograd.grad(trainer.loss(step, chosen, photos[0][chosen]), weights)
         with torch.no_grad():
             optimiser(weights, gradients, step)
             decay = min(settings.average, (step + 1) / (step + 10))
@@ -168,11 +167,11 @@ def test_fare_is_the_measured_recipe(
 
 
 def test_the_clean_photos_count_with_their_weight(encoder: rc.Encoder, photos: Any, class_features: Tensor) -> None:
-    task = task_of(encoder, "tecoa", photos[0], photos[1], class_features, QUICK.replace(batch=8))
-    chosen, losses = task.chosen(0), []
+    trainer = Trainer(encoder, "tecoa", photos[0], photos[1], class_features, QUICK.replace(batch=8))
+    chosen, losses = trainer.chosen(0), []
     for clean in (0.0, 0.5, 1.0):
-        weighted = dataclasses.replace(task, settings=task.settings.replace(clean=clean))
-        losses.append(loss_of(weighted, 0, chosen, photos[0][chosen]).item())
+        trainer.settings = trainer.settings.replace(clean=clean)
+        losses.append(trainer.loss(0, chosen, photos[0][chosen]).item())
     assert losses[1] - losses[0] == pytest.approx((losses[2] - losses[0]) / 2, rel=1e-3)
     assert losses[2] > losses[0]
 

@@ -17,11 +17,13 @@ from PIL import Image
 
 import react_clip as rc
 import tiny_clip
+from react_clip.data.formats import find_photos
 from react_clip.finetune import Settings, finetune
 from react_clip.finetune import photos as reading
 from react_clip.finetune.check import Check
 from react_clip.finetune.folder import read_log
-from react_clip.finetune.photos import Photos, find_photos
+from react_clip.finetune.photos import Photos
+from react_clip.finetune.steps import Trainer
 from react_clip.preprocess import Preprocessing
 
 HOW = Preprocessing.paper(tiny_clip.SIZE)
@@ -179,15 +181,13 @@ def test_a_curve_that_rises_with_the_budget_stops_the_run(
 def test_held_out_photos_are_not_trained_on_and_checked_against_their_own_features(
     encoder: rc.Encoder, photos: Any
 ) -> None:
-    from react_clip.finetune.training import task_of
-
-    task = task_of(encoder, "fare", photos[0], None, None, SETTINGS)
-    seen = {int(index) for step in range(10) for index in task.chosen(step)}
-    assert seen == {*task.trained.tolist()}
+    trainer = Trainer(encoder, "fare", photos[0], None, None, SETTINGS)
+    seen = {int(index) for step in range(10) for index in trainer.chosen(step)}
+    assert seen == {*trainer.trained.tolist()}
     assert len(seen) == 22
-    check = Check(task)
+    check = Check(trainer)
     held = sorted({*range(24)} - seen)
-    assert torch.equal(check.pixels, photos[0][held].float() / 255)
+    assert torch.equal(check.batches[0][0], photos[0][held].float() / 255)
     clean, half, full = check(1)
     assert clean == 1.0, "an untrained tower finds every photo's own feature"
     assert clean >= half >= full

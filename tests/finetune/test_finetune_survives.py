@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import react_clip as rc
@@ -56,9 +55,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(ended: tuple[Path
     root, output = ended
     refused = [line for line in output.splitlines() if line.startswith("starved refused:")]
     assert len(refused) == 1
-    assert "checkpoint.safetensors" in refused[0]
+    assert "checkpoint.pt" in refused[0]
     assert "free some space" in refused[0]
-    assert "starved left .lock checkpoint.safetensors log.csv settings.json" in output
+    assert "starved left .lock checkpoint.pt log.csv settings.json" in output
     assert output.index("starved ended 2") < output.index("starved ended 0")
     assert content(root / "starved") == content(root / "plain")
 
@@ -110,8 +109,8 @@ def test_a_finished_run_is_left_alone(
 ) -> None:
     first = again(encoder, photos, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != ".lock"}
-    (tmp_path / "checkpoint.safetensors").write_bytes(b"left by a kill at the very end")
-    monkeypatch.setattr("react_clip.finetune.steps.loss_of", None)  # nothing is left to compute
+    (tmp_path / "checkpoint.pt").write_bytes(b"left by a kill at the very end")
+    monkeypatch.setattr("react_clip.finetune.steps.Trainer.loss", None)  # nothing is left to compute
     second = again(encoder, photos, tmp_path)
     assert (first.was_finished, second.was_finished) == (False, True)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != ".lock"} == before
@@ -146,18 +145,18 @@ def test_foreign_and_damaged_folders_are_refused(
     (tmp_path / "file").write_text("")
     with pytest.raises(rc.ReactClipError, match="choose another --out"):
         again(encoder, photos, tmp_path / "file" / "run")
-    checkpoint = stopped / "checkpoint.safetensors"
+    checkpoint = stopped / "checkpoint.pt"
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[:-9])
     with pytest.raises(rc.ReactClipError, match=r"is damaged .*; remove it to begin again"):
         again(encoder, photos, stopped)
     checkpoint.write_bytes(whole)
     (stopped / "settings.json").unlink()
-    with pytest.raises(rc.ReactClipError, match=r"has a checkpoint\.safetensors but no settings\.json"):
+    with pytest.raises(rc.ReactClipError, match=r"has a checkpoint\.pt but no settings\.json"):
         again(encoder, photos, stopped)
     checkpoint.rename(tmp_path / "moved")
     other = stop(encoder, photos, tmp_path / "other", step=1, seed=1)
-    (tmp_path / "moved").rename(other / "checkpoint.safetensors")
+    (tmp_path / "moved").rename(other / "checkpoint.pt")
     with pytest.raises(rc.ReactClipError, match="belongs to another run; remove it"):
         again(encoder, photos, other, seed=1)
     with pytest.raises(rc.ReactClipError, match="has not finished"):
@@ -181,7 +180,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
     message = r"the gradient's length is nan at step 2" if quietly else r"the loss is inf at step 2"
     with pytest.raises(rc.ReactClipError, match=f"{message}.*last checkpoint is kept.*--lr"):
         again(encoder, photos, tmp_path, save_every=1)
-    checkpoint = load_file(tmp_path / "checkpoint.safetensors")
-    assert checkpoint
-    assert all(torch.isfinite(tensor).all() for tensor in checkpoint.values())
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 1
+    assert all(tensor.isfinite().all() for name in ("weights", "means") for tensor in checkpoint[name].values())
     assert not (tmp_path / "finetune.json").exists()

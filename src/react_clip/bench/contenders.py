@@ -13,7 +13,6 @@ from react_clip.defenses import DefendCLIP, Defense
 from react_clip.encoders import Encoder
 from react_clip.finetune.settings import Settings
 from react_clip.finetune.steps import Trainer
-from react_clip.finetune.training import task_of
 from react_clip.zeroshot import ZeroShotClassifier
 
 BARE = "bare encoder"
@@ -116,7 +115,7 @@ def finetuning(encoder: Encoder, images: Tensor, batch: int, dtype: str) -> Answ
     for the clean quarter. At the speed of the bare encoder that is the arithmetic limit.
     """
     settings = Settings(batch=batch, dtype="fp32" if dtype == "fp32" else "bf16", check_every=0)
-    trainer = Trainer(task_of(encoder, "fare", images, None, None, settings))
+    trainer = Trainer(encoder, "fare", images, None, None, settings)
     attack, clean = settings.attack_steps, 0.25 if settings.clean else 0.0
     forward, backward = attack + 1 + 1 + clean, attack / 2 + 1 + clean
 

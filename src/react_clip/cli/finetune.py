@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip.choices import FINETUNING
 from react_clip.cli import common, options
+from react_clip.config import fields_of
 from react_clip.environment import typed_command
 from react_clip.errors import ReactClipError
 from react_clip.finetune.settings import Settings
@@ -23,49 +23,26 @@ EXAMPLE = "react-clip finetune fare photos/ --steps 1400 --out runs/fare"
 _PLOT = "loss.png"
 
 
-def _range(text: str) -> tuple[float, ...]:
-    """Numbers such as ``0.5,0.95``."""
-    return tuple(map(float, options.comma_separated(text)))
-
-
-_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "batch": (options.count, "photos of an update"),
-    "lr": (float, "largest learning rate (the method's published one)"),
-    "warmup": (options.whole, "steps until the largest learning rate (100, or a tenth of a shorter run)"),
-    "eps": (str, "largest change of a pixel in the attack"),
-    "eps_start": (str, "the same at the start of the run"),
-    "ramp": (float, "fraction of the run in which it rises"),
-    "attack_steps": (options.count, "steps of the attack"),
-    "clean": (float, "weight of the loss without an attack"),
-    "crop": (_range, "smallest and largest side of random crops; 1,1: none"),
-    "cutmix": (float, "fraction of mixed batches (0.5 for fare, 0 for methods with labels)"),
-    "average": (float, "decay of the mean weights, 0: the last"),
-    "check_every": (options.whole, "steps between attacks on held-out photos, 0: none"),
-    "check_photos": (options.count, "held-out photos"),
-    "save_every": (options.count, "steps between checkpoints"),
-    "seed": (int, "seed of order, augmentation and attack"),
-}
-"""Type and help of the options that are fields of ``Settings``, which has their defaults."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
+    """Declare one option per field of ``Settings``, and those for the photos and the model."""
     parser.add_argument("method", help=f"one of {', '.join(FINETUNING)}")
     options.add_dataset_options(parser, note="; for fare also any folder of photos, .tar shards and Parquet files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     init = "checkpoint, or folder of a finished run, whose weights are the first ones"
     parser.add_argument("--init", type=options.existing, help=init)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=options.count, help=f"updates of the weights ({Settings.steps})")
     length.add_argument("--epochs", type=options.positive, help="passes over the photos, instead of --steps")
     defaults = Settings().to_dict()
-    for name, (kind, text) in _SETTINGS.items():
-        value = defaults[name]
-        default = ",".join(map(str, value)) if isinstance(value, list) else value
-        text += "" if default is None else f" ({default})"
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
-    parser.add_argument("--half", action="store_true", help="write the finished tower in fp16, half the size")
-    precisions = "precision of the computation: fp32 or bf16; weights are fp32 (%(default)s)"
+    for name, field in fields_of(Settings).items():
+        default = ",".join(map(str, defaults[name])) if isinstance(defaults[name], list) else defaults[name]
+        text = field.description.rstrip(".") + ("" if default is None or default is False else f" ({default})")
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif name != "dtype":  # among the options of the model
+            group = length if name == "steps" else parser
+            group.add_argument(flag, type=options.typed(field.annotation, *field.metadata), help=text)
+    precisions = f"{fields_of(Settings)['dtype'].description} (%(default)s)"
     options.add_model_options(parser, dtype=Settings.dtype, dtypes=precisions)
 
 
@@ -73,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
     if args.method not in FINETUNING:
         raise ReactClipError(f"method {args.method!r} does not exist; choose one of {', '.join(FINETUNING)}")
-    names = ("steps", "dtype", "half", *_SETTINGS)
-    settings = Settings.from_dict({name: value for name in names if (value := getattr(args, name)) is not None})
+    given = {name: value for name in fields_of(Settings) if (value := getattr(args, name)) is not None}
+    settings = Settings.from_dict(given)
     from react_clip.finetune import processes
 
     with processes.joined(args.device) as args.device:
-        if processes.group().rank == 0:
-            _report(args, _finetuned(args, settings))
-        else:
-            args.quiet = True
-            _finetuned(args, settings)
+        is_first = processes.group().rank == 0
+        args.quiet = args.quiet or not is_first
+        result = _finetuned(args, settings)
+        if is_first:
+            _report(args, result)
     return 0
 
 
@@ -137,7 +114,7 @@ def _photos(
     args: argparse.Namespace, encoder: rc.Encoder, labelled: bool
 ) -> tuple[rc.data.ImageDataset, rc.ZeroShotClassifier | None, dict[str, Any]]:
     """The photos, their classifier if the method needs labels, and what the record says of them."""
-    from react_clip.finetune.photos import find_photos
+    from react_clip.data.formats import find_photos
 
     if not labelled and (path := Path(args.dataset.removeprefix("folder:")).expanduser()).exists():
         photos = find_photos(path)
@@ -152,12 +129,12 @@ def _draw(result: Finetuned) -> None:
     """Draw loss and checks, and write the run's page; a finished run keeps those it has."""
     if result.was_finished and (result.folder / _PLOT).is_file():
         return
-    from react_clip.finetune.folder import read_log
+    from react_clip.finetune.folder import LOG, read_log
     from react_clip.report.page import PAGE, Section, read_figure, write_page
     from react_clip.report.style import budget_colour, legend, new_figure, save_figure, style_axes
 
     record, settings = result.record, result.record["settings"]
-    rows = read_log(result.folder / "log.csv")
+    rows = read_log(result.folder / LOG)
     figure = new_figure(height=2.6)
     losses, checks = figure.subplots(1, 2)
     style_axes(losses, "step", f"loss of {record['method']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from react_clip.choices import dataset_names
 from react_clip.errors import ReactClipError
@@ -23,16 +23,21 @@ class BadValueError(ReactClipError, argparse.ArgumentTypeError):
     """A value that a type refuses; the parser adds the option's name."""
 
 
-def checked(name: str) -> Callable[[str], Any]:
-    """The type of an option whose values are those of a type in :mod:`react_clip.config`."""
+def typed(kind: Any, *rules: Any) -> Callable[[str], Any]:
+    """The type of an option whose values are those of a field: a type with pydantic's rules.
+
+    A name stands for a type in :mod:`react_clip.config`, which is imported when there is a value.
+    """
 
     def read(text: str) -> Any:
         from pydantic import TypeAdapter, ValidationError
 
         from react_clip import config
 
+        type_ = getattr(config, kind) if isinstance(kind, str) else kind
         try:
-            return TypeAdapter(getattr(config, name)).validate_python(text)
+            value = text.split(",") if "," in text else text
+            return TypeAdapter(Annotated[(type_, *rules)] if rules else type_).validate_python(value)
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise BadValueError(f"{text!r}: {message}") from None
@@ -40,7 +45,7 @@ def checked(name: str) -> Callable[[str], Any]:
     return read
 
 
-count, whole, positive, fraction, length = map(checked, ("Count", "Whole", "Positive", "Fraction", "PixelLength"))
+count, whole, positive, fraction, length = map(typed, ("Count", "Whole", "Positive", "Fraction", "PixelLength"))
 
 
 def existing(text: str) -> Path:

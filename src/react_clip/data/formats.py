@@ -6,7 +6,8 @@ opened. ``datasets`` keeps a copy of shards in the cache; no code of a data set 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,13 @@ TABLES = (
     *("{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet"),
 )
 """Patterns of tables below a set's folder; ``save_to_disk`` writes a ``state.json``."""
+SHARD_SUFFIXES = (".tar", ".parquet")
+"""Endings of files that hold several photos."""
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+
+
+class DamagedTableError(ReactClipError):
+    """A table that cannot be opened."""
 
 
 class Labelled(NamedTuple):
@@ -122,11 +129,8 @@ def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | No
     ids = [f"{split}/{row:06d}" for row in range(len(table))]
     if "__key__" in table.column_names:  # shards
         ids = [f"{Path(url).stem}/{key}" for url, key in zip(table["__url__"], table["__key__"], strict=True)]
-    table = table.cast_column(photo_column, datasets.Image(decode=False))
-    rows = [
-        Labelled(photo, label, partial(read_row, table, photo_column, row))
-        for row, (photo, label) in enumerate(zip(ids, labels, strict=True))
-    ]
+    photos = _rows(table, photo_column, datasets)
+    rows = [Labelled(*row) for row in zip(ids, labels, photos, strict=True)]
     return build_dataset(rows, own_names, name, split, spec)
 
 
@@ -140,7 +144,7 @@ def open_tables(datasets: Any, files: list[Path]) -> Any:
         return datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", cache_dir=cache)
     except Exception as error:  # pyarrow, tarfile and datasets each have a family of their own
         reason = first_line(error.__cause__ or error)
-        raise ReactClipError(f"{files[0]} cannot be read ({reason}); get it again") from error
+        raise DamagedTableError(f"{files[0]} cannot be read ({reason}); get it again") from error
 
 
 def _labels(table: Any) -> tuple[list[object], list[str]]:
@@ -152,9 +156,76 @@ def _labels(table: Any) -> tuple[list[object], list[str]]:
     return [next((row[field] for field in _LABEL_COLUMNS if field in row), None) for row in documents], []
 
 
-def read_row(table: Any, column: str, row: int) -> bytes:
-    """The encoded photo of a row."""
+def _rows(table: Any, column: str, datasets: Any) -> list[Callable[[], bytes]]:
+    """Functions that read the encoded photo of each row."""
+    table = table.cast_column(column, datasets.Image(decode=False))
+    return [partial(_read_row, table, column, row) for row in range(len(table))]
+
+
+def _read_row(table: Any, column: str, row: int) -> bytes:
     content: bytes | None = table[row][column]["bytes"]
     if content is None:  # a reference to a file or an address elsewhere, which we do not follow
         raise ReactClipError(f"row {row} of the table holds no photo; write the table again with the images embedded")
     return content
+
+
+# ---------------------------------------------------------------------- photos without labels
+
+
+def find_photos(path: Path) -> ImageDataset:
+    """The photos of a folder with everything below it, in files, tar shards (webdataset's layout) and Parquet files.
+
+    They have no labels. A shard that cannot be read counts as one photo that cannot be read.
+    """
+    suffixes = (*PHOTO_SUFFIXES, *SHARD_SUFFIXES)
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix.lower() in suffixes)
+    found = [photo for file in files for photo in _photos_of(file, str(file.relative_to(path.parent)))]
+    if not found:
+        raise ReactClipError(f"{path} holds no photos ({', '.join(suffixes)}); give another folder or file")
+    return ImageDataset(path.name, "train", ("photo",), tuple(found))
+
+
+def _photos_of(file: Path, name: str) -> Iterator[Photo]:
+    try:
+        if file.suffix.lower() == ".tar":
+            with file.open("rb") as stream:
+                for member, start, size in tar_photos(stream):
+                    yield Photo(f"{name}/{member}", 0, partial(_read_part, file, start, size))
+            return
+        if file.suffix.lower() == ".parquet":
+            datasets = require("datasets", f"reading {file}", extra="data")
+            table = open_tables(datasets, [file])
+            rows = _rows(table, _photo_column(file, table, datasets), datasets)
+            yield from (Photo(f"{name}#{number}", 0, read) for number, read in enumerate(rows))
+            return
+    except (OSError, tarfile.TarError, DamagedTableError):
+        pass  # below it is named among what cannot be read, because it is no image
+    yield Photo(name, 0, file)
+
+
+def tar_photos(stream: Any) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and length of each photo in a tar shard."""
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
+        for member in archive:
+            if member.isfile() and member.name.lower().endswith(PHOTO_SUFFIXES):
+                yield member.name, member.offset_data, member.size
+            archive.members.clear()  # type: ignore[attr-defined]  # the index of a large shard would fill the memory
+        # tarfile takes a damaged header for the end of the archive, which would lose what follows in silence.
+        stream.seek(archive.offset)
+        if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise tarfile.ReadError(f"the header at byte {archive.offset:,} is damaged")
+
+
+def _read_part(file: Path, start: int, length: int) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(length)
+
+
+def _photo_column(file: Path, table: Any, datasets: Any) -> str:
+    """The first column of images, of bytes, or of structs with bytes as Hugging Face writes them."""
+    for name, kind in table.features.items():
+        fields = kind if isinstance(kind, dict) else {"bytes": kind}
+        if isinstance(kind, datasets.Image) or str(getattr(fields.get("bytes"), "dtype", "")).endswith("binary"):
+            return str(name)
+    raise ReactClipError(f"{file} has the columns {', '.join(table.column_names)}; none holds images or bytes")

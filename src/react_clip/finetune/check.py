@@ -7,7 +7,7 @@ import torch
 from react_clip.attacks import PGD
 from react_clip.config import write_length
 from react_clip.errors import ReactClipError
-from react_clip.finetune.steps import Task, centre, computing
+from react_clip.finetune.steps import Trainer, centre, computing
 from react_clip.preprocess import to_float
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -21,23 +21,22 @@ class Check:
     A photo without a label is its own class: right is an answer that is nearest to the photo's own original feature.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.task, settings = task, task.settings
-        held = torch.ones(len(task.photos), dtype=torch.bool)
-        held[task.trained] = False
-        indices = held.nonzero().flatten()
-        self.pixels = centre(to_float(task.photos.take(indices).to(task.mean.device)), task.mean.image_size)
-        self.labels, features = task.labels[indices.to(task.labels.device)], task.class_features
-        if not task.method.needs_labels:
-            self.labels = torch.arange(len(indices), device=self.pixels.device)
+    def __init__(self, trainer: Trainer) -> None:
+        self.settings, encoder = trainer.settings, trainer.mean
+        held, batch = trainer.held_out.to(encoder.device), trainer.settings.batch
+        pixels = centre(to_float(trainer.photos.take(held).to(encoder.device)), encoder.image_size)
+        labels, features = trainer.labels[held], trainer.class_features
+        if not trainer.method.needs_labels:
+            labels = torch.arange(len(pixels), device=encoder.device)
             with torch.no_grad():
-                features = torch.cat([task.original.raw(each) for each in torch.split(self.pixels, settings.batch)])
+                features = torch.cat([trainer.original.raw(each) for each in torch.split(pixels, batch)])
+        self.batches = list(zip(torch.split(pixels, batch), torch.split(labels, batch), strict=True))
         names = [f"class {number}" for number in range(len(features))]
-        self.clf = ZeroShotClassifier.from_features(task.mean, names, features)
+        self.clf = ZeroShotClassifier.from_features(encoder, names, features)
 
     def __call__(self, step: int) -> tuple[float, float, float]:
         """Accuracy without an attack, with half of the largest budget, with all of it; it must not rise."""
-        eps = self.task.settings.eps
+        eps = self.settings.eps
         clean, half, full = curve = self._accuracy(0.0), self._accuracy(eps / 2), self._accuracy(eps)
         if max(half - clean, full - half) > RISE:
             values = " / ".join(f"{100 * value:.1f}" for value in curve)
@@ -49,11 +48,8 @@ class Check:
         return curve
 
     def _accuracy(self, eps: float) -> float:
-        settings, attack = self.task.settings, PGD(eps=eps, steps=10, step_size="eps/4")
-        right = []
-        for pixels, labels in zip(
-            torch.split(self.pixels, settings.batch), torch.split(self.labels, settings.batch), strict=True
-        ):
-            with computing(self.task.mean, settings.dtype):
-                right.append(~attack(self.clf, pixels, labels, seed=settings.seed).success)
+        attack, right = PGD(eps=eps, steps=10, step_size="eps/4"), []
+        for pixels, labels in self.batches:
+            with computing(self.clf.encoder, self.settings.dtype):
+                right.append(~attack(self.clf, pixels, labels, seed=self.settings.seed).success)
         return float(torch.cat(right).float().mean())

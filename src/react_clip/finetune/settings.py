@@ -14,8 +14,8 @@ from react_clip.config import Configuration, Count, Fraction, NonNegative, Posit
 from react_clip.errors import ReactClipError
 
 
-class Settings(Configuration):
-    """Everything but the method and the photos."""
+class Settings(Configuration, described=True):
+    """Everything but the method and the photos; ``react-clip finetune`` has an option for every field."""
 
     steps: Count = 1400
     """Updates of the weights."""
@@ -32,11 +32,11 @@ class Settings(Configuration):
     ramp: Fraction = 0.2
     """Fraction of the run in which the budget rises."""
     attack_steps: Count = 3
-    """Steps of the attack, each of ``2 eps / attack_steps``, so that they reach across the ball."""
+    """Steps of the attack, each of 2 eps / attack_steps, so that they reach across the ball."""
     clean: NonNegative = 0.5
     """Weight of the same loss on a quarter of the photos without an attack."""
     crop: Range = (0.5, 0.95)
-    """Smallest and largest side of the random crops, as fractions of the photo's; (1, 1) crops nothing."""
+    """Smallest and largest side of the random crops, as fractions of the photo's; 1,1 crops nothing."""
     cutmix: Fraction | None = None
     """Fraction of the batches in which every photo gets a rectangle of another one.
 
@@ -51,6 +51,7 @@ class Settings(Configuration):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision in which the towers compute; the weights are fp32 in either case."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of order, augmentation and attack."""
     half: bool = False
     """Write the finished tower in fp16."""
     save_every: Count = 200

@@ -1,82 +1,122 @@
 """One step of finetuning: augment, attack, descend the loss, average the weights.
 
-All random numbers of a step come from the seed and the step.
+All random numbers of a step come from the seed and the step, so a run that continues goes on as if it had not stopped.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from react_clip.augment import affine
+from react_clip.data.dataset import ImageDataset
 from react_clip.encoders import Encoder
-from react_clip.encoders.checkpoints import image_parameters
+from react_clip.encoders.checkpoints import TOWER, find_tower, image_parameters, image_tower, load_tower
 from react_clip.encoders.layers import can_compile
 from react_clip.encoders.vision import Block
 from react_clip.errors import ReactClipError
-from react_clip.finetune.methods import Batch, Method, Tower
+from react_clip.finetune.methods import Batch, Method, Tower, get
 from react_clip.finetune.photos import Photos
-from react_clip.finetune.processes import Group
+from react_clip.finetune.processes import group
 from react_clip.finetune.settings import Settings
 from react_clip.linf import Ball, ascend, gradient
 from react_clip.preprocess import to_float
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """Models, method, photos and settings of a run; training changes the weights of ``student`` and ``mean`` only."""
-
-    student: Encoder
-    mean: Encoder
-    """Has the average of the student's weights."""
-    original: Encoder
-    method: Method
-    photos: Photos
-    trained: Tensor
-    """Indices of the photos that are trained on; the others are held out."""
-    labels: Tensor
-    class_features: Tensor
-    """Unit features ``[K, D]``; without labels there is one row of zeros."""
-    settings: Settings
-    group: Group
-
-    def chosen(self, step: int) -> Tensor:
-        """Indices of the photos of a step that this process computes."""
-        rows = self.group.rows(self.settings.batch)
-        return self.trained[photos_of(step, len(self.trained), self.settings)[rows]]
+from react_clip.zeroshot import ZeroShotClassifier
 
 
 class Trainer:
-    """The weights, their average, the optimiser, and a step that changes them."""
+    """The models, photos and optimiser of a run, checked, and the step that changes the weights of a copy.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.weights, self.means = image_parameters(task.student), image_parameters(task.mean)
-        trained = [each.requires_grad_(True) for each in self.weights.values()]
-        self.optimiser = task.method.optimiser(trained, lr=task.method.lr, fused=trained[0].is_cuda)
-        _compile(task.student, task.mean, task.original)
+    ``student`` is the copy in training, ``mean`` has the moving average of its weights, ``original`` is the target.
+    The arguments are those of :func:`react_clip.finetune.finetune`.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        method: str,
+        photos: Tensor | ImageDataset,
+        labels: Tensor | None,
+        class_features: Tensor | None,
+        settings: Settings,
+        init: str | Path | None = None,
+    ) -> None:
+        self.method, self.settings, self.group = get(method), settings, group()
+        if encoder.dtype != torch.float32:
+            way = "load fp32, and compute in bf16 with Settings(dtype='bf16')"
+            raise ReactClipError(f"{encoder.name!r} is loaded in {encoder.dtype}; small steps vanish in it: {way}")
+        own = {f"visual.{key}": tensor for key, tensor in image_tower(encoder).items()}
+        find_tower(own, Path(encoder.name))  # refuses an encoder without a tower that could be read back
+        if self.group.size > 1 and not self.method.splits:
+            alone = f"{method} compares all photos of a batch, which processes cannot share"
+            raise ReactClipError(f"{alone}; use one, or fare")
+        self.rows = self.group.rows(settings.batch)
+        self.photos = Photos(photos, encoder.preprocessing)
+        labels, features = self._labels(encoder, method, labels, class_features)
+        self.labels, self.class_features = labels.long().to(encoder.device), features.to(encoder.device)
+        order = torch.arange(len(photos))
+        if settings.check_every:
+            order = shuffled(len(photos), seed_of(settings.seed, "held out"))
+        held = min(settings.check_photos, len(photos) // 10) if settings.check_every else 0
+        self.held_out, self.trained = order[:held].sort().values, order[held:].sort().values
+        self.student, self.original = copy.deepcopy(encoder).eval(), copy.deepcopy(encoder).eval()
+        if init is not None:
+            load_tower(self.student, tower_file(init))
+        self.mean = copy.deepcopy(self.student)
+        self.weights, self.means = image_parameters(self.student), image_parameters(self.mean)
+        changed = [each.requires_grad_(True) for each in self.weights.values()]
+        self.optimiser = self.method.optimiser(changed, lr=self.method.lr, fused=changed[0].is_cuda)
+        _compile(self.student, self.mean, self.original)
+
+    def _labels(
+        self, encoder: Encoder, method: str, labels: Tensor | None, classes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A class index per photo and unit class features ``[K, D]``; zeros for a method without labels."""
+        count = len(self.photos)
+        if not self.method.needs_labels:
+            return torch.zeros(count), torch.zeros(1, encoder.dim)
+        if labels is None or classes is None:
+            missing = "labels" if labels is None else "class_features"
+            raise ReactClipError(f"{method} needs {missing}; give them, or use fare, which needs none")
+        if self.settings.cutmix:
+            raise ReactClipError(f"cutmix mixes photos of several classes, and {method} needs labels; leave it out")
+        names = [f"class {number}" for number in range(len(classes))]
+        features = ZeroShotClassifier.from_features(encoder, names, classes.float()).class_features
+        if labels.shape != (count,) or labels.is_floating_point() or labels.dtype == torch.bool:
+            given = f"labels are {labels.dtype} of shape {list(labels.shape)}"
+            raise ReactClipError(f"{given}; {count} photos need one class index each")
+        if int(labels.min()) < 0 or int(labels.max()) >= len(features):
+            span = f"labels span {int(labels.min())} to {int(labels.max())}"
+            raise ReactClipError(f"{span}; there are class features for 0 to {len(features) - 1}")
+        return labels, features
+
+    def chosen(self, step: int) -> Tensor:
+        """Indices of the photos of a step that this process computes."""
+        return self.trained[photos_of(step, len(self.trained), self.settings)[self.rows]]
 
     @torch.enable_grad()
     def step(self, number: int, chosen: Tensor, pixels: Tensor) -> tuple[float, float]:
         """Descend the loss of the photos with these indices; returns the loss and the learning rate."""
-        settings, method, weights = self.task.settings, self.task.method, list(self.weights.values())
-        rate = (settings.lr or method.lr) * settings.rate(number)
+        rate = (self.settings.lr or self.method.lr) * self.settings.rate(number)
         for each in self.optimiser.param_groups:
             each["lr"] = rate
-        loss = loss_of(self.task, number, chosen, pixels)
+        loss, weights = self.loss(number, chosen, pixels), list(self.weights.values())
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()
-        self.task.group.average([loss, *(each.grad for each in weights if each.grad is not None)])
-        length = torch.nn.utils.clip_grad_norm_(weights, method.longest_gradient)
+        self.group.average([loss, *(each.grad for each in weights if each.grad is not None)])
+        length = torch.nn.utils.clip_grad_norm_(weights, self.method.longest_gradient)
         self.optimiser.step()
         with torch.no_grad():
-            decay = min(settings.average, (number + 1) / (number + 10))
+            decay = min(self.settings.average, (number + 1) / (number + 10))
             torch._foreach_lerp_(tuple(self.means.values()), tuple(weights), 1 - decay)
         value, norm = torch.stack([loss, length]).tolist()  # the one time that a step waits for a GPU
         if not (math.isfinite(value) and math.isfinite(norm)):
@@ -85,29 +125,49 @@ class Trainer:
             raise ReactClipError(f"{what} at step {number + 1}; the last checkpoint is kept: {way}")
         return value, rate
 
+    def loss(self, step: int, chosen: Tensor, pixels: Tensor) -> Tensor:
+        """The loss of photos, attacked; and of a quarter of them as they are, with the weight ``clean``."""
+        settings, device = self.settings, self.student.device
+        # All processes draw for the whole batch and use their part.
+        count = len(pixels) * self.group.size
+        rows = self.group.rows(count)
+        few = torch.Generator().manual_seed(seed_of(settings.seed, "step", step))
+        cutmix = settings.cutmix if settings.cutmix is not None else 0.0 if self.method.needs_labels else 0.5
+        unit = torch.rand(4, count, generator=few)[:, rows]
+        pixels = augmented(to_float(pixels.to(device)), self.student.image_size, settings.crop, cutmix, unit, few)
+        many = torch.Generator(device).manual_seed(seed_of(settings.seed, "start", step))
+        start = torch.rand((count, *pixels.shape[1:]), generator=many, device=device)[rows]
+        student, original = (_tower(each, settings.dtype) for each in (self.student, self.original))
+        batch = Batch(student, original, pixels, self.labels[chosen.to(device)], self.class_features)
+        self.student.tower.requires_grad_(False)  # the attack needs no gradients of the weights
+        images = attacked(self.method, batch, settings.budget(step), settings.attack_steps, start)
+        self.student.tower.requires_grad_(True)
+        loss = self.method.loss(batch, images)
+        if settings.clean:
+            quarter = batch.quarter()
+            loss = loss + settings.clean * self.method.loss(quarter, quarter.pixels)
+        return loss
 
-def loss_of(task: Task, step: int, chosen: Tensor, pixels: Tensor) -> Tensor:
-    """The loss of photos, attacked; and of a quarter of them as they are, with the weight ``clean``."""
-    settings, device, size = task.settings, task.student.device, task.student.image_size
-    # All processes draw for the whole batch and use their part.
-    count = len(pixels) * task.group.size
-    rows = task.group.rows(count)
-    few = torch.Generator().manual_seed(seed_of(settings.seed, "step", step))
-    cutmix = settings.cutmix if settings.cutmix is not None else 0.0 if task.method.needs_labels else 0.5
-    pixels = to_float(pixels.to(device))
-    pixels = augmented(pixels, size, settings.crop, cutmix, torch.rand(4, count, generator=few)[:, rows], few)
-    many = torch.Generator(device).manual_seed(seed_of(settings.seed, "start", step))
-    start = torch.rand((count, *pixels.shape[1:]), generator=many, device=device)[rows]
-    student, original = _tower(task.student, settings.dtype), _tower(task.original, settings.dtype)
-    batch = Batch(student, original, pixels, task.labels[chosen.to(device)], task.class_features)
-    task.student.tower.requires_grad_(False)  # the attack needs no gradients of the weights
-    images = attacked(task.method, batch, settings.budget(step), settings.attack_steps, start)
-    task.student.tower.requires_grad_(True)
-    loss = task.method.loss(batch, images)
-    if settings.clean:
-        quarter = batch.quarter()
-        loss = loss + settings.clean * task.method.loss(quarter, quarter.pixels)
-    return loss
+    def saved(self, **about: Any) -> bytes:
+        """Everything that the next step depends on, and plain values ``about`` it, as a file's content."""
+        buffer, optimiser = io.BytesIO(), self.optimiser.state_dict()
+        torch.save({"weights": self.weights, "means": self.means, "optimiser": optimiser, **about}, buffer)
+        return buffer.getvalue()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`saved` wrote."""
+        for own, stored in ((self.weights, state["weights"]), (self.means, state["means"])):
+            for name, tensor in own.items():
+                tensor.data.copy_(stored[name])
+        self.optimiser.load_state_dict(state["optimiser"])
+
+
+def tower_file(init: str | Path) -> Path:
+    """The weights in a file, or in the folder of a finished run."""
+    path = Path(init) / TOWER if Path(init).is_dir() else Path(init)
+    if not path.is_file():
+        raise ReactClipError(f"{path} does not exist; give a checkpoint, or the folder of a finished run")
+    return path
 
 
 def attacked(method: Method, batch: Batch, eps: float, steps: int, start: Tensor) -> Tensor:

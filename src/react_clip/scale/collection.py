@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from react_clip.choices import PHOTO_SUFFIXES
+from react_clip.data.formats import SHARD_SUFFIXES, tar_photos
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 from react_clip.optional import require
 from react_clip.preprocess import DEFAULT_LIMITS
 
-SHARD_SUFFIXES = (".tar", ".parquet")
 _SUFFIXES = (*PHOTO_SUFFIXES, *SHARD_SUFFIXES)
 
 Row = dict[str, Any]
@@ -75,17 +74,9 @@ def _read_photo(stream: Any, file: str, column: str) -> Iterator[tuple[str, byte
 
 
 def _read_tar(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        for member in archive:
-            if member.isfile() and member.name.lower().endswith(PHOTO_SUFFIXES):
-                content = archive.extractfile(member)
-                assert content is not None  # it is a regular file
-                yield f"{file}/{member.name}", content.read(DEFAULT_LIMITS.max_bytes + 1)
-            archive.members.clear()  # type: ignore[attr-defined]  # the index of a large shard would fill the memory
-        # tarfile takes a damaged header for the end of the archive, which would lose what follows.
-        stream.seek(archive.offset)
-        if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise tarfile.ReadError(f"the header at byte {archive.offset:,} is damaged")
+    for name, start, size in tar_photos(stream):
+        stream.seek(start)
+        yield f"{file}/{name}", stream.read(min(size, DEFAULT_LIMITS.max_bytes + 1))
 
 
 def _read_parquet(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes | None]]:
