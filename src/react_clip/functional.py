@@ -42,6 +42,16 @@ def drift(features: Tensor, noisy_features: Tensor) -> Tensor:
     return distance
 
 
+def relative_distance(features: Tensor, anchor: Tensor) -> Tensor:
+    r"""Distance of raw features from an anchor by its length, :math:`\lVert F(x') - F(x) \rVert / \lVert F(x) \rVert`.
+
+    >>> relative_distance(torch.tensor([[3.0, 6.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([0.4000])
+    """
+    # The floor is for an encoder that answers zero.
+    return drift(features, anchor) / drift(anchor, torch.zeros_like(anchor)).clamp_min(1e-12)
+
+
 def relative_drift(drift_low: Tensor, drift_high: Tensor) -> Tensor:
     r"""Relative cross-noise drift :math:`r(x) = (d_{high} - d_{low}) / d_{low}`, the correction-demand signal.
 

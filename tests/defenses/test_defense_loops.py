@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import literal
 import react_clip as rc
+from literal import Array, Tower
 from react_clip import noise
 from react_clip.augment import low_pass
 from react_clip.defenses import CSR, DOC, ET3, HD, MAC, TTC, TTE, AntiAdv, Defense, doc, mac, tte
-from react_clip.defenses.counterattack import START
+from react_clip.defenses.ttc import START
 from toys import ToyEncoder, toy_classifier, toy_images
 
-from . import literal
-from .literal import Array, Tower
-from .prompt_toys import F64
+from .conftest import F64
 
 
 def literal_tower(clf: rc.ZeroShotClassifier) -> Tower:
@@ -189,13 +189,10 @@ def test_moved_pixels_stay_in_the_ball_and_gradients_are_taken_there(guard: Any)
 
 
 @every_guard
-def test_a_ball_of_no_size_leaves_the_plain_answer_and_a_constant_encoder_a_finite_one(guard: Any) -> None:
+def test_a_ball_of_no_size_leaves_the_plain_answer(guard: Any) -> None:
     clf, images = toy_classifier(F64), toy_images(4, dtype=F64)
     still = guard.replace(step_size=0.0) if isinstance(guard, AntiAdv) else guard.replace(eps=0.0)
     assert torch.allclose(still(clf, images).logits, clf(images), atol=1e-9)
-    for parameter in clf.encoder.tower[0].parameters():
-        parameter.data.zero_()
-    assert torch.isfinite(guard(clf, images).features).all()
 
 
 @every_guard

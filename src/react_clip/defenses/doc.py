@@ -9,8 +9,9 @@ from torch import Tensor
 from react_clip import noise
 from react_clip.config import Count, Fraction, NonNegative, PixelLength
 from react_clip.defenses.base import Defense
-from react_clip.defenses.counterattack import START, distance_from, iterate_weights, relative_distance
+from react_clip.defenses.ttc import START, distance_from, iterate_weights
 from react_clip.defenses.view import View
+from react_clip.functional import relative_distance
 
 DETOUR = 2
 """Branch of an image's random stream: the orthogonal noise, with a branch of its own for each step."""

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defense
-from react_clip.defenses.counterattack import START, ascend
 from react_clip.defenses.view import View
 from react_clip.functional import normalize
+
+START = 0
+"""Branch of an image's random stream: the start in the ball."""
 
 
 class HD(Defense):
@@ -43,5 +45,5 @@ class HD(Defense):
 
         ball = x.ball(self.eps)
         start = ball.random_start(x.keys(START))
-        moved = ascend(x, loss_of_all_classes, start, ball, steps=self.steps, step_size=self.step_size)
+        moved = x.ascend(loss_of_all_classes, start, ball, steps=self.steps, step_size=self.step_size)
         return x.answer_at(moved), {}

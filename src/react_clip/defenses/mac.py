@@ -12,9 +12,9 @@ from react_clip.augment import JitterFirst
 from react_clip.config import Count, PixelLength, Positive
 from react_clip.defenses.base import Defense
 from react_clip.defenses.batch import straight_through
-from react_clip.defenses.counterattack import ascend, distance_from, relative_distance
+from react_clip.defenses.ttc import distance_from
 from react_clip.defenses.view import View
-from react_clip.functional import normalize
+from react_clip.functional import normalize, relative_distance
 from react_clip.linf import Ball
 
 VIEW, START, PROBE = range(3)
@@ -71,6 +71,6 @@ class MAC(Defense):
         ball, anchor = Ball(view, self.eps), x.raw(view)
         ratio = relative_distance(x.raw(self.augmentation(view, noise.fork(keys, PROBE))), anchor)
         start = ball.random_start(noise.fork(keys, START))
-        moved = ascend(x, distance_from(anchor), start, ball, steps=self.steps, step_size=self.step_size)
+        moved = x.ascend(distance_from(anchor), start, ball, steps=self.steps, step_size=self.step_size)
         weight = ((ratio - self.tau) / self.temperature).sigmoid().to(view.dtype)[:, None, None, None]
         return ball.project(view + weight * (moved - view)), ratio

@@ -1,14 +1,19 @@
-"""TTC, test-time counterattacks (Xing et al., CVPR 2025)."""
+"""TTC, test-time counterattacks (Xing et al., CVPR 2025), and what its heirs DOC and MAC take from it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from react_clip.config import Count, PixelLength
 from react_clip.defenses.base import Defense
-from react_clip.defenses.counterattack import START, ascend, distance_from, iterate_weights, relative_distance
 from react_clip.defenses.view import View
-from react_clip.functional import normalize
+from react_clip.functional import normalize, relative_distance
+
+START = 0
+"""Branch of an image's random stream: the start in the ball."""
 
 
 class TTC(Defense):
@@ -60,9 +65,27 @@ class TTC(Defense):
             moved = around.step(start[rows], gradient[rows], self.step_size)
             mixture = first * start[rows] + second * moved
             for weight in later:
-                moved = ascend(part, away, moved, around, steps=1, step_size=self.step_size)
+                moved = part.ascend(away, moved, around, steps=1, step_size=self.step_size)
                 mixture = mixture + weight * moved
             return (around.project(mixture),)  # only rounding can have left the ball
 
         (moved,) = x.only(gated, counterattack, start)
         return x.answer_at(moved, where=gated, instead=normalize(raw)), {"score": rho}
+
+
+def distance_from(anchor: Tensor) -> Callable[[Tensor], Tensor]:
+    r"""The objective :math:`\lVert F(x') - F(x) \rVert^2` for given raw features of x.
+
+    >>> distance_from(torch.zeros(1, 2))(torch.tensor([[3.0, 4.0]]))
+    tensor([25.])
+    """
+    return lambda features: (features - anchor).square().sum(-1)
+
+
+def iterate_weights(steps: int, beta: float) -> list[float]:
+    """Weights of the start and of the iterates after it: each counts exp(beta) times as much as the one before.
+
+    >>> [round(weight, 3) for weight in iterate_weights(2, 2.0)]
+    [0.016, 0.117, 0.867]
+    """
+    return (beta * torch.arange(steps + 1, dtype=torch.float64)).softmax(0).tolist()

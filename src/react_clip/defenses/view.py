@@ -145,6 +145,12 @@ class View(Batch):
         """The L-infinity ball around the images, without gradients."""
         return linf.Ball(self.pixels.detach(), eps)
 
+    def ascend(
+        self, objective: Callable[[Tensor], Tensor], start: Tensor, ball: linf.Ball, *, steps: int, step_size: float
+    ) -> Tensor:
+        """Images ``[B, 3, S, S]`` after sign steps inside a ball, up an objective as in :meth:`gradient`."""
+        return linf.ascend(lambda at: self.gradient(objective, at)[1], start, ball, steps=steps, step_size=step_size)
+
     # ------------------------------------------------------------------ some of the images
 
     def only(
