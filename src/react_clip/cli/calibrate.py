@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import react_clip as rc
 from react_clip.choices import MAPPINGS
 from react_clip.cli import common, options
-from react_clip.cli.photos import PhotoReader
+from react_clip.cli.photos import CALIBRATION_PHOTOS, PhotoReader
 from react_clip.environment import device_name, typed_command, versions
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _second_look(
 
     named = args.labels or args.labels_file or args.photos
     clip = common.build_classifier(args, encoder) if named else with_everyday_names(encoder)
-    args.limit = args.limit or common.CALIBRATION_PHOTOS
+    args.limit = args.limit or CALIBRATION_PHOTOS
     path, exit_code = Path(args.dataset.removeprefix("folder:")).expanduser(), 0
     if path.exists():
         reader = PhotoReader([path], args)

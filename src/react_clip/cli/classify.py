@@ -9,7 +9,7 @@ from typing import Any
 
 import react_clip as rc
 from react_clip.cli import common, options
-from react_clip.cli.photos import PhotoReader, add_photo_argument
+from react_clip.cli.photos import PhotoReader, add_photo_argument, load_defended
 
 EXAMPLE = "react-clip classify holiday/ --labels 'beach, mountain, city'"
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     reader = PhotoReader(args.photos_in, args)
     seed = common.secret_seed(args)
-    clf, guard = common.load_defended(args)
+    clf, guard = load_defended(args)
     rows: list[dict[str, Any]] = []
     try:
         for paths, pixels in reader.batches(clf.encoder, "defending"):

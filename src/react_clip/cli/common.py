@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from react_clip.secret import Seed
-
-CALIBRATION_PHOTOS = 500
-"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 
 # ---------------------------------------------------------------------- output
 
@@ -147,23 +142,6 @@ def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defens
     return guards or [rc.defenses.default_for(encoder)]  # with neither, this raises and says what to do
 
 
-def _calibrated(args: argparse.Namespace, clf: rc.ZeroShotClassifier, photos: Path) -> rc.defenses.Defense:
-    """SecondLook with thresholds measured on clean photos."""
-    from react_clip.cli.photos import PhotoReader
-
-    reader = PhotoReader([photos], args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
-        result = rc.SecondLook.calibrate(clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
-    notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
-    for line in changed_answers(result, reader.files):
-        notice(args, line)
-    for note in result.notes:
-        notice(args, f"note: {note}")
-    guard: rc.defenses.Defense = result.config
-    return guard
-
-
 def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
     """Lines about the clean photos whose answers a calibrated defence changes, and which these are."""
     if result.changed is None or result.changed_share is None:
@@ -174,16 +152,6 @@ def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterato
         f"{high:.1%} (95 % interval)"
     )
     yield from (f"  changed: {photos[number]}" for number in result.changed)
-
-
-def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
-    """The classifier and the defence that the options describe, and notices about them."""
-    encoder = load_encoder(args)
-    clf = build_classifier(args, encoder)
-    photos = getattr(args, "calibrate_on", None)
-    guard = build_guard(args, encoder) if photos is None else _calibrated(args, clf, photos)
-    notice(args, f"the defence is {type(guard).label}; --defense or --config gives another")
-    return clf, guard
 
 
 # ---------------------------------------------------------------------- labelled photos

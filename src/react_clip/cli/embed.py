@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import react_clip as rc
 from react_clip.cli import common, options
-from react_clip.cli.photos import PhotoReader
+from react_clip.cli.photos import PhotoReader, load_defended
 from react_clip.errors import ReactClipError
 from react_clip.storage import reserved_space
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     seed = common.secret_seed(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
-    clf, guard = common.load_defended(here)
+    clf, guard = load_defended(here)
     return _to_folder(args, clf, guard, seed) if reader is None else _to_file(args, reader, clf, guard, seed)
 
 

@@ -1,4 +1,4 @@
-"""Photos of the command line: which files they are, and their pixels in batches."""
+"""Photos of the command line: which files they are, their pixels in batches, and a defence calibrated on some."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from react_clip.preprocess import ImageSource
 
+CALIBRATION_PHOTOS = 500
+"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 STDIN = Path("-")
 """Stands for JSON lines on standard input."""
 
@@ -134,3 +137,28 @@ def _read_line(line: str, name: str) -> tuple[Path, ImageSource]:
         return Path(fields["file"]), Path(fields["file"])
     encoded = fields["image"].rpartition(";base64,")[2]
     return Path(fields.get("file", name)), base64.b64decode(encoded, validate=True)
+
+
+def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
+    """The classifier and the defence that the options describe, and notices about them."""
+    encoder = common.load_encoder(args)
+    clf = common.build_classifier(args, encoder)
+    photos = getattr(args, "calibrate_on", None)
+    guard = common.build_guard(args, encoder) if photos is None else _calibrated(args, clf, photos)
+    common.notice(args, f"the defence is {type(guard).label}; --defense or --config gives another")
+    return clf, guard
+
+
+def _calibrated(args: argparse.Namespace, clf: rc.ZeroShotClassifier, photos: Path) -> rc.defenses.Defense:
+    """SecondLook with thresholds measured on clean photos."""
+    reader = PhotoReader([photos], args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
+        result = rc.SecondLook.calibrate(clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
+    common.notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
+    for line in common.changed_answers(result, reader.files):
+        common.notice(args, line)
+    for note in result.notes:
+        common.notice(args, f"note: {note}")
+    guard: rc.defenses.Defense = result.config
+    return guard

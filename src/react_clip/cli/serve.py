@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip import serve
-from react_clip.cli.common import load_defended, notice
+from react_clip.cli.common import notice
+from react_clip.cli.photos import load_defended
 from react_clip.optional import require
 
 if TYPE_CHECKING:
