@@ -13,7 +13,7 @@ import pytest
 import react_clip as rc
 from react_clip import attacks, defenses
 from react_clip.config import Configuration, Count, Fraction, PixelLength, PositiveLength, Range, Registered, Registry
-from toys import toy_classifier, toy_images
+from toys import install, toy_classifier, toy_images
 
 
 class Lens(Configuration):
@@ -156,14 +156,6 @@ class Gentle(PGD):
     kind = "gentle"
     steps: int = 1
 """
-
-
-def install(folder: Path, name: str, source: str, entry_points: str) -> None:
-    """A package that is installed in a folder: a module, and its entry points."""
-    (folder / f"{name}.py").write_text(source)
-    (info := folder / f"{name}-1.0.dist-info").mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.mark.usefixtures("no_new_classes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -148,3 +149,51 @@ def test_the_tutorial_for_research_runs(tiny_folder: Path, run: Run, capsys: pyt
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("CLIP", "ReACT", "SecondLook", "noise-0.02", "pgd-10"))
     assert "Mirror" in Path("ranking.html").read_text()
+
+
+# ---------------------------------------------------------------------- the paper, part by part
+
+PAPER = DOCUMENTS[DOCS / "reproduction.md"].split("## The paper, part by part")[1]
+MENTIONED = {text for row in re.findall(r"^\| .*", PAPER, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)}
+PARTS = {"equations": 20, "table": 17, "figure": 33}
+"""Number of each in the paper, the appendix included."""
+
+
+@pytest.mark.parametrize("title", PARTS)
+def test_the_whole_paper_is_there(title: str) -> None:
+    rows = PAPER.split(f"\n| {title} |")[1].split("\n\n")[0].splitlines()[2:]
+    numbers: list[int] = []
+    for row in rows:
+        listed = re.match(r"\| ([\d,; to]*)", row)
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", listed[1] if listed else ""):
+            numbers += range(int(first), int(last or first) + 1)
+    assert sorted(numbers) == list(range(1, PARTS[title] + 1))
+
+
+def exists(name: str) -> bool:
+    """True if a recipe, a file, a command or a dotted name below ``react_clip`` exists."""
+    if name.endswith(".yaml"):
+        return (ROOT / "recipes" / name).is_file()
+    if name.startswith("benchmarks/"):
+        return (ROOT / name).exists()
+    if name.startswith("react-clip "):
+        with pytest.raises(SystemExit) as ended:
+            parse_args([*name.split()[1:], "--help"])
+        return ended.value.code == 0
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(["react_clip", *parts[:depth]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[depth:]:
+            found = getattr(found, part, None)
+        return found is not None
+    return name.startswith("--")
+
+
+def test_every_name_exists_and_every_recipe_of_the_paper_is_named() -> None:
+    assert sorted(name for name in MENTIONED if not exists(name)) == []
+    assert not exists("functional.no_such_name")
+    recipes = {path.name: Recipe.load(path).paper for path in (ROOT / "recipes").glob("*.yaml")}
+    assert {name for name, part in recipes.items() if not part.startswith(("beyond", "excerpt"))} <= MENTIONED

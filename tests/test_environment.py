@@ -1,15 +1,24 @@
-"""Processes that share cores."""
+"""What Python and the system see of us: threads, forks, permissions of files, classes of errors, the log."""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import react_clip as rc
 from react_clip.environment import share_cores
+from react_clip.optional import require
+from react_clip.preprocess import read_image
+from react_clip.storage import write_text
+from toys import ToyEncoder, patch_encoder
 
 VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 
@@ -48,3 +57,82 @@ def test_the_package_sets_them_before_torch_reads_them() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert finished.stdout.split() == ["PASSIVE", "False"]
+
+
+def _call(encoder: rc.Encoder, pixels: torch.Tensor, answers: Any) -> None:
+    try:
+        encoder(pixels)
+        answers.put("computed")
+    except rc.ReactClipError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.process
+def test_a_forked_process_is_refused_in_one_line() -> None:
+    encoder = patch_encoder()
+    pixels = torch.rand(64, 3, encoder.image_size, encoder.image_size)
+    threads = torch.get_num_threads()
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    try:
+        torch.set_num_threads(2)
+        encoder(pixels)
+        process = context.Process(target=_call, args=(encoder, pixels, answers))
+        process.start()
+        said = answers.get(timeout=60)
+        process.join()
+    finally:
+        torch.set_num_threads(threads)
+    assert said.startswith("this process was forked after an encoder had computed")
+    assert "get_context('spawn')" in said
+
+
+def test_writing_leaves_the_umask_alone_and_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("other threads would create files with this mask"))
+        write_text(tmp_path / "new.txt", "text")
+        write_text(tmp_path / "new.txt", "other text")
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert (tmp_path / "new.txt").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["new.txt"]
+
+
+def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path) -> None:
+    for call in (
+        lambda: read_image(tmp_path / "nowhere.jpg"),
+        lambda: rc.ZeroShotClassifier.from_folder(ToyEncoder(), tmp_path / "nowhere"),
+        lambda: rc.ReACT.load(tmp_path / "nowhere.json"),
+    ):
+        with pytest.raises(FileNotFoundError, match="nowhere") as raised:
+            call()
+        assert isinstance(raised.value, rc.ReactClipError)
+    with pytest.raises(ImportError, match=r"this needs no_such_package, which is missing; .*pip install -e") as missing:
+        require("no_such_package.part", "this", extra="eval")
+    assert isinstance(missing.value, rc.ReactClipError)
+
+
+def test_a_package_that_is_there_and_broken_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('libpart.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"cannot be imported \(libpart.so: cannot open shared object file\); .*pip"):
+        require("broken_package", "this", extra="eval")
+
+
+def test_loading_does_not_switch_off_the_log_of_the_process(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained
+
+    def read_and_log(*args: object, **kwargs: object) -> object:
+        logging.getLogger("somebody.else").warning("a line of another thread")
+        logging.getLogger("transformers.hub").warning("a retry")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read_and_log)
+    rc.load(tiny_folder)
+    assert {record.getMessage() for record in caplog.records} == {"a line of another thread"}

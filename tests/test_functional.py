@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reference
+import literal
 from react_clip import functional, mappings
 
 logit_rows = st.integers(2, 6).flatmap(
@@ -27,8 +27,8 @@ def test_instability_of_a_sigmoid_model_is_that_of_its_least_stable_label(
 ) -> None:
     p, q = _as_tensors(rows)
     value = functional.Similarity(sigmoid=True).instability(p, q)
-    two_outcomes = [(reference.softmax([a, 0.0]), reference.softmax([b, 0.0])) for a, b in zip(*rows, strict=True)]
-    expected = max(reference.jensen_shannon(*pair) for pair in two_outcomes)
+    two_outcomes = [(literal.softmax([a, 0.0]), literal.softmax([b, 0.0])) for a, b in zip(*rows, strict=True)]
+    expected = max(literal.jensen_shannon(*pair) for pair in two_outcomes)
     assert 0.0 <= value.item() <= math.log(2)
     assert abs(value.item() - expected) < 1e-9
 
@@ -39,7 +39,7 @@ def test_instability_is_bounded_symmetric_and_equals_the_definition(rows: tuple[
     value = functional.js_divergence(p, q)
     assert 0.0 <= value.item() <= math.log(2)
     assert torch.equal(value, functional.js_divergence(q, p))
-    expected = reference.jensen_shannon(reference.softmax(rows[0]), reference.softmax(rows[1]))
+    expected = literal.jensen_shannon(literal.softmax(rows[0]), literal.softmax(rows[1]))
     assert abs(value.item() - expected) < 1e-9
     assert functional.js_divergence(p, p).item() < 1e-12
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import react_clip as rc
 from react_clip import encoders
 from react_clip.encoders import offline
+from toys import install
 
 
 def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
@@ -45,13 +46,8 @@ def test_unknown_devices_and_precisions(options: dict[str, str], says: str, monk
 
 
 def test_an_encoder_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny_towers.py").write_text(
-        "import toys\ndef small(device, dtype):\n    return toys.patch_encoder().to(device, dtype)\n"
-    )
-    info = tmp_path / "tiny_towers-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-towers\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[react_clip.encoders]\ntiny = tiny_towers:small\n")
+    source = "import toys\ndef small(device, dtype):\n    return toys.patch_encoder().to(device, dtype)\n"
+    install(tmp_path, "tiny_towers", source, "[react_clip.encoders]\ntiny = tiny_towers:small\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("tiny", "tiny_towers:small"):
         encoder = rc.load(name, device="cpu", dtype="bf16")

@@ -1,20 +1,23 @@
-"""The sdist, the wheel built from it, and the wheel at work in an environment that does not see the source tree."""
+"""The sdist, the wheel built from it and at work where the source tree is not seen, and the workflows that release."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 
 import react_clip as rc
 from react_clip.cli.photos import bundled_photos
@@ -117,3 +120,25 @@ def test_the_installed_command_classifies_a_photo(installed: Path, pulled_tower:
     words = ["classify", bundled_photos()[0], "--labels", "cat, rocket", "--model", pulled_tower, "--json", "--quiet"]
     [row] = json.loads(run_installed([installed / "react-clip", *words], tmp_path))["results"]
     assert row["answers"][0]["label"] == "cat"
+
+
+@pytest.mark.smoke
+def test_workflows_run_what_is_there_and_pin_what_is_not() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    makefile = (ROOT / "Makefile").read_text()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {}, "each job asks for what it needs"
+        for job in workflow["jobs"].values():
+            assert "timeout-minutes" in job or "uses" in job
+            for step in job.get("steps", []):
+                assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40)), "actions are pinned to a commit"
+                command = step.get("run", "")
+                for target in command.split()[1:] if command.startswith("make ") else []:
+                    assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    tested = ci["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    assert tested == re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert project["requires-python"] == f">={tested[0]}"
+    for hook in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]:
+        assert shutil.which(hook["entry"].split()[0], path=str(Path(sys.executable).parent))

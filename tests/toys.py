@@ -1,8 +1,11 @@
-"""Small encoders for unit tests of shapes and equations. They are never evidence about the defence."""
+"""Small encoders, packages and photos for unit tests. They are never evidence about the defence."""
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +59,57 @@ def toy_images(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     return torch.rand(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def install(folder: Path, name: str, source: str, entry_points: str) -> None:
+    """A package that is installed in a folder: a module, and its entry points."""
+    (folder / f"{name}.py").write_text(source)
+    (info := folder / f"{name}-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+# ---------------------------------------------------------------------- photos and collections of them
+
+
+def picture(seed: int) -> bytes:
+    """A random photo for each seed, as a PNG file."""
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (36, 44, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def save_photo(path: Path, number: int) -> Path:
+    """Write a random photo and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture(number))
+    return path
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    """Write a tar file with these members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def read_rows(folder: Path) -> Any:
+    """All rows of an output folder as pandas reads them, sorted by key."""
+    import pandas as pd
+
+    return pd.read_parquet(folder).sort_values("key").reset_index(drop=True)
+
+
+def features(rows: Any) -> Any:
+    """The features ``[N, dim]`` of the rows without error."""
+    return np.stack(rows.feature[rows.error.isna()])
+
+
 def write_photos(folder: Path, count: int = 3) -> Path:
     """Save random photos as ``folder/photo0.png`` and so on; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    for i in range(count):
-        Image.fromarray(rng.integers(0, 255, (50, 40, 3), np.uint8)).save(folder / f"photo{i}.png")
+    for number in range(count):
+        save_photo(folder / f"photo{number}.png", number)
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_toys import save_photo
+from toys import save_photo
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from PIL import Image
 from react_clip import data
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Preprocessing
-from scale_toys import save_photo
+from toys import install, save_photo
 
 
 def test_a_known_set_keeps_its_own_classes(pets: Path) -> None:
@@ -164,16 +164,12 @@ def load(root, split):
     photos = [Photo(path.name, int(path.stem) % 2, path) for path in sorted((root / split).glob("*.png"))]
     return ImageDataset("pairs", split, ("even", "odd"), tuple(photos))
 """
-METADATA = "[react_clip.datasets]\npairs = pairs_of_mine:load\n"
 
 
 def test_a_set_from_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that lists photos, named by an entry point or by ``module:function``."""
-    package = tmp_path / "package"
-    (package / "pairs-1.0.dist-info").mkdir(parents=True)
-    (package / "pairs-1.0.dist-info" / "entry_points.txt").write_text(METADATA)
-    (package / "pairs-1.0.dist-info" / "METADATA").write_text("Name: pairs\nVersion: 1.0\n")
-    (package / "pairs_of_mine.py").write_text(OUTSIDE)
+    (package := tmp_path / "package").mkdir()
+    install(package, "pairs_of_mine", OUTSIDE, "[react_clip.datasets]\npairs = pairs_of_mine:load\n")
     monkeypatch.syspath_prepend(package)
     for number in range(4):
         save_photo(tmp_path / "test" / f"{number}.png", number)

@@ -11,7 +11,7 @@ import pytest
 from react_clip import data
 from react_clip.data.dataset import ImageDataset
 from react_clip.errors import ReactClipError
-from scale_toys import save_photo
+from toys import save_photo
 
 torchvision_datasets = pytest.importorskip("torchvision.datasets", reason="needs torchvision: react-clip[data]")
 

@@ -9,7 +9,7 @@ import pytest
 
 from react_clip import data
 from react_clip.errors import ReactClipError
-from scale_toys import picture, save_photo, write_tar
+from toys import picture, save_photo, write_tar
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: react-clip[data]")
 

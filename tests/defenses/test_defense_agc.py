@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from literal import Array, unit
 from react_clip import noise
 from react_clip.defenses import AGC, agc
 from toys import toy_classifier, toy_images
 
-from .literal import Array, unit
-from .prompt_toys import F64
+from .conftest import F64
 
 
 def literal_agc(x: Array, views: list[Array], c: AGC) -> tuple[Array, float, float]:

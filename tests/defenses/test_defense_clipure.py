@@ -9,7 +9,7 @@ from torch import Tensor
 from react_clip.defenses import CLIPure
 from toys import toy_classifier, toy_images
 
-from .prompt_toys import F64
+from .conftest import F64
 
 
 def released(features: Tensor, prompt: Tensor, steps: int = 10, size: float = 30.0) -> Tensor:

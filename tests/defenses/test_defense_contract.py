@@ -16,7 +16,7 @@ from react_clip.defenses import Defended, Defense, batch
 from react_clip.defenses.base import forced_answers
 from toys import toy_classifier, toy_images
 
-from .prompt_toys import F64, classifier, photos
+from .conftest import F64, classifier, photos
 
 SEEDLESS = {"undefended", "anti-adv", "clipure", "csr", "et3"}
 TEXT = {"r-tpt": {"views": 9, "selected": 3, "neighbours": 4}, "ss-tpt": {"views": 6}}
@@ -185,6 +185,20 @@ def test_images_may_have_classes_of_their_own_and_no_view_need_be_skipped(name: 
     assert torch.allclose(every_view.features, trial.run(trial.images).features, atol=1e-9)
     # TTC and CSR take gradients for the images that they move alone.
     assert name in ("ttc", "csr") or len(set(every_view.passes.tolist())) == 1, "every image takes the same time"
+
+
+@every_toy_defense
+def test_an_encoder_that_maps_everything_to_one_point_gives_finite_answers(name: str) -> None:
+    clf, images = toy_classifier(), toy_images(3)
+    for parameter in clf.encoder.tower[0].parameters():
+        parameter.data.zero_()
+    out = defenses.from_dict(name)(clf, images)
+    assert torch.isfinite(out.features).all()
+    assert not any(value.isinf().any() for value in out.diagnostics.values())
+    assert name != "react" or out.drift.tolist() == [0, 0, 0]
+    # The angle of AGC is at least the arc cosine of 1 - 1e-7.
+    atol = 1e-3 if name == "agc" else 1e-6
+    assert name == "clipure" or torch.allclose(out.features, clf.encoder(images), atol=atol)
 
 
 @every_toy_defense

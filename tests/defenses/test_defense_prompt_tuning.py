@@ -18,7 +18,7 @@ from react_clip.defenses import RTPT, SSTPT, prompt_tuning
 from react_clip.defenses.prompt_tuning import PromptTuning, SoftPrompts
 from toys import toy_classifier, toy_images
 
-from .prompt_toys import F64, NAMES, SMALL_RTPT, WORDS, both, classifier, photos
+from .conftest import F64, NAMES, SMALL_RTPT, WORDS, both, classifier, photos
 
 # ---------------------------------------------------------------------- a second way to read soft prompts
 

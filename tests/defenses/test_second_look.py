@@ -13,7 +13,6 @@ import react_clip as rc
 from react_clip import noise
 from react_clip.augment import Motion, smaller_copy
 from react_clip.defenses import SecondLook, default_for
-from react_clip.defenses.base import forced_answers
 from toys import ToyEncoder, patch_encoder, toy_classifier, toy_images
 
 F64 = torch.float64
@@ -81,17 +80,6 @@ def test_a_batch_gets_what_the_equations_give_each_image(setting: Any, classes: 
     assert 0 < int(out.gated.sum()) < 24
     assert torch.equal(out.gated, out.gate_open)
     assert np.allclose(out.passes.numpy(), 3 if copy_size is None else 1 + 2 * COPY)
-    alone = guard.run(clf.encoder, images[5:6], noise.stream_keys(images[5:6], 3), given and given[5:6])
-    assert torch.allclose(alone.features, out.features[5:6], atol=1e-9)
-
-
-def test_a_forced_gate_gives_both_answers(setting: Any) -> None:
-    clf, guard, images = setting
-    forced, out = forced_answers(guard, clf, images, 3), guard(clf, images, 3)
-    assert torch.allclose(forced.closed.features, clf.encoder(images), atol=1e-9)
-    answers = torch.where(forced.gated[:, None], forced.opened.features, forced.closed.features)
-    assert torch.allclose(answers, out.features, atol=1e-9)
-    assert torch.equal(forced.score, out.score)
 
 
 def test_sigmoid_similarities_and_equal_classes_have_leads(setting: Any) -> None:

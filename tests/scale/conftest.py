@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import react_clip as rc
-from scale_toys import picture
+from toys import picture
 
 pytest.importorskip("ray", reason="needs the scale extra")
 

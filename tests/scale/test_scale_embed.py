@@ -19,8 +19,7 @@ from pyarrow import parquet
 import react_clip as rc
 from programs import Run
 from react_clip.scale import Summary, collection, defend_dataset
-from scale_toys import features, picture, read_rows, write_tar
-from toys import patch_encoder
+from toys import features, patch_encoder, picture, read_rows, write_tar
 
 GUARD = rc.ReACT(tau=0.8, views=3)
 

@@ -26,7 +26,7 @@ from programs import start_command, wait_for
 from react_clip.evaluation import EvaluationResult, Recipe, run_recipe
 from react_clip.scale import defend_dataset
 from react_clip.scale import evaluation as on_cluster
-from scale_toys import features, picture, read_rows, write_tar
+from toys import features, picture, read_rows, write_tar
 
 pytestmark = [pytest.mark.ray, pytest.mark.process]
 
