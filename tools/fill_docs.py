@@ -3,19 +3,24 @@
     python tools/fill_docs.py          # rewrite README.md and docs/*.md
     python tools/fill_docs.py --check  # fail if a document does not say what the result files say
 
-A document has two kinds of mark; what stands between a mark and ``<!-- end -->`` is replaced:
+A document has three kinds of mark; what stands between a mark and ``<!-- end -->`` is replaced:
 
-    <!-- number: FILE.json PATH [FORMAT] -->4,965<!-- end -->        such as: serve.json gpu-12.ratio .2f
-    <!-- number: RUN DEFENCE ATTACK [COLUMN] -->61.0<!-- end -->     such as: table1 "ReACT (paper)" "pgd-10 4/255"
-    <!-- table: NAME ARGUMENTS -->...<!-- end -->                    on lines of their own
+    <!-- number: FILE.json PATH [FORMAT] -->4,965<!-- end -->             such as: serve.json gpu-12.ratio .2f
+    <!-- number: RUN DEFENCE ATTACK [COLUMN [FORMAT]] -->61<!-- end -->   such as: table1 "ReACT (paper)" "pgd-10 4/255"
+    <!-- paired: RUN FIRST SECOND ATTACK FIELD [COLUMN] -->9<!-- end -->  FIELD: won, lost, photos, difference, p
+    <!-- table: NAME ARGUMENTS -->...<!-- end -->                         on lines of their own
 
 Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
 
     run RUN TABLE                    a table of a run: accuracy, accuracy_as_in_the_paper, per_dataset, detection, ...
     scores RUN ...                   joined runs: the paper's score with the strict one in brackets, and passes
     attacks RUN DEFENCES [COLUMN]    one row per attack or kind of damage; accuracy, gate_rate, passes, ... in columns
+    pairs RUN FIRST SECOND [COLUMN [ATTACKS]]   two defences on the same photos, one row per attack
+    suites RUN ...                   photos that each AutoAttack broke with its first attack, later, or not at all
+    claims                           the sentences of all documents with a marked number, and its file
     sets RUN ATTACKS DEFENCES        accuracy on each data set, defences side by side
     mean RUN DEFENCE COLUMN          mean of a column of images.parquet per data set and budget
+    units RUN DEFENCE                gate rate of ReACT with J in nats, in bits, and without J
     parts RUN                        success of each member of a suite of attacks on each defence
     leakage RUN                      highest accuracy of each method with and without leaked answers
     ranking RUN ... [FILE.json ...] [only=TITLES]   the ranking, with files of `react-clip bench`
@@ -26,7 +31,9 @@ Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import re
 import shlex
 import sys
@@ -35,6 +42,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from paired import Pair, pair
+
+from react_clip.evaluation.metrics import interval
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult, join
@@ -43,8 +54,9 @@ from react_clip.report.tables import all_tables, caption, defenses_of, over
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"(<!-- (number|table): ([^\n]+?) -->\n?).*?(<!-- end -->)", re.DOTALL)
-_PERCENT = ("accuracy", "paper_accuracy", "gate_rate", "worst", "low", "high")
+MARK = re.compile(r"(<!-- (number|paired|table): ([^\n]+?) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
+CLAIMS = "claims.md"
+_PERCENT = ("accuracy", "paper_accuracy", "gate_rate", "worst", "low", "high", "paper_low", "paper_high")
 
 
 # ---------------------------------------------------------------------- tables
@@ -69,13 +81,13 @@ def scores(*runs: str) -> str:
         passes = [f"{rows[0].passes:.1f} / {rows[-1].passes:.1f}"]
         passes += [f"{rows[0].backward_passes:.1f} / {rows[-1].backward_passes:.1f}"]
         lines.append([defense, *cells, *passes])
-    words = "accuracy in %, scored as in the paper, ± half of a 95 % interval, and the strict score in brackets, "
+    words = "accuracy in %, scored as in the paper, with 95 % intervals, and the strict score in round brackets, "
     words += f"{over(result)}; passes clean / under the last attack"
     return with_source(markdown(header, lines), caption(result, words), ", ".join(runs), result)
 
 
 def _paper_cell(row: Row) -> str:
-    text = f"{100 * row.paper_accuracy:.1f} ± {50 * (row.paper_high - row.paper_low):.1f}"
+    text = interval(100 * row.paper_accuracy, 100 * row.paper_low, 100 * row.paper_high)
     return text if row.eps == 0 else f"{text} ({100 * row.accuracy:.1f})"
 
 
@@ -87,6 +99,103 @@ def attacks(run: str, defenses: str, column: str = "accuracy") -> str:
     lines = [[title_of(*title), *(cells.get((*title, label), "–") for label in labels)] for title in titles]
     words = f"{column.replace('_', ' ')}{' in %' if column in _PERCENT else ''}, {over(result)}"
     return with_source(markdown(["photos", *labels], lines), caption(result, words), run, result)
+
+
+def pairs(run: str, first: str, second: str, column: str = "robust", only: str = "") -> str:
+    """Two defences on the same photos, one row per attack."""
+    result, lines = load(run), []
+    for title in only.split("|") if only else dict.fromkeys(title_of(row.attack, row.eps) for row in result.means):
+        one = pair(result, first, second, title, column)
+        counts = [f"{one.photos:,}", *(f"{100 * value:.1f}" for value in (one.first, one.second))]
+        lines.append([title, *counts, _difference(one), f"{one.lost}", f"{one.won}", _p(one)])
+    words = f"{second} beside {first} on the same photos: accuracy in %{' as the paper scores' * (column == 'correct')}"
+    words += (
+        "; the difference has a bootstrap interval, p is McNemar's exact test of the photos that only one gets right"
+    )
+    header = ["photos", "n", first, second, "difference", f"only {first}", f"only {second}", "p"]
+    return with_source(markdown(header, lines), caption(result, words), run, result)
+
+
+def _difference(one: Pair) -> str:
+    value, low, high = (100 * bound for bound in one.difference)
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _p(one: Pair) -> str:
+    return "< 0.0001" if one.p < 1e-4 else f"{one.p:.2g}"
+
+
+def paired(run: str, first: str, second: str, title: str, field: str, column: str = "robust") -> str:
+    """A number of a paired comparison."""
+    one = pair(load(run), first, second, title, column)
+    texts = {"difference": _difference, "p": _p}
+    return texts[field](one) if field in texts else str(getattr(one, field))
+
+
+def suites(*runs: str) -> str:
+    """How many photos each AutoAttack broke with its first attack alone, with later ones, or not at all."""
+    lines = []
+    for run in runs:
+        images = load(run).images
+        images = images[images["attack"].astype(str).str.startswith("autoattack") & images["attacked"]]
+        images = images.drop_duplicates(["dataset", "attack", "eps", "index"])
+        for (attack, eps), each in images.groupby(["attack", "eps"], observed=True):
+            first = each["attack_success"] & (each["queries"] <= FIRST_ATTACK)
+            later = each["attack_success"] & ~first
+            counts = (len(each), first.sum(), later.sum(), (~each["attack_success"]).sum())
+            lines.append([f"{title_of(attack, eps)} (`{run}`)", *map(str, counts)])
+    header = ["on plain CLIP", "photos attacked", "broken by APGD-CE alone", "by a later attack", "not broken"]
+    return f"{markdown(header, lines)}\n*`benchmarks/results`: {', '.join(runs)}.*\n"
+
+
+FIRST_ATTACK = 110
+"""Most queries per photo if the suite ended after its first attack: APGD's 100 steps and a few answers."""
+
+
+def claims() -> str:
+    """One row per sentence of README and docs with marked numbers, then the command of each run."""
+    lines, runs = [], dict[str, str]()
+    for path in documents():
+        if path.name == CLAIMS:
+            continue
+        text = re.sub(r"<!-- table: .*?<!-- end -->", "\n\n", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for sentence in re.split(r"\n\s*\n|\n(?=[-*|#] )|(?<=[.:;])\s+(?=[*A-Z])", text):
+            marks = list(MARK.finditer(sentence))
+            if marks:
+                words = [shlex.split(match[3]) for match in marks]
+                runs |= {word[0]: _command(word[0]) for word in words}
+                plain = (
+                    re.sub(r"\s+", " ", MARK.sub(lambda match: evidence(match)[0], sentence))
+                    .strip(" -|*")
+                    .replace(" | ", " · ")
+                )
+                shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain).replace("**", "")
+                cells = [evidence(match) for match in marks]
+                page = path.relative_to(ROOT).as_posix()
+                lines.append(
+                    [shown, *("; ".join(dict.fromkeys(column)) for column in list(zip(*cells, strict=True))[1:]), page]
+                )
+    table = markdown(["sentence", "95 % interval", "n", "paired", "file", "page"], lines, numbers=False)
+    commands = [[f"`{run}`", f"`{command}`" if command else "–"] for run, command in runs.items()]
+    return f"{table}\n{markdown(['file', 'command'], commands, numbers=False)}\n"
+
+
+def evidence(match: re.Match[str]) -> tuple[str, str, str, str, str]:
+    """Of a mark: the number, its interval, the photos behind it, whether it is paired, and the file."""
+    kind, (file, *where) = match[2], shlex.split(match[3])
+    if kind == "paired":
+        one = pair(load(file), *where[:3], *where[4:])
+        return paired(file, *where), f"{_difference(one)}, p {_p(one)}", f"{one.photos:,}", "yes", f"`{file}`"
+    if file.endswith(".json"):
+        return number(file, *where), "–", "–", "–", f"`{file}`"
+    row, column = _mean_of(file, *where[:2]), (*where[2:], "accuracy")[0]
+    prefix = {"accuracy": "", "paper_accuracy": "paper_"}.get(column)
+    bounds = "–" if prefix is None else " to ".join(cell(row, prefix + end) for end in ("low", "high"))
+    return number(file, *where), bounds, f"{row.n:,}", "no", f"`{file}`"
+
+
+def _command(file: str) -> str:
+    return "" if file.endswith(".json") else load(file).command.partition("; ")[0]
 
 
 def sets(run: str, attacks: str, defenses: str) -> str:
@@ -112,6 +221,29 @@ def mean(run: str, defense: str, column: str) -> str:
     words = caption(result, f"mean {column} of {defense} on images that undefended CLIP gets right")
     header = ["data set", *("clean" if eps == 0 else format_eps(eps) for eps in means.columns)]
     return with_source(markdown(header, lines), words, run, result)
+
+
+def units(run: str, defense: str) -> str:
+    """How often ReACT's gate opens if J is taken in nats, in bits, or not at all."""
+    result = load(run)
+    tau = defenses_of(result)[defense]["tau"]
+    images = result.images[
+        (result.images["defense"] == defense) & (result.images["label"] == result.images["clean_prediction"])
+    ]
+    images = images[images["attacked"] | (images["attack"] == "clean")]
+    j = images["instability"].fillna(0.0)
+    scores = {
+        "r + J, nats": images["drift"] + j,
+        "r + J, bits": images["drift"] + j / math.log(2),
+        "r": images["drift"],
+    }
+    opens = pd.DataFrame({name: 100.0 * (score >= tau) for name, score in scores.items()})
+    rates = opens.groupby([images["eps"], images["dataset"]], observed=True).mean().groupby("eps").mean()
+    lines = [
+        ["clean" if eps == 0 else format_eps(eps), *(f"{rate:.1f}" for rate in row)] for eps, *row in rates.itertuples()
+    ]
+    words = f"gate of {defense} open, in % of what undefended CLIP gets right, {over(result)}"
+    return with_source(markdown(["photos", *scores], lines), caption(result, words), run, result)
 
 
 def parts(run: str) -> str:
@@ -162,7 +294,8 @@ def ranking(*words: str) -> str:
     timings = [RESULTS / word for word in files if word.endswith(".json")]
     table = rank(folders, timings).table
     chosen = [place for place, title in enumerate(table.header) if only is None or not place or title in only]
-    lines = [[line[place] for place in chosen] for line in table.texts]
+    names = {entry["label"]: label_of(entry) for entry in EvaluationResult.load(folders[0]).recipe["defenses"]}
+    lines = [[names.get(line[0], line[0]), *(line[place] for place in chosen[1:])] for line in table.texts]
     command = ["react-clip rank", *(f"benchmarks/results/{folder.name}" for folder in folders)]
     command += (
         ["--timings", *(f"benchmarks/results/{path.relative_to(RESULTS)}" for path in timings)] if timings else []
@@ -197,6 +330,7 @@ def rows(file: str, path: str, *words: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     **{"run": run_table, "scores": scores, "attacks": attacks, "sets": sets, "mean": mean, "parts": parts},
     **{"leakage": leakage, "ranking": ranking, "paper": paper, "rows": rows},
+    **{"units": units, "pairs": pairs, "suites": suites, "claims": claims},
 }
 
 
@@ -205,8 +339,20 @@ TABLES: dict[str, Callable[..., str]] = {
 
 @cache
 def load(run: str) -> EvaluationResult:
-    """A finished run of the repository."""
-    return EvaluationResult.load(RESULTS / run)
+    """A finished run of the repository; SecondLook is called by its older rule if that is what ran."""
+    result = EvaluationResult.load(RESULTS / run)
+    entries = [{**entry, "label": label_of(entry)} for entry in result.recipe["defenses"]]
+    images = result.images.astype({"defense": str})
+    images["defense"] = images["defense"].replace(
+        {entry["label"]: label_of(entry) for entry in result.recipe["defenses"]}
+    )
+    return dataclasses.replace(result, recipe={**result.recipe, "defenses": entries}, images=images)
+
+
+def label_of(entry: dict[str, Any]) -> str:
+    """The label of a defence; that of SecondLook says so where its configuration is of the older rule."""
+    older = entry["kind"] == "second_look" and entry.keys() & {"look", "moved_look", "moved_copy_size", "blend"}
+    return f"{entry['label']} (older rule)" if older else str(entry["label"])
 
 
 def is_at(row: Row, other: Row) -> bool:
@@ -214,9 +360,9 @@ def is_at(row: Row, other: Row) -> bool:
     return (row.attack, row.eps) == (other.attack, other.eps)
 
 
-def cell(row: Row, column: str) -> str:
+def cell(row: Row, column: str, form: str = ".1f") -> str:
     """A number of a row; fractions in per cent."""
-    return f"{(100 if column in _PERCENT else 1) * getattr(row, column):.1f}"
+    return format((100 if column in _PERCENT else 1) * getattr(row, column), form)
 
 
 def value_at(values: Any, path: str, *default: Any) -> Any:
@@ -238,9 +384,9 @@ def formatted(value: Any, form: str) -> str:
     return format(value, form or (".3g" if isinstance(value, float) else ""))
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
     """A table; its first column is text, the others are numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
+    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     escaped = ([text.replace("|", "\\|") for text in line] for line in (header, rule, *lines))
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
@@ -255,12 +401,24 @@ def number(file: str, *where: str) -> str:
     if file.endswith(".json"):
         path, form = (*where, "")[:2]
         return formatted(value_at(json.loads((RESULTS / file).read_text(encoding="utf-8")), path), form)
-    defense, attack, column = (*where, "accuracy")[:3]
+    column, form = (*where[2:], *("accuracy", ".1f")[len(where) - 2 :])
+    return cell(_mean_of(file, *where[:2]), column, form)
+
+
+def _mean_of(file: str, defense: str, attack: str) -> Row:
     [row] = [row for row in load(file).means if (row.defense, title_of(row.attack, row.eps)) == (defense, attack)]
-    return cell(row, column)
+    return row
 
 
 # ---------------------------------------------------------------------- documents
+
+
+def documents() -> list[Path]:
+    """README and docs; the page of claims comes last, because it is made of the others."""
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md"), key=lambda path: (path.name == CLAIMS, path.name)),
+    ]
 
 
 def filled(text: str) -> str:
@@ -268,8 +426,9 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         kind, words = match[2], shlex.split(match[3])
-        content = number(*words) if kind == "number" else TABLES[words[0]](*words[1:])
-        return f"{match[1]}{content}{match[4]}"
+        inline = {"number": number, "paired": paired}
+        content = inline[kind](*words) if kind in inline else TABLES[words[0]](*words[1:])
+        return f"{match[1]}{content}{match[5]}"
 
     return MARK.sub(fill, text)
 
@@ -280,7 +439,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is out of date")
     check = parser.parse_args().check
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in documents():
         before = path.read_text(encoding="utf-8")
         try:
             after = filled(before)

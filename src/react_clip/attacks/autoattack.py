@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from react_clip.attacks.apgd import APGD
 from react_clip.attacks.base import Attack
 from react_clip.attacks.fab import FAB
-from react_clip.attacks.problem import Problem, run_in_turn
+from react_clip.attacks.problem import Candidates, Problem, run_in_turn
 from react_clip.attacks.square import Square
 
 _VERSIONS: dict[str, tuple[Attack, ...]] = {
@@ -31,7 +33,8 @@ class AutoAttack(Attack):
     AutoAttack's ``rand``, for randomised models, is :class:`~react_clip.attacks.Rand` on a defended classifier.
 
     A member runs only on images that the model still classifies correctly after the members before it; the others keep
-    the adversarial image that broke them. The reported loss is the margin.
+    the adversarial image that broke them. The reported loss is the margin; ``parts`` says which images each member met
+    and broke.
 
     >>> import torch
     >>> model = lambda x: torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], dim=1)  # is it bright or dark?
@@ -59,5 +62,14 @@ class AutoAttack(Attack):
 
     def search(self, problem: Problem) -> Tensor:
         """The images of the first successful member, or those of largest margin."""
-        attempts = [lambda part, _, member=member: part.candidates(member.search(part)) for member in self.members]
+
+        def attempt(member: Attack, part: Problem, rows: Tensor) -> Candidates:
+            found = part.candidates(member.search(part))
+            problem.parts[member.name][rows] = found.wrong
+            return found
+
+        problem.parts.update(
+            {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in self.members}
+        )
+        attempts = [partial(attempt, member) for member in self.members]
         return run_in_turn(problem, problem.candidates(problem.x), attempts).images

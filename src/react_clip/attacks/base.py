@@ -147,7 +147,7 @@ class Attack(Registered, ABC):
         found = self.found(problem)
         rounded = found if self.natural else problem.ball.on_8_bits(found)
         crafted = problem.candidates(found).wrong > 0.5
-        return problem.candidates(rounded), crafted, {}
+        return problem.candidates(rounded), crafted, problem.parts
 
     def found(self, problem: Problem) -> Tensor:
         """The images of the search, checked."""

@@ -60,6 +60,8 @@ class Problem:
     progress: Progress | None = None
     done: list[int] = field(default_factory=lambda: [0])
     """Steps done so far; shared by all subsets."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """For an attack of several: whether each of them broke an image, ``[n]`` by its name; NaN where it was not run."""
 
     @property
     def x(self) -> Tensor:
