@@ -37,13 +37,18 @@ def start(encoder: rc.Encoder) -> Iterator[Start]:
     clients: list[TestClient] = []
 
     def call(
-        defense: rc.Defense = REACT, keys: tuple[str, ...] = (), preset: Any = None, **fields: object
+        defense: rc.Defense = REACT,
+        keys: tuple[str, ...] = (),
+        preset: Any = None,
+        shadow: rc.Defense | None = None,
+        **fields: object,
     ) -> TestClient:
-        settings = Settings.model_validate({"deadline": 60.0, **fields})
+        settings = Settings.model_validate({"deadline": 60.0, "shadow": shadow and "a file", **fields})
         secrets = Secrets(SECRET.encode(), frozenset(digest(key.encode()) for key in keys))
-        model = Model(
-            defense, preset or rc.ZeroShotClassifier(encoder, LABELS), settings, demo_attack if settings.demo else None
-        )
+        preset = preset or rc.ZeroShotClassifier(encoder, LABELS)
+        model = Model(defense, preset, settings, demo_attack if settings.demo else None)
+        if shadow is not None:
+            model.add_shadow(shadow)
         clients.append(TestClient(create_app(settings, secrets, model=model), base_url="http://localhost"))
         clients[-1].__enter__()
         return clients[-1]
@@ -107,10 +112,10 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def pair(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two processes that share a model, with API keys and a short deadline; without a secret of its own."""
+    """Two processes that share a model and a shadow, with API keys and a short deadline; without an own secret."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "react_clip_serve_api_keys").write_text("# for the tests\n" + "\n".join(KEYS) + "\n")
-    flags = ("--workers", 2, "--secrets-dir", folder, "--deadline", 8)
+    flags = ("--workers", 2, "--secrets-dir", folder, "--deadline", 8, "--shadow", "paper")
     server = _launch(tiny_folder, folder, SECOND_LOOK, *flags, "--diagnostics")
     server.client.headers["authorization"] = f"Bearer {KEYS[0]}"
     server.client.get("/readyz").raise_for_status()

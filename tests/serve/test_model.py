@@ -188,6 +188,7 @@ def test_a_slow_model_takes_what_it_can_answer_in_time_and_recovers(hold: Any) -
     """Its measured rate counts: 3 s an image, of which 10 s may wait."""
     held = hold(deadline=20.0)
     held.model._rates.extend([3.0] * 3)
+    held.model._seconds = 3.0
 
     async def check(client: ModelClient) -> None:
         await until(lambda: client._seconds == 3.0)
@@ -197,7 +198,9 @@ def test_a_slow_model_takes_what_it_can_answer_in_time_and_recovers(hold: Any) -
             await ask(client)
         assert refused.value.headers == {"retry-after": "5"}
         held.free.set()
-        await first  # nothing waits any more, so the next is taken and measured, however slow the last ones were
+        await first
+        held.model._rates.extend([30.0] * 3)
+        held.model._seconds = 30.0  # nothing waits, so the next is taken and measured, however slow the last ones were
         for _ in range(3):
             await ask(client, 4)
         assert client._seconds < 3.0

@@ -155,6 +155,22 @@ def test_processes_answer_alike_and_add_up_their_metrics(pair: Any, photos: list
         assert metric(pair.client, "react_clip_images_total") == before + 8 * len(photos)
 
 
+def test_the_shadows_table_is_the_models(pair: Any, photos: list[bytes]) -> None:
+    assert pair.client.post("/v1/classify", **as_form(photos)).status_code == 200
+    images = metric(pair.client, "react_clip_images_total")
+
+    def everything() -> bool:
+        with httpx.Client(base_url=pair.url, timeout=60, headers=pair.client.headers) as own:  # any of the two answers
+            table = own.get("/v1/shadow").json()
+        assert table["compared"] + table["skipped"] <= images
+        return bool(table["compared"] >= len(photos) and table["compared"] + table["skipped"] == images)
+
+    for _ in range(4):
+        wait_for(everything)
+    assert metric(pair.client, "react_clip_shadow_images_total") <= images
+    assert httpx.get(f"{pair.url}/v1/shadow").status_code == 401
+
+
 def test_a_hung_model_is_not_ready(pair: Any, photos: list[bytes]) -> None:
     assert is_ready(pair)
     with stopped(pair.command.process.pid), ThreadPoolExecutor(2) as pool:

@@ -121,6 +121,8 @@ def _class_names(args: argparse.Namespace) -> list[str]:
 def build_guard(args: argparse.Namespace, encoder: rc.Encoder) -> rc.defenses.Defense:
     """The defence: --config or --defense where given, else the default for the encoder."""
     defense = getattr(args, "defense", None)
+    if defense == "none":
+        return rc.Undefended()
     if args.config == "paper":
         return rc.ReACT()
     if args.config is not None:

@@ -145,7 +145,8 @@ def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.d
     clf = common.build_classifier(args, encoder)
     photos = getattr(args, "calibrate_on", None)
     guard = common.build_guard(args, encoder) if photos is None else _calibrated(args, clf, photos)
-    common.notice(args, f"the defence is {type(guard).label}; --defense or --config gives another")
+    what = "there is no defence" if isinstance(guard, rc.Undefended) else f"the defence is {type(guard).label}"
+    common.notice(args, f"{what}; --defense or --config gives another")
     return clf, guard
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip import serve
-from react_clip.cli.common import notice
+from react_clip.cli.common import build_guard, notice
+from react_clip.cli.options import DEFENSES
 from react_clip.cli.photos import load_defended
 from react_clip.optional import require
 
@@ -85,10 +86,21 @@ def build_app(settings: serve.Settings, secrets: serve.Secrets) -> FastAPI:
 def load_model(settings: serve.Settings) -> serve.Model:
     """Load the encoder, its defence and the classes of requests without labels."""
     args = argparse.Namespace(**settings.model_dump(), quiet=settings.log_level in ("warning", "error"))
+    if settings.shadow and not settings.config:
+        args.defense = settings.defense or "none"
     set_threads(settings)
     preset, defense = load_defended(args)
+    shadow = None
+    if settings.shadow:
+        by_name = settings.shadow in DEFENSES
+        args.defense, args.config = (settings.shadow, None) if by_name else (None, settings.shadow)
+        shadow = build_guard(args, preset.encoder)
+        notice(args, f"{type(shadow).label} runs beside the answers; GET /v1/shadow has what it would change")
     preset.encoder.accelerate()
-    return serve.Model(defense, preset, settings, demo_attack if settings.demo else None)
+    model = serve.Model(defense, preset, settings, demo_attack if settings.demo else None)
+    if shadow is not None:
+        model.add_shadow(shadow)
+    return model
 
 
 def demo_attack(

@@ -9,11 +9,11 @@ from react_clip.serve.settings import Settings
 
 WAIT_FRACTION = 0.5
 """Most of the deadline that a request may be expected to take; the rest is for what the estimate does not know."""
+BATCH_FRACTION = 0.25
+"""Most of the deadline that one batch may take."""
 
 
-def admit(
-    new: int, waiting: int, seconds: float, settings: Settings, *, passed: float = 0.0, what: str = "work"
-) -> None:
+def admit(new: int, waiting: int, seconds: float, settings: Settings, passed: float = 0.0, what: str = "work") -> None:
     """Raise 503 for a request that cannot be answered in time or finds no place.
 
     Its Retry-After is the time until so much is done that it would be admitted, if nobody else came.

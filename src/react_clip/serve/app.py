@@ -183,13 +183,21 @@ async def readyz(request: Request) -> responses.Status:
     return responses.Status(status="ready")
 
 
-@state.get("/metrics", dependencies=_KEYED, response_class=PlainTextResponse, responses=openapi.errors(401, 403))
+async def check_observer(request: Request) -> None:
+    """Refuse callers who may not know how often the gate opens."""
+    service: Service = request.app.state.service
+    if not service.secrets.keys and not service.settings.sends_diagnostics:
+        line = "this tells how often the gate opens; start with API keys or with --diagnostics"
+        raise RequestError(403, line)
+
+
+_OBSERVED = [*_KEYED, Depends(check_observer)]
+
+
+@state.get("/metrics", dependencies=_OBSERVED, response_class=PlainTextResponse, responses=openapi.errors(401, 403))
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     service: Service = request.app.state.service
-    if not service.secrets.keys and not service.settings.sends_diagnostics:
-        line = "metrics tell how often the gate opens; start with API keys or with --diagnostics"
-        raise RequestError(403, line)
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
@@ -249,5 +257,9 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
         from react_clip.serve.demo import routes
 
         app.include_router(routes(model, secrets.noise), dependencies=_KEYED)
+    if settings.shadow is not None:
+        from react_clip.serve import shadow
+
+        app.include_router(shadow.router, dependencies=_OBSERVED, responses=openapi.errors(400, 401, 403, 503))
     app.mount("/static", StaticFiles(directory=_STATIC))
     return app

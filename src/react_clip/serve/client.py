@@ -17,10 +17,10 @@ import zmq.asyncio
 from torch import Tensor
 
 from react_clip.preprocess import Preprocessing
-from react_clip.serve import admission
+from react_clip.serve.admission import BATCH_FRACTION, admit
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.responses import Info
-from react_clip.serve.settings import BATCH_FRACTION, BEAT, Settings
+from react_clip.serve.settings import BEAT, Settings
 
 _MESSAGES = 64
 """Requests on their way to a model that does not read; later ones are refused."""
@@ -50,7 +50,7 @@ class ModelClient:
     def __init__(self, address: str, settings: Settings) -> None:
         self.settings = settings
         self._address = address
-        self._waiting: dict[int, asyncio.Future[list[Answer]]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._told = self._asked = 0
         self._seconds = self._heard = 0.0
@@ -78,8 +78,7 @@ class ModelClient:
             raise busy("the model does not answer; try again soon", kind="unavailable")
         # As the model said last, and as counted here, because it reads between two batches only, or hangs.
         if waiting := max(self._told, self._asked):
-            passed = min(silence, BATCH_FRACTION * self.settings.deadline)
-            admission.admit(images, waiting, self._seconds, self.settings, passed=passed)
+            admit(images, waiting, self._seconds, self.settings, min(silence, BATCH_FRACTION * self.settings.deadline))
 
     async def submit(
         self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None, texts: Sequence[str] = ()
@@ -108,6 +107,18 @@ class ModelClient:
             del self._waiting[number]
             self._asked -= len(keys)
 
+    async def shadow(self) -> dict[str, Any]:
+        """The table of the shadow, which the model owns."""
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._tell({"id": number, "shadow": True})
+        try:
+            return dict(await asyncio.wait_for(self._waiting[number], self.settings.deadline))
+        except TimeoutError:
+            raise busy("the model does not answer; try again soon", kind="unavailable") from None
+        finally:
+            del self._waiting[number]
+
     def _tell(self, message: dict[str, Any]) -> None:
         """Send a message that may be lost where the model has not read for long."""
         with suppress(zmq.Again):
@@ -129,6 +140,8 @@ class ModelClient:
                     continue
                 if "error" in message:
                     answer.set_exception(RequestError(**message["error"]))
+                elif "shadow" in message:
+                    answer.set_result(message["shadow"])
                 else:
                     columns, dim = message["columns"], self.info.dim
                     values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(message["images"], -1)

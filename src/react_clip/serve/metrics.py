@@ -41,6 +41,7 @@ class Metrics:
         self._passes = Counter("encoder_passes", "Encoder passes for images.", **options)
         self._batch_images = Histogram("batch_images", "Images in a batch.", buckets=_IMAGES, **options)
         self._batch_seconds = Histogram("batch_seconds", "Time of one batch.", buckets=_SECONDS, **options)
+        self.shadow = Counter("shadow_images", "Images whose answers the shadow compared.", ["outcome"], **options)
         self.waiting = Gauge("queue_images", "Places of the queue that are taken.", **gauge)
 
     def count_batch(self, gated: Tensor, passes: Tensor, seconds: float) -> None:

@@ -33,7 +33,8 @@ from react_clip.serve import admission
 from react_clip.serve.errors import RequestError, busy, late
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import BATCH_FRACTION, BEAT, GRACE, Settings, prompt_slots
+from react_clip.serve.settings import BEAT, GRACE, Settings, prompt_slots
+from react_clip.serve.shadow import Shadow
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
@@ -100,6 +101,7 @@ class Model:
     ) -> None:
         self.encoder, self.defense, self.settings, self.attack = preset.encoder, defense, settings, attack
         self.metrics = Metrics(shared=settings.workers > 1)
+        self._shadow: Shadow | None = None
         self._on_gpu = self.encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
         self._keep([])
@@ -110,10 +112,16 @@ class Model:
         self._stopped = False
         self._last_end = self._prompts_until = self._trimmed = self._told = 0.0
         # The middle one of three batches, so that one hiccup does not count.
-        self._rates = deque([self._warm_up(preset)], maxlen=3)
+        self._rates = deque([self._warm_up(defense)], maxlen=3)
+        self._seconds = self._rates[0]
         size = self.encoder.image_size
-        everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], skip_unneeded=False)
+        everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], defense, lazy=False)
         self.info = Info.of(self.encoder, defense, list(preset.names), everything.passes.max().item(), settings)
+
+    def add_shadow(self, defense: Defense) -> None:
+        """Let a defence run beside the answers, before :meth:`running`."""
+        self._warm_up(defense)
+        self._shadow = Shadow(defense, self.settings.shadow_share, self.metrics)
 
     @contextmanager
     def running(self, address: str) -> Iterator[None]:
@@ -135,17 +143,21 @@ class Model:
                 self._turn()
 
     def _turn(self) -> None:
-        self._receive(0.0 if self._queue or self._computing else BEAT)
+        shadow = self._shadow if self._shadow and self._shadow.waiting else None
+        self._receive(0.0 if self._queue or self._computing or shadow else BEAT)
+        if shadow and not self._queue and not self._computing:
+            try:
+                shadow.run(self._run, most=4 if self._on_gpu else 1)  # a request that comes now waits for no more
+            except Exception as error:
+                logger.error("the shadow failed: %s", type(error).__name__)
         earlier, self._computing = self._computing, None
         # As much time for prompts as for images, so that neither waits longer for the other kind than for its own.
-        ready = [] if self._prompts and time.monotonic() < self._prompts_until else self._ready
+        rests = self._prompts and time.monotonic() < self._prompts_until
+        ready = [ask for ask in self._queue if ask.labels.classes is not None and not rests]
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
         if ready and (earlier is None or _images(ready) >= self._batch_limit):
             batch = self._start(self._take_batch(ready))
-            if self._on_gpu:
-                self._computing = batch
-            else:
-                earlier = batch
+            earlier, self._computing = (earlier, batch) if self._on_gpu else (batch, None)
         if earlier is not None:
             self._finish(earlier)
         if new := self._new:
@@ -155,19 +167,9 @@ class Model:
     # ------------------------------------------------------------------ requests
 
     @property
-    def _ready(self) -> list[_Ask]:
-        """Waiting requests whose labels are known."""
-        return [ask for ask in self._queue if ask.labels.classes is not None]
-
-    @property
     def _new(self) -> list[_Labels]:
         """Label lists that waiting requests need."""
         return list(dict.fromkeys(ask.labels for ask in self._queue if ask.labels.classes is None))
-
-    @property
-    def _seconds(self) -> float:
-        """Measured time of one place of the queue."""
-        return statistics.median_low(self._rates)
 
     @property
     def _waiting(self) -> int:
@@ -188,7 +190,10 @@ class Model:
             if "keys" in message:
                 self._take(caller, message, frames[0].buffer)
             elif "cancel" in message:
-                self._cancel(caller, message["cancel"])
+                # Prompts that nobody else waits for are forgotten with it.
+                self._keep([ask for ask in self._queue if (ask.caller, ask.number) != (caller, message["cancel"])])
+            elif "shadow" in message and self._shadow:
+                self._send(caller, {"id": message["id"], "shadow": self._shadow.table()})
             elif "hello" in message:
                 self._callers.add(caller)
                 how = asdict(self.encoder.preprocessing)
@@ -243,10 +248,6 @@ class Model:
         assert classes is not None, "they were needed for the answer"
         return classes
 
-    def _cancel(self, caller: bytes, number: int) -> None:
-        """Forget a request whose caller is gone, and with it prompts that nobody else waits for."""
-        self._keep([ask for ask in self._queue if (ask.caller, ask.number) != (caller, number)])
-
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
         message |= {"waiting": self._waiting, "seconds": self._seconds}
         self._socket.send_multipart([caller, json.dumps(message).encode(), *frames])
@@ -272,8 +273,7 @@ class Model:
     @property
     def _batch_limit(self) -> int:
         """Largest next batch: fewer images where that many would take too long for the deadline."""
-        in_time = BATCH_FRACTION * self.settings.deadline / self._seconds
-        return max(1, min(self._largest, int(in_time)))
+        return max(1, min(self._largest, int(admission.BATCH_FRACTION * self.settings.deadline / self._seconds)))
 
     def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
         """Take the requests of a batch from the queue; those that have waited too long are refused."""
@@ -285,7 +285,7 @@ class Model:
             if batch and images + len(ask) > most:
                 break
             self._queue.remove(ask)
-            if time.monotonic() + len(ask) * self._seconds < ask.expires:
+            if time.monotonic() < ask.expires:
                 batch.append(ask)
                 images += len(ask)
             else:
@@ -301,7 +301,8 @@ class Model:
         try:
             classes = [ask.labels.classes for ask in asks for _ in ask.keys]
             keys = [key for ask in asks for key in ask.keys]
-            columns, rows = self._rows(self._run(torch.cat([ask.pixels for ask in asks]), keys, classes))
+            pixels = torch.cat([ask.pixels for ask in asks])
+            columns, rows = self._rows(self._run(pixels, keys, classes, self.defense))
             if self._on_gpu:
                 rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -312,12 +313,12 @@ class Model:
             return None
 
     @torch.no_grad()
-    def _run(self, pixels: Tensor, keys: list[int], classes: list[Any], *, skip_unneeded: bool = True) -> Defended:
+    def _run(self, pixels: Tensor, keys: list[int], classes: list[Any], guard: Defense, lazy: bool = True) -> Defended:
         """Defended answers for 8-bit pixels on the host, with one key and one classifier for each."""
         device = self.encoder.device
         on_device = (pixels.pin_memory() if self._on_gpu else pixels).to(device, non_blocking=True)
         streams = torch.tensor(keys).to(device)
-        return self.defense.run(self.encoder, to_float(on_device), streams, classes, skip_unneeded=skip_unneeded)
+        return guard.run(self.encoder, to_float(on_device), streams, classes, skip_unneeded=lazy)
 
     def numbers(self, out: Defended) -> dict[str, Tensor]:
         """What the defence measured, one value per image."""
@@ -344,6 +345,7 @@ class Model:
         end, images = time.monotonic(), len(batch.rows)
         seconds, self._last_end = end - max(batch.began, self._last_end), end
         self._rates.append(seconds / images)
+        self._seconds = statistics.median_low(self._rates)
         self._prompts_until = end + images * self._seconds
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
@@ -354,6 +356,9 @@ class Model:
             own = rows[:, : dim + len(names) + len(ask.labels.names)].contiguous()
             told = {"id": ask.number, "images": len(ask), "columns": names, "wait": batch.began - ask.arrived}
             self._send(ask.caller, told, own.numpy())
+            if self._shadow and ask.labels.classes:
+                for image, key, best in zip(ask.pixels, ask.keys, own[:, dim + len(names) :].argmax(1), strict=True):
+                    self._shadow.add((image.clone(), key, ask.labels.classes, int(best)))
 
     def _fail(self, asks: list[_Ask], line: str, error: Exception) -> None:
         """Refuse requests whose images or labels failed."""
@@ -362,7 +367,7 @@ class Model:
         for ask in asks:
             self._refuse(ask.caller, ask.number, busy(f"{line}; try again", kind="unavailable"))
 
-    def _warm_up(self, preset: ZeroShotClassifier) -> float:
+    def _warm_up(self, guard: Defense) -> float:
         """Compute grey images, so that no request waits for what is prepared once; seconds of one image."""
         size, began = self.encoder.image_size, 0.0
         grey = torch.full((self._largest, 3, size, size), 128, dtype=torch.uint8)
@@ -370,7 +375,7 @@ class Model:
         sizes = [number for number in _GPU_BATCHES[::-1] if number <= self._largest] if self._on_gpu else [1]
         for count in [number for number in sizes for _ in range(2)]:
             began = time.monotonic()
-            self._rows(self._run(grey[:count], [0] * count, [preset] * count))[1].cpu()
+            self._rows(self._run(grey[:count], [0] * count, [self._preset.classes] * count, guard))[1].cpu()
         return max(time.monotonic() - began, 1e-6)
 
     @torch.no_grad()

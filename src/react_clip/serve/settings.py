@@ -22,9 +22,6 @@ PREFIX = "REACT_CLIP_SERVE_"
 PROMPTS_PER_SLOT = 16
 """Prompts that take one place of the queue: together they cost about as much as one defended image."""
 
-BATCH_FRACTION = 0.25
-"""Most of the deadline that one batch may take."""
-
 BEAT = 0.5
 """Seconds after which an idle model tells that it lives."""
 
@@ -74,10 +71,14 @@ class Settings(BaseSettings):
     """a folder with one sub-folder of photos per class, instead of names"""
     template: Annotated[list[str] | None, NoDecode, _split("\n")] = None
     """prompt with {} for the name; repeat for an ensemble (in the variable: one a line)"""
-    defense: Literal["second_look", "react"] | None = None
-    """second_look, or react: the paper's (second_look where the model has a threshold for it, else react)"""
+    defense: Literal["second_look", "react", "none"] | None = None
+    """second_look, react: the paper's, or none (second_look where the model has a threshold for it, else react)"""
     config: str | None = None
     """JSON of any defence, as `react-clip calibrate` writes it, or `paper`: its constants (by default the model's)"""
+    shadow: str | None = None
+    """a defence as of --defense or --config that runs beside the answers, which are plain unless these say otherwise"""
+    shadow_share: float = Field(1.0, gt=0, le=1)
+    """share of the images for which the shadow runs"""
 
     host: str = "127.0.0.1"
     """address to listen on"""

@@ -84,7 +84,8 @@ async function start() {
   say("");
   [by("key").hidden, by("page").hidden] = [true, false];
   const { name, passes } = info.defence;
-  by("about").append(` Here: ${info.model}, defended by ${name} with at most ${short(passes.most)} passes a photo.`);
+  const how = name === "undefended" ? "without a defence" : `defended by ${name} with at most ${short(passes.most)} passes a photo`;
+  by("about").append(` Here: ${info.model}, ${how}.`);
   by("comparison").hidden = Boolean(info.demo);
   describeLabels();
 }
