@@ -99,6 +99,55 @@ def test_classify_reads_json_lines(run: Run, photos: Path, tiny: list[str], monk
         assert row["drift"] == pytest.approx(expected["drift"], abs=1e-4)
 
 
+def test_a_shadow_answers_plainly_and_says_what_would_change(
+    run: Run, photos: Path, tiny: list[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    names = ["cat", "dog", "teapot", "sea", "sky", "tree"]
+    guard = rc.SecondLook(copy_size=None, threshold=0, drift_weight=0)  # answers what lies beyond the copies
+    guard.save(tmp_path / "guard.json")
+    given = [*tiny[:2], "--labels", ", ".join(names), "--config", tmp_path / "guard.json", "--seed", 0]
+    clf, files = rc.ZeroShotClassifier(rc.load(tiny_folder), names), sorted(photos.iterdir())
+    plain, out = rc.Undefended()(clf, files).names, guard(clf, files, seed=0)
+    changed = [number for number in range(3) if plain[number] != out.names[number]]
+    assert changed, "the toy's rule changes an answer"
+    code, printed, err = run("classify", photos, *given, "--shadow", "--out", tmp_path / "page", "--json")
+    found = json.loads(printed)
+    assert (code, [row["answers"][0]["label"] for row in found["results"]]) == (0, plain)
+    assert [row["shadow"]["label"] for row in found["results"]] == out.names
+    assert (found["shadow"]["changed"], found["shadow"]["share"]) == (len(changed), len(changed) / 3)
+    assert found["shadow"]["passes"] == pytest.approx(float(out.passes.mean()))
+    assert rc.defenses.from_dict(found["shadow"]["defense"]) == guard
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count("<img") == len(changed)
+    assert f"SecondLook would change {len(changed)} of 3 (" in page
+    code, printed, err = run("classify", photos, *given, "--shadow")
+    assert printed.count("[defended: ") == len(changed)
+    assert f"SecondLook would change {len(changed)} of 3 (" in err
+
+
+def test_a_calibration_names_the_photos_whose_answers_change(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = patch_encoder()
+    monkeypatch.setattr("react_clip.cli.common.load_encoder", lambda args: encoder)
+    coarse = torch.rand(40, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, 32, mode="bicubic").clamp(0, 1).mul(255).byte().permute(0, 2, 3, 1)
+    for number, array in enumerate(smooth.numpy()):
+        (tmp_path / "classes" / f"{number % 5}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(tmp_path / "classes" / f"{number % 5}" / f"{number:02}.png")
+    given = (tmp_path / "classes", "--photos", tmp_path / "classes", "--clean-pass", 0.7, "--out", tmp_path / "c.json")
+    code, out, err = run("calibrate", *given)
+    assert code == 0, err
+    calibration = rc.Calibration.load(tmp_path / "c.json")
+    files = sorted((tmp_path / "classes").rglob("*.png"))
+    names = [str(files[number]) for number in calibration.changed or ()]
+    assert names
+    assert calibration.provenance["changed_photos"] == names
+    assert [line.removeprefix("  changed: ") for line in out.splitlines() if line.startswith("  changed: ")] == names
+    assert f"the answer changes for {len(names)} of 40 (" in out
+    assert json.loads(run("calibrate", *given, "--json", "--quiet")[1])["provenance"]["changed_photos"] == names
+
+
 def test_a_full_disk_is_known_before_the_work(
     run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +371,9 @@ QUICK = {
     "classify empty --labels-file nowhere.txt": "--labels-file: nowhere.txt does not exist",
     "classify empty --config nowhere.json": "--config: nowhere.json does not exist",
     "classify empty --config paper --defense react": "--defense: not allowed with argument --config",
+    "classify empty --shadow magic": "--shadow: invalid choice: 'magic'",
+    "classify empty --shadow --defense react": "--shadow second_look runs beside plain CLIP; leave out --defense react",
+    "classify empty --out page": "--out is page, the folder for the page of --shadow; add --shadow too",
     "classify empty --calibrate-on empty --defense react": "not allowed with argument --calibrate-on",
     "embed nowhere --out f.npy": "nowhere does not exist",
     "embed nowhere --out folder": "nowhere does not exist",
@@ -331,6 +383,9 @@ QUICK = {
     "attack empty --out adv --eps four": "--eps: 'four': it must be a number such as 4/255",
     "attack empty --out adv --eps 4": "--eps: '4': pixels lie in [0, 1], so write 4/255",
     "evaluate nowhere.yaml": "nowhere.yaml does not exist",
+    "check my-clip nowhere": "nowhere does not exist; check the path",
+    "check my-clip empty": "empty holds no photos (.jpg, ",
+    "check my-clip empty --limit 0": "--limit: '0': Input should be greater than or equal to 1",
     "calibrate folder:nowhere": "nowhere does not exist",
     "calibrate empty --clean-pass 97": "--clean-pass: '97': Input should be less than or equal to 1",
     "calibrate empty --defense react --mapping cubic": "--mapping: invalid choice: 'cubic'",

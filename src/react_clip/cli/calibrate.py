@@ -12,7 +12,6 @@ import react_clip as rc
 from react_clip.choices import MAPPINGS
 from react_clip.cli import common, options
 from react_clip.cli.photos import CALIBRATION_PHOTOS, PhotoReader
-from react_clip.environment import device_name, typed_command, versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +41,7 @@ def run(args: argparse.Namespace) -> int:
     encoder = common.load_encoder(args)
     given = {"batch": args.batch or common.batch_size(encoder, 64), "seed": args.seed}
     given |= {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
-    provenance = {
-        "command": typed_command(),
-        "model": encoder.name,
-        "weights": encoder.fingerprint(),
-        "dtype": args.dtype,
-        "device": device_name(encoder.device),
-        "versions": versions(),
-    }
+    provenance = common.provenance(args, encoder)
     calibrate = _react if args.defense == "react" else _second_look
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
@@ -81,7 +73,8 @@ def _second_look(
     given["provenance"] = provenance | {"photos": args.dataset}
     with common.progress(args, "photo", len(pixels), "measuring") as bar:
         result = calibrate_threshold(clip, pixels, progress=lambda *done: common.show(bar, *done), **given)
-    return result, names, exit_code
+    changed = {"changed_photos": [str(names[number]) for number in result.changed or ()]}
+    return result.replace(provenance=result.provenance | changed), names, exit_code
 
 
 def _react(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip.errors import ReactClipError
+from react_clip.intervals import share_in_words
 from react_clip.storage import read_text
 
 if TYPE_CHECKING:
@@ -95,6 +96,20 @@ def load_encoder(args: argparse.Namespace) -> rc.Encoder:
     return rc.load(args.model, device=args.device, dtype=args.dtype)
 
 
+def provenance(args: argparse.Namespace, encoder: rc.Encoder) -> dict[str, Any]:
+    """What a calibration file says about the command, the model and the machine."""
+    from react_clip.environment import device_name, typed_command, versions
+
+    return {
+        "command": typed_command(),
+        "model": encoder.name,
+        "weights": encoder.fingerprint(),
+        "dtype": args.dtype,
+        "device": device_name(encoder.device),
+        "versions": versions(),
+    }
+
+
 def batch_size(encoder: rc.Encoder, largest: int) -> int:
     """Images at a time: few on a CPU, which gains nothing from more, so that answers and progress come sooner."""
     return 4 if encoder.device.type == "cpu" else largest
@@ -146,13 +161,9 @@ def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defens
 
 def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
     """Lines about the clean photos whose answers a calibrated defence changes, and which these are."""
-    if result.changed is None or result.changed_share is None:
+    if result.changed is None:
         return
-    _, low, high = result.changed_share
-    yield (
-        f"of {result.photos} clean photos {len(result.changed)} answers change; of others like them {low:.1%} to "
-        f"{high:.1%} (95 % interval)"
-    )
+    yield f"the answer changes for {share_in_words(len(result.changed), result.photos)} clean photos"
     yield from (f"  changed: {photos[number]}" for number in result.changed)
 
 
