@@ -35,6 +35,7 @@ ROOMS = [
         "finetune",
         "bench",
         "report",
+        "check",
         "integrations",
         "serve",
         "scale",

@@ -137,11 +137,14 @@ class ZeroShotClassifier(nn.Module):
         return f"{len(self.names)} classes: {shown}"
 
 
+def can_name(encoder: Encoder) -> bool:
+    """True if there is a text tower, or the label table belongs to the encoder."""
+    return encoder.has_text or encoder.feature_space == LabelTable.load().encoder
+
+
 def with_everyday_names(encoder: Encoder) -> ZeroShotClassifier | Encoder:
     """A classifier over the vocabulary of the label table; the encoder itself where it cannot name anything."""
-    table = LabelTable.load()
-    named = encoder.has_text or encoder.feature_space == table.encoder
-    return ZeroShotClassifier(encoder, table.vocabulary()) if named else encoder
+    return ZeroShotClassifier(encoder, LabelTable.load().vocabulary()) if can_name(encoder) else encoder
 
 
 def check_names(names: Sequence[str], *, unique: bool = True) -> tuple[str, ...]:

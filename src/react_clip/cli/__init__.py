@@ -26,6 +26,7 @@ COMMANDS = {
     "attack": "Write adversarial versions of photos that fool undefended CLIP.",
     "evaluate": "Measure accuracy of defences as a recipe says; continues a run that was interrupted.",
     "calibrate": "Fit a defence to an encoder: SecondLook to clean photos without labels, ReACT to labelled ones.",
+    "check": "Calibrate SecondLook on your own photos, attack your own tower, and say on a page whether it helps.",
     "report": "Write a self-contained HTML page and the figures (SVG, PNG) of one or several runs, finished or not.",
     "rank": "Rank defences over clean, damaged and attacked photos, from runs, or measure one of your own.",
     "compare": "Compare two runs photo by photo, with paired tests, and say what does not match.",
@@ -36,7 +37,7 @@ COMMANDS = {
 }
 """Commands and their summaries in ``--help``."""
 
-_CONTINUES = ("evaluate", "rank", "finetune")
+_CONTINUES = ("check", "evaluate", "rank", "finetune")
 """Commands that continue an interrupted run when they are started again."""
 
 

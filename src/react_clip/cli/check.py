@@ -1,0 +1,103 @@
+"""``react-clip check``: what SecondLook changes and saves on a tower and photos of your own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import react_clip as rc
+from react_clip.cli import common, options
+from react_clip.cli.photos import PhotoReader
+from react_clip.errors import ReactClipError
+from react_clip.optional import require
+from react_clip.storage import class_folders, write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXAMPLE = "react-clip check openai/clip-vit-base-patch32 holiday/ --labels 'beach, mountain, city' --out checked/"
+_LEAST = 40
+"""Fewer photos are refused: half of them calibrate."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("model", help=options.MODEL_HELP)
+    photos = "folder of clean photos; sub-folders are classes, without them agreement with plain CLIP is measured"
+    parser.add_argument("photos_in", type=options.existing, metavar="PHOTOS", help=photos)
+    out = "folder for the page, check.json and the calibration (%(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("react-clip-check"), help=out)
+    limit = "most photos to measure; as many others calibrate (%(default)s)"
+    parser.add_argument("--limit", type=options.count, default=300, help=limit)
+    parser.add_argument("--device", help=options.DEVICE_HELP)
+    parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+    options.add_label_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate on every second photo, attack the others, write page, JSON and calibration."""
+    reader = PhotoReader([args.photos_in], args)
+    if len(reader.files) < _LEAST:
+        photos = f"{args.photos_in} has {len(reader.files)} photos"
+        raise ReactClipError(f"{photos}, too few: half of them calibrate; give at least {_LEAST}, better 600")
+    require("pandas", "checking", extra="eval")
+    from react_clip.calibration import calibrate_threshold
+    from react_clip.check import check_tower
+
+    encoder = common.load_encoder(args)
+    pixels = reader.sample(2 * args.limit, encoder)
+    clip, labels = _classes(args, encoder, reader.files)
+    about = common.provenance(args, encoder) | {"photos": str(args.photos_in)}
+    with common.progress(args, "photo", len(pixels) // 2, "calibrating") as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed below
+        calibration = calibrate_threshold(
+            clip, pixels[1::2], provenance=about, progress=lambda *done: common.show(bar, *done)
+        )
+    calibration.save(args.out / "calibration.json")
+    measured = (reader.files[::2], pixels[::2], None if labels is None else labels[::2])
+    check = check_tower(clip, calibration, *measured, args.out, progress=not args.quiet)
+    page, config = str(args.out / "index.html"), str(args.out / "calibration.json")
+    check |= {"page": page, "calibration": config, "unreadable": reader.failed}
+    write_text(args.out / "check.json", json.dumps(check, indent=2) + "\n")
+    common.print_result(args, check, _lines(check), [f"the page is {page}; the result is used by --config {config}"])
+    return 0
+
+
+def _classes(
+    args: argparse.Namespace, encoder: rc.Encoder, files: Sequence[Path]
+) -> tuple[rc.ZeroShotClassifier | rc.Encoder, Tensor | None]:
+    """The classifier, or the encoder where it can name nothing; and labels if every photo is in a class's folder."""
+    import torch
+
+    from react_clip.data.registry import ClassIndex, readable_names
+    from react_clip.zeroshot import can_name, with_everyday_names
+
+    folders = [name for name, photos in class_folders(args.photos_in).items() if photos]
+    if args.labels or args.labels_file or args.photos:
+        clip: rc.ZeroShotClassifier | rc.Encoder = common.build_classifier(args, encoder)
+    elif len(folders) > 1 and can_name(encoder):
+        clip = rc.ZeroShotClassifier(encoder, readable_names(folders), templates=args.template)
+    else:
+        clip = with_everyday_names(encoder)
+    if isinstance(clip, rc.Encoder):
+        return clip, None
+    index = ClassIndex(clip.names, clip.names)
+    found = [index.find(*readable_names([file.parent.name])) for file in files if file.parent.parent == args.photos_in]
+    return clip, torch.tensor(found) if len(found) == len(files) and None not in found else None
+
+
+def _lines(check: dict[str, Any]) -> Iterator[str]:
+    """Lines of the terminal: the verdict, the numbers, the photos whose answers change."""
+    yield check["sentence"]
+    yield f"\n{'':20}{'plain':>12}{'defended':>12}{'passes':>12}"
+    for title, each in check["attacks"].items():
+        plain, ours = each["plain"], each["defended"]
+        yield f"{title:20}{plain['right']:>12.1%}{ours['right']:>12.1%}{ours['passes']:>12.2f}"
+    plain, ours = check["milliseconds"].values()
+    yield f"{'ms per clean image':20}{plain:>12.1f}{ours:>12.1f}\n"
+    yield from (f"changed: {each['file']}: {each['plain']} -> {each['defended']}" for each in check["changed"])
+    yield from (f"note: {note}" for note in check["notes"])
