@@ -10,7 +10,10 @@ PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 
 # ---------------------------------------------------------------------- kinds; a test compares them with the registries
 
-ATTACKS = ("apgd", "autoattack", "corruption", "di-fgsm", "fab", "pgd", "square")
+ATTACKS = (
+    *("apgd", "autoattack", "corruption", "di-fgsm", "fab", "l2-pgd", "label-free", "patch", "pgd", "square"),
+    *("targeted", "universal"),
+)
 """Attacks that do not know a defence."""
 DEFENSES = (
     *("agc", "anti-adv", "aom", "clipure", "csr", "dbd", "defend-clip", "doc", "et3", "hd", "mac", "r-tpt"),
