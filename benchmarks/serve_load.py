@@ -1,13 +1,16 @@
-"""Load on the service: images a second of two versions by turns, or a long run in which parts hang and are killed.
+"""Load on the service: images a second of two versions by turns, more load than it can carry, or a long run with harm.
 
     python benchmarks/serve_load.py throughput --before OTHER/src --rounds 3 -- --model clip-vit-b-16
     python benchmarks/serve_load.py throughput --small --workers 2
+    python benchmarks/serve_load.py overload --small --seconds 40 --factor 4 --deadline 10
     python benchmarks/serve_load.py soak --minutes 20 --workers 2 --harm 60 -- --model clip-vit-b-16
 
 Everything after ``--`` goes to ``react-clip serve``. ``--small`` takes a random tower of one layer instead of a model,
-so that the time around the model shows. Callers write prepared bytes to sockets, one photo a request, and share the
-machine with the server. Every ``--harm`` seconds of a soak the model's process, or one that answers, is stopped (it
-hangs) or killed. The result is an entry of benchmarks/results/serve.json.
+so that the time around the model shows; for an overload one that takes most of the time. Callers write prepared bytes
+to sockets, one photo a request, and share the machine with the server. An overload sends ``--factor`` times as many
+requests a second as the service answers under full load, whatever becomes of the earlier ones. Every ``--harm`` seconds
+of a soak the model's process, or one that answers, is stopped (it hangs) or killed. The result is an entry of
+benchmarks/results/serve.json.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -42,14 +45,18 @@ SECRET = "a secret of the benchmark, long enough"
 BOUNDARY = "a-boundary-of-the-benchmark"
 Answers = dict[bytes, tuple[str, float]]
 """Label and probability of the first answer to each request."""
+LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+LARGER |= {"image_size": 224, "patch_size": 16}
+"""Shape of the random tower of an overload: a third of the work of ViT-B/16."""
 LATE = 60.0
 """Seconds after which a caller gives up."""
 
 
-def as_request(photo: bytes) -> bytes:
-    """The bytes of an HTTP request with one photo in a form."""
+def as_request(*photos: bytes) -> bytes:
+    """The bytes of an HTTP request with photos in a form."""
     part = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="images"; filename="photo.jpg"\r\n'
-    body = part.encode() + b"Content-Type: image/jpeg\r\n\r\n" + photo + f"\r\n--{BOUNDARY}--\r\n".encode()
+    body = b"".join(part.encode() + b"Content-Type: image/jpeg\r\n\r\n" + photo + b"\r\n" for photo in photos)
+    body += f"--{BOUNDARY}--\r\n".encode()
     head = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {len(body)}\r\n\r\n"
     return f"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\n{head}".encode() + body
 
@@ -63,6 +70,19 @@ def photos(count: int) -> list[bytes]:
         Image.fromarray(pixels).resize((500, 375), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
         files.append(stream.getvalue())
     return files
+
+
+async def exchange(stream: Any, request: bytes) -> tuple[bytes, bytes]:
+    """Send a request; head of the answer in lower case, and body."""
+    stream[1].write(request)
+    async with asyncio.timeout(LATE):
+        head = (await stream[0].readuntil(b"\r\n\r\n")).lower()
+        return head, await stream[0].readexactly(int(field(head, b"content-length")))
+
+
+def field(head: bytes, name: bytes) -> bytes:
+    """A header of an answer."""
+    return head.partition(b"\r\n" + name + b":")[2].partition(b"\r\n")[0].strip()
 
 
 async def load(
@@ -83,11 +103,7 @@ async def load(
                 return
             try:
                 stream = stream or await asyncio.open_connection(address.hostname, address.port)
-                stream[1].write(request)
-                async with asyncio.timeout(LATE):
-                    head = (await stream[0].readuntil(b"\r\n\r\n")).lower()
-                    length = int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
-                    body = await stream[0].readexactly(length)
+                head, body = await exchange(stream, request)
                 statuses[head[9:12].decode()] += 1
                 times.append(time.perf_counter() - began)
                 if head[9:12] == b"200":
@@ -110,14 +126,15 @@ async def load(
 
 
 @contextmanager
-def small_tower() -> Iterator[list[str]]:
-    """Flags for an image tower that costs next to nothing."""
+def small_tower(**shape: int) -> Iterator[list[str]]:
+    """Flags for an image tower that costs next to nothing, unless its shape says otherwise."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
-        config = CLIPVisionConfig(**shape, projection_dim=512, image_size=64, patch_size=8, hidden_act="quick_gelu")
+        least = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+        least |= {"image_size": 64, "patch_size": 8}
+        config = CLIPVisionConfig(**(least | shape), projection_dim=512, hidden_act="quick_gelu")
         CLIPVisionModelWithProjection(config).save_pretrained(folder)
         Path(folder, "guard.json").write_text(json.dumps({"kind": "second_look", "threshold": 2.0}))
         for name, data in zip(("one", "two"), photos(2), strict=True):
@@ -166,6 +183,110 @@ def throughput(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         for side in sources
     }
     return result | ({"ratio": round(medians["now"] / medians["before"], 3)} if args.before else {})
+
+
+class Sent(NamedTuple):
+    """A request of an overload: when it was sent and answered, status, kind of error, Retry-After."""
+
+    at: float
+    answered: float
+    status: int
+    kind: str
+    retry: int
+
+
+async def send(url: str, request: bytes) -> Sent:
+    """Send a request on a connection of its own."""
+    address, at = urlsplit(url), time.perf_counter()
+    stream = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        head, body = await exchange(stream, request)
+    finally:
+        stream[1].close()
+    kind = "" if head[9:12] == b"200" else json.loads(body)["error"]["type"]
+    return Sent(at, time.perf_counter(), int(head[9:12]), kind, int(field(head, b"retry-after") or 0))
+
+
+async def flood(url: str, requests: list[bytes], rate: float, seconds: float) -> tuple[list[Sent], Counter[str], int]:
+    """Send requests at a rate; what became of them, answers of /readyz meanwhile, and how many failed."""
+    tasks, ready, began = list[asyncio.Task[Sent]](), Counter[str](), time.perf_counter()
+    ask = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for number in range(int(rate * seconds)):
+        await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
+        tasks.append(asyncio.create_task(send(url, requests[number % len(requests)])))
+        if number % max(1, int(rate / 4)) == 0:
+            ready[str((await send(url, ask)).status)] += 1
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    sent = [each for each in done if isinstance(each, Sent)]
+    return sent, ready, len(done) - len(sent)
+
+
+async def try_retries(url: str, one: bytes, many: bytes, tries: int) -> list[tuple[int, Sent]]:
+    """Fill the queue until a request is refused, wait as Retry-After says, ask again; the seconds, and the answer."""
+    found, waiting = list[tuple[int, int]](), list[asyncio.Task[Sent]]()
+
+    async def retry_after(request: bytes) -> int:
+        """Seconds, or 0 where the request is answered, or nothing has come soon."""
+        waiting.append(asyncio.create_task(send(url, request)))
+        done, _ = await asyncio.wait(waiting[-1:], timeout=0.8)
+        return waiting[-1].result().retry if done and waiting[-1].result().kind == "overloaded" else 0
+
+    for number in range(tries):
+        retry, request = 0, many if number % 2 else one
+        for _ in range(200):
+            if retry := await retry_after(request):
+                break
+        if retry == 0:
+            break
+        await asyncio.sleep(retry)
+        await retry_after(request)
+        found.append((retry, len(waiting) - 1))
+    done = await asyncio.gather(*waiting)
+    return [(retry, done[index]) for retry, index in found]
+
+
+def overload(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Goodput, latency and refusals under more load than the service can carry, and the truth of Retry-After."""
+    files = photos(64)
+    requests, rounds = [as_request(photo) for photo in files], []
+    server = Server.start([*flags, "--workers", str(args.workers), "--deadline", str(args.deadline)])
+    try:
+        asyncio.run(load(server.url, requests, 8, 5))
+        for _ in range(args.rounds):
+            peaks = [asyncio.run(load(server.url, requests, 8, args.seconds / 2))[0]["200"] / (args.seconds / 2)]
+            sent, ready, failed = asyncio.run(flood(server.url, requests, args.factor * peaks[0], args.seconds))
+            # The machine may have become slower meanwhile.
+            peaks += [asyncio.run(load(server.url, requests, 8, args.seconds / 2))[0]["200"] / (args.seconds / 2)]
+            # While the queue fills, it takes more than the service can carry; after the last request, less is offered.
+            start, end = min(each.at for each in sent) + args.deadline / 2, max(each.at for each in sent)
+            answered = [each for each in sent if each.status == 200]
+            times = sorted(each.answered - each.at for each in answered)
+            refusals = sorted(each.answered - each.at for each in sent if each.kind == "overloaded")
+            accepted = len(sent) + failed - len(refusals)
+            good = [each for each in answered if start <= each.answered <= end]
+            rounds.append(
+                {
+                    "peak_images_per_second": [round(peak, 2) for peak in peaks],
+                    "offered_per_second": round(args.factor * peaks[0], 2),
+                    "goodput_per_second": round(len(good) / (end - start), 2),
+                    "goodput_of_peak": round(len(good) / (end - start) / statistics.mean(peaks), 3),
+                    "requests": len(sent) + failed,
+                    "refused": len(refusals),
+                    "failed": failed,
+                    "accepted_in_time": round(sum(one <= args.deadline for one in times) / accepted, 4),
+                    "accepted_seconds": [round(times[int(q * (len(times) - 1))], 2) for q in (0.5, 0.99, 1)],
+                    "refused_seconds": [round(refusals[int(q * (len(refusals) - 1))], 3) for q in (0.5, 0.99, 1)],
+                    "readyz": dict(ready),
+                    "load_average": os.getloadavg()[0],
+                }
+            )
+            print(rounds[-1], file=sys.stderr)
+        retries = asyncio.run(try_retries(server.url, requests[0], as_request(*files[:8]), args.retries))
+    finally:
+        code, _ = server.stop()
+    truth = {"seconds": [seconds for seconds, _ in retries], "answered_then": [one.status == 200 for _, one in retries]}
+    quantiles = "accepted_seconds and refused_seconds are median, 99 % and most"
+    return {"deadline": args.deadline, "rounds": rounds, "retry_after": truth, "exit_code": code, "note": quantiles}
 
 
 def workers_of(server: Server) -> list[int]:
@@ -281,8 +402,8 @@ def neighbours(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("throughput", "soak", "neighbours"))
-    parser.add_argument("--small", action="store_true", help="a random tower of one layer instead of a model")
+    parser.add_argument("what", choices=("throughput", "overload", "soak", "neighbours"))
+    parser.add_argument("--small", action="store_true", help="a random tower instead of a model")
     parser.add_argument("--before", type=Path, help="src folder of another version, measured by turns")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--callers", type=int, default=32)
@@ -291,21 +412,29 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between the requests of a caller of a soak")
     parser.add_argument("--harm", type=float, default=0.0, help="seconds between two parts that hang or are killed")
+    parser.add_argument("--factor", type=float, default=4.0, help="load of an overload, as a multiple of the peak")
+    parser.add_argument("--deadline", type=float, default=10.0, help="of an overload, in seconds (%(default)s)")
+    parser.add_argument("--retries", type=int, default=12, help="refused requests that ask again, after the overload")
+    parser.add_argument("--note", help="of the entry, such as what else used the cores")
     parser.add_argument("--name", help="of the entry in serve.json (what was measured)")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
     args.flags = words[end + 1 :]
     os.environ["REACT_CLIP_SERVE_SECRET"] = SECRET
-    measure = {"throughput": throughput, "soak": soak, "neighbours": neighbours}[args.what]
+    measure = {"throughput": throughput, "overload": overload, "soak": soak, "neighbours": neighbours}[args.what]
     if args.small:
-        with small_tower() as flags:
+        with small_tower(**(LARGER if args.what == "overload" else {})) as flags:
             result = measure(args, [*flags, *args.flags])
     else:
         result = measure(args, args.flags)
     path = RESULTS / "serve.json"
     entries = json.loads(path.read_text()) if path.exists() else {}
     entry = {**where(*SERVICE), "threads": torch.get_num_threads(), "flags": args.flags, **result}
+    if args.small and args.what == "overload":
+        entry["tower"] = LARGER
+    if args.note:
+        entry["note"] = "; ".join(filter(None, [entry.get("note"), args.note]))
     write(path.name, entries | {args.name or args.what: entry})
     return 0
 
