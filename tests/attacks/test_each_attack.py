@@ -243,7 +243,7 @@ def test_broken_images_are_left_alone(attack: Attack, least: int | None, most: i
         assert result.queries[:5].tolist() == [least] * 5
     if isinstance(attack, AutoAttack):
         met = {name: [None if bool(one.isnan()) else float(one) for one in part] for name, part in result.parts.items()}
-        assert met == {"apgd-ce-100": [1.0] * 5 + [0.0] * 5, "apgd-dlr-100": [None] * 5 + [0.0] * 5}
+        assert met == {"1 of 2: apgd-ce-100": [1.0] * 5 + [0.0] * 5, "2 of 2: apgd-dlr-100": [None] * 5 + [0.0] * 5}
     assert int(result.queries[:5].max()) < most
 
 

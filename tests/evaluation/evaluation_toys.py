@@ -63,7 +63,7 @@ def toy_attacks() -> list[Any]:
 
 
 def toy_run(folder: Path, **options: Any) -> EvaluationResult:
-    settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "progress": False, "draws": 2, **options}
+    settings: dict[str, Any] = {"attacks": toy_attacks(), "batch": 8, "progress": False, "seeds": (0, 1), **options}
     data = settings.pop("data", None) or toy_photos()
     defenses = settings.pop("defenses", None) or toy_defenses()
     return evaluate(toy_classifier(settings.pop("names", NAMES)), defenses, data, run_dir=folder, **settings)
@@ -98,7 +98,7 @@ def suites(*budgets: int) -> list[Any]:
 
 
 def adaptive_run(folder: Path, **options: Any) -> EvaluationResult:
-    settings: dict[str, Any] = {"attacks": suites(1, 4), "threat": "adaptive", "defenses": GUARDS, "draws": 2}
+    settings: dict[str, Any] = {"attacks": suites(1, 4), "threat": "adaptive", "defenses": GUARDS, "seeds": (0, 1)}
     return toy_run(folder, **{**settings, "data": toy_photos(16), **options})
 
 

@@ -73,7 +73,7 @@ def other_classifier() -> Any:
 
 
 def test_images_of_another_model_are_shared_by_all_defences(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"attacks": [rc.attacks.PGD(eps=1 / 255)], "draws": 1, "data": toy_photos(24)}
+    options: dict[str, Any] = {"attacks": [rc.attacks.PGD(eps=1 / 255)], "seeds": (), "data": toy_photos(24)}
     result = toy_run(tmp_path / "t", threat="transfer", attack_clf=other_classifier(), **options)
     own = toy_run(tmp_path / "o", **options)
     assert (result.threat, result.recipe["transfer_model"]) == ("transfer", "other")
@@ -88,7 +88,7 @@ def test_images_of_another_model_are_shared_by_all_defences(tmp_path: Path) -> N
 # ---------------------------------------------------------------------- sanity checks
 
 
-PLAIN: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "draws": 1}
+PLAIN: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "seeds": ()}
 
 
 def test_an_attack_weaker_than_an_oblivious_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,12 +105,12 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_json_is_the_result_with_its_numbers(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--json", "--datasets", "toys", "--limit", "10", "--draws", "2", "--batch", "4", "--out", "o")
+    options = ("--json", "--datasets", "toys", "--limit", "10", "--seeds", "0,4", "--batch", "4", "--out", "o")
     code, out, err = call(*options, capsys=capsys)
     assert code == 0
     assert re.search("toys.*100%", err), "the bar goes to stderr and reaches its end"
     result = json.loads(out)
-    assert (result["recipe"]["limit"], result["recipe"]["draws"], result["recipe"]["batch"]) == (10, 2, 4)
+    assert (result["recipe"]["limit"], result["recipe"]["seeds"], result["recipe"]["batch"]) == (10, [0, 4], 4)
     assert result["sets"][0]["images"] == 10
     assert any("took 10 of 20" in note for note in result["sets"][0]["notes"])
     assert {row["defense"] for row in result["rows"]} == {"undefended", "ReACT small"}

@@ -22,8 +22,8 @@ datasets: [oxford_pets]
 limit: 200
 attacks: [clean, {kind: pgd, steps: 10, eps: [1/255, 4/255]}, {kind: cw, eps: 0.5/255, label: margin}]
 defenses: [undefended, aom, defend-clip, react, {kind: react, tau: 0.4, lazy: true, label: "ReACT tau 0.4"}]
-draws: 3
 seed: 7
+seeds: [7, 8, 9]
 images: {store: none}
 """
 
@@ -38,7 +38,7 @@ def test_a_recipe_says_what_it_says() -> None:
     assert recipe.attacks[1].attack == rc.attacks.PGD(eps=4 / 255, steps=10)
     assert [item.label for item in recipe.defenses] == ["undefended", "aom", "defend-clip", "react", "ReACT tau 0.4"]
     assert recipe.defenses[-1].defense == rc.ReACT(tau=0.4)
-    assert (recipe.draws, recipe.seeds, recipe.images.store, recipe.batch) == (3, (7, 8, 9), "none", 64)
+    assert (recipe.seed, recipe.seeds, recipe.images.store, recipe.batch) == (7, (7, 8, 9), "none", 64)
     assert (recipe.scoring, recipe.threat, recipe.self_check) == ("leakage_free", "oblivious", True)
 
 

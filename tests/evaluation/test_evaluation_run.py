@@ -50,7 +50,7 @@ def test_only_what_clip_gets_right_is_attacked_and_the_rest_keeps_its_answers(fi
 
 def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path) -> None:
     attack = rc.attacks.Corruption(type="noise", severity=0.05)
-    result = toy_run(tmp_path, attacks=[attack], self_check=False, draws=1)
+    result = toy_run(tmp_path, attacks=[attack], self_check=False, seeds=())
     x, y = toy_photos()
     plain = toy_classifier()(attack(toy_classifier(), x, y).images).argmax(1)
     damaged = result.images[(result.images["attack"] == "noise-0.05") & (result.images["defense"] == "undefended")]
@@ -63,7 +63,7 @@ def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path) ->
 
 def test_draws_have_seeds_of_their_own_and_repeat(tmp_path: Path) -> None:
     guard = rc.ReACT(tau=0.3, views=3)
-    images = toy_run(tmp_path, defenses=[guard], attacks=[], draws=3, seed=5).images
+    images = toy_run(tmp_path, defenses=[guard], attacks=[], seeds=(5, 6, 7), seed=5).images
     x, _ = toy_photos()
     for draw, seed in enumerate((5, 6, 7)):
         rows = images[images["draw"] == draw].sort_values("index")
@@ -113,7 +113,7 @@ def test_not_storing_gives_the_same_pixels_again(tmp_path: Path, rows_of: Any) -
     before = rows_of(tmp_path)
     assert Pictures(tmp_path).clean("data", 0) is None
     assert Pictures(tmp_path).attacked("data", "pgd-10", 1 / 255, 0) is None
-    for path in tmp_path.glob("shards/*/pgd*/react/draw-1/*"):
+    for path in tmp_path.glob("shards/*/pgd*/react/seed-1/*"):
         path.unlink()
     toy_run(tmp_path, store="none")
     assert rows_of(tmp_path) == before
@@ -154,7 +154,7 @@ def test_an_attacker_may_leave_a_photo_as_it_is(tmp_path: Path) -> None:
 
     x, y = toy_photos()
     ones = y == 1
-    result = toy_run(tmp_path, defenses={"odd": OnlyAttacked()}, data=(x[ones], y[ones]), self_check=False, draws=1)
+    result = toy_run(tmp_path, defenses={"odd": OnlyAttacked()}, data=(x[ones], y[ones]), self_check=False, seeds=())
     (row,) = result.select(attack="pgd-3")
     assert row.accuracy == 0
     assert row.paper_accuracy > 0.3
@@ -180,7 +180,7 @@ def test_the_worst_case_over_attacks_is_that_of_plain_loops(tmp_path: Path) -> N
 
 def test_attack_all_attacks_everything_and_counts_the_leakage(tmp_path: Path, rows_of: Any) -> None:
     guard = rc.defenses.AOM(views=5, alpha=4.0, mapping=mappings.Constant(0.3))
-    result = toy_run(tmp_path, scoring="attack_all", draws=1, defenses={"strong": guard})
+    result = toy_run(tmp_path, scoring="attack_all", seeds=(), defenses={"strong": guard})
     rows = [row for row in rows_of(tmp_path) if row["attack"] != "clean"]
     assert all(row["attacked"] for row in rows)
     leaked = Counter(r["attack"] for r in rows if r["clean_prediction"] != r["label"] and r["correct"])
@@ -231,7 +231,7 @@ def test_runs_over_the_same_photos_are_joined(finished: Any, tmp_path: Path) -> 
     for other, reason in (
         (replace(two, recipe=changed), "'react' is in several of the results"),
         (replace(two, sets=(replace(two.sets[0], fingerprint="x"),)), "other photos of data"),
-        (replace(two, recipe={**two.recipe, "draws": 1}), r"seeds is \(0, 1\) in one and \(0,\) in the other"),
+        (replace(two, recipe={**two.recipe, "seeds": [0]}), r"seeds is \(0, 1\) in one and \(0,\) in the other"),
         (replace(two, images=fewer), "only one of them has the attacks pgd-3 4/255"),
     ):
         with pytest.raises(rc.ReactClipError, match=reason):
@@ -245,7 +245,7 @@ def test_nothing_right_means_nothing_to_attack(tmp_path: Path) -> None:
     x, y = toy_photos()
     right = toy_classifier()(x).argmax(1) == y
     data = (x[right], (y[right] + 1) % CLASSES)
-    result = toy_run(tmp_path / "off", data=data, self_check=False, draws=1)
+    result = toy_run(tmp_path / "off", data=data, self_check=False, seeds=())
     (row,) = result.select(dataset="mean", attack="pgd-10", defense="react")
     assert row.attacked == 0
     assert math.isnan(row.gate_rate)
@@ -258,7 +258,8 @@ def test_the_self_check_refuses_a_model_that_pgd_does_not_break(tmp_path: Path) 
     robust = toy_photos(amplitude=20)
     with pytest.raises(rc.ReactClipError, match=r"leaves undefended CLIP 100 % .* the attack or the model is broken"):
         toy_run(tmp_path / "on", data=robust)
-    assert not list(tmp_path.rglob("*.safetensors")), "the check comes before the work"
+    kept = [path.name for path in tmp_path.rglob("*.safetensors")]
+    assert kept == ["self-check.safetensors"], "the check comes before the work"
     result = toy_run(tmp_path / "off", data=robust, attacks=[], self_check=False)
     assert not result.self_check.enabled
     assert any("self-check" in note for note in result.notes)
@@ -303,7 +304,7 @@ class BatchMean(rc.Undefended):
 def test_defences_that_do_not_repeat_their_answers_are_named(tmp_path: Path) -> None:
     defenses = {"global": GlobalNoise(), "mean": BatchMean(), "ours": rc.ReACT(tau=0.3, views=2)}
     with torch.random.fork_rng():
-        notes = toy_run(tmp_path, defenses=defenses, attacks=[], draws=1).notes
+        notes = toy_run(tmp_path, defenses=defenses, attacks=[], seeds=()).notes
     assert notes[0] == "constants of ours: given"
     assert [note.split()[0] for note in notes[1:]] == ["global", "mean"]
     assert "asked again with the same seed: it draws from a global generator" in notes[1]

@@ -26,7 +26,7 @@ from react_clip.evaluation.code import code_digest
 from react_clip.evaluation.store import ShardStore
 from react_clip.storage import held_folder
 
-SMALL: dict[str, Any] = {"attacks": [], "draws": 1}
+SMALL: dict[str, Any] = {"attacks": [], "seeds": ()}
 
 
 def shards_of(folder: Path) -> dict[Path, int]:
@@ -98,7 +98,7 @@ def copy_to_damage(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize(
     ("kind", "damage"),
-    [*(("images", damage) for damage in DAMAGES), ("react/draw-1", "truncated"), ("plain", "flipped in its numbers")],
+    [*(("images", damage) for damage in DAMAGES), ("react/seed-1", "truncated"), ("plain", "flipped in its numbers")],
 )
 def test_a_damaged_shard_is_noticed_and_computed_again(
     kind: str, damage: str, copy_to_damage: Path, finished: Any, rows_of: Any, caplog: pytest.LogCaptureFixture
@@ -141,7 +141,7 @@ def test_shards_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: py
     def computed() -> set[str]:
         """The kinds of shards that a run writes."""
         before = shards_of(tmp_path)
-        toy_run(tmp_path, attacks=evaluation_toys.toy_attacks()[:1], draws=1)
+        toy_run(tmp_path, attacks=evaluation_toys.toy_attacks()[:1], seeds=())
         new = [path for path, written in shards_of(tmp_path).items() if before.get(path) != written]
         return {"/".join(path.relative_to(tmp_path / "shards" / "data").parts[:-1]) for path in new}
 
@@ -150,7 +150,8 @@ def test_shards_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: py
     changed.append("ReACT")
     assert computed() == {kind for kind in everything if "react" in kind}, "images are kept"
     changed.append("PGD")
-    assert computed() == {kind for kind in everything if kind.startswith("pgd") and kind.endswith("images")}
+    crafted = {kind for kind in everything if kind.startswith("pgd") and kind.endswith("images")}
+    assert computed() == {*crafted, "checks"}, "the self-check is PGD too"
 
 
 def test_the_digest_of_code_follows_its_imports_and_not_its_comments(
@@ -179,13 +180,13 @@ def test_a_folder_with_another_or_a_damaged_recipe_is_refused(tmp_path: Path) ->
     toy_run(tmp_path, **SMALL, title="first")
     recipe = tmp_path / "recipe.yaml"
     for prepare, message in (
-        (lambda: None, r"holds a run of 'first' with other values of .*draws.*, or choose another --out"),
+        (lambda: None, r"holds a run of 'first' with other values of .*seed.*, or choose another --out"),
         (lambda: recipe.write_text("title: ["), "remove it to continue, or choose another --out"),
         (recipe.unlink, r"has a result\.json but no recipe\.yaml"),
     ):
         prepare()
         with pytest.raises(rc.ReactClipError, match=message):
-            toy_run(tmp_path, attacks=[], draws=2, title="second")
+            toy_run(tmp_path, attacks=[], seed=1, title="second")
 
 
 def test_a_missing_package_stops_a_run_before_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +194,43 @@ def test_a_missing_package_stops_a_run_before_its_work(tmp_path: Path, monkeypat
     with pytest.raises(rc.ReactClipError, match="evaluating needs pyarrow"):
         toy_run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------- a run that grows
+
+
+def test_a_run_grows_by_what_is_missing_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, convolve = list[int](), torch.nn.Conv2d.forward
+
+    def counted(self: Any, pixels: torch.Tensor) -> torch.Tensor:
+        encoded.append(len(pixels))
+        return convolve(self, pixels)
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", counted)
+    one, two = evaluation_toys.toy_attacks()
+    first = toy_run(tmp_path, defenses={"CLIP": rc.Undefended()}, attacks=[one], seeds=())
+    shards = shards_of(tmp_path)
+    encoded.clear()
+    grown = {"defenses": {"CLIP": rc.Undefended(), "again": rc.Undefended()}, "attacks": [one], "seeds": ()}
+    result = toy_run(tmp_path, **grown)
+    attacked = int(result.images.query("defense == 'again'")["attacked"].sum())
+    repeated = 5 + 5 + 5  # a few images twice in one batch, then in two
+    assert sum(encoded) == evaluation_toys.COUNT + attacked + repeated, "no image is crafted again"
+    assert [row for row in result.rows if row.defense == "CLIP"] == list(first.rows)
+    encoded.clear()
+    result = toy_run(tmp_path, **{**grown, "attacks": [one, two], "seeds": (0, 1)})
+    assert {(row.attack, row.defense) for row in result.rows} == {
+        (attack, label) for attack in ("clean", "pgd-10", "pgd-3") for label in ("CLIP", "again")
+    }
+    assert set(result.images["seed"]) == {0, 1}
+    assert shards.items() <= shards_of(tmp_path).items()
+    second_seed, new_images = 2 * (evaluation_toys.COUNT + attacked), 2 * 2 * attacked
+    crafted = attacked * (two.steps + 3)  # judged as floats, as 8 bits, and by the run
+    assert sum(encoded) == second_seed + new_images + crafted, "the first attack is not run again"
+    for smaller, name in (
+        ({**grown, "seeds": (0, 1)}, "'pgd-3' among its attacks"),
+        ({**grown, "attacks": [one, two]}, "1 among its seeds"),
+        ({**grown, "attacks": [one, two], "seeds": (0, 1), "defenses": {"CLIP": rc.ReACT()}}, "'CLIP' among its def"),
+    ):
+        with pytest.raises(rc.ReactClipError, match=f"holds a run with {name}.*a run only grows"):
+            toy_run(tmp_path, **smaller)

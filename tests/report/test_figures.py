@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 
 from react_clip.calibration import Calibration
 from react_clip.defenses import Defense, ReACT
@@ -16,7 +18,6 @@ from react_clip.report.figures import (
     KINDS,
     MissingDataError,
     accuracy_over_budget,
-    accuracy_over_clean,
     accuracy_over_passes,
     calibration_figure,
     diagnostics_of,
@@ -53,8 +54,8 @@ def mean(run: EvaluationResult, defense: str, attack: str = "clean", eps: float 
     return row
 
 
-def test_there_are_eight_kinds_and_each_is_drawn_or_says_why_not(run: EvaluationResult, tmp_path: Path) -> None:
-    assert len(KINDS) == 8
+def test_there_are_seven_kinds_and_each_is_drawn_or_says_why_not(run: EvaluationResult, tmp_path: Path) -> None:
+    assert len(KINDS) == 7
     steps: list[int] = []
     drawn, missing = draw_all(run, None, tmp_path, lambda title, done, total: steps.append(done))
     assert [item.name for item in drawn] == [name for name in KINDS if name != "leakage"]
@@ -63,7 +64,7 @@ def test_there_are_eight_kinds_and_each_is_drawn_or_says_why_not(run: Evaluation
         "Label leakage: only images that undefended CLIP gets right were attacked; use `scoring: attack_all`"
     ]
     assert all("100 images; toy; threat model oblivious, scoring leakage_free." in item.caption for item in drawn)
-    assert steps == list(range(1, 9))
+    assert steps == list(range(1, 8))
 
 
 def test_a_run_without_attacks_or_defences_has_reasons(tmp_path: Path) -> None:
@@ -84,19 +85,19 @@ def test_accuracy_is_strict_and_has_the_budgets_of_its_attack(run: EvaluationRes
     assert mean(run, "ReACT", "pgd-10", 4 / 255).accuracy < mean(run, "ReACT", "pgd-10", 4 / 255).paper_accuracy
 
 
-def test_a_backward_pass_counts_as_two() -> None:
+def test_accuracy_over_passes_takes_the_worst_attack_and_a_backward_pass_counts_as_two() -> None:
     run = synthetic_run([CLIP, {"kind": "ttc", "label": "TTC"}])
-    clean, attacked = accuracy_over_passes(run).axes
-    assert points(clean)["TTC"] == near((2 + 2 * 2, 100 * mean(run, "TTC").accuracy))
-    both = [mean(run, "TTC", "pgd-10", eps).accuracy for eps in (1 / 255, 4 / 255)]
-    assert points(attacked)["TTC"] == near((6, 100 * float(np.mean(both))))
-
-
-def test_accuracy_over_clean_takes_the_worst_attack(run: EvaluationResult) -> None:
-    rows = [row for row in run.means if row.defense == "SecondLook" and row.eps]
-    [axes] = accuracy_over_clean(run).axes
-    worst = 100 * min(row.accuracy for row in rows)
-    assert points(axes)["SecondLook"] == near((100 * mean(run, "SecondLook").accuracy, worst))
+    axes, bar = accuracy_over_passes(run).axes
+    worst = min(mean(run, "TTC", "pgd-10", eps).accuracy for eps in (1 / 255, 4 / 255))
+    assert points(axes)["TTC"] == near((2 + 2 * 2, 100 * worst))
+    clean = run.images[run.images["attack"] == "clean"].assign(
+        plain=lambda own: own["clean_prediction"] == own["label"]
+    )
+    lost = 100 * (clean.groupby("dataset")["plain"].mean().mean() - mean(run, "TTC").accuracy)
+    colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
+    scale = ScalarMappable(Normalize(*bar.get_ylim()), "viridis_r")
+    assert colours["TTC"] == pytest.approx(scale.to_rgba(lost), abs=0.01)
+    assert bar.get_ylabel() == "points lost on clean images"
 
 
 def test_the_heat_map_holds_every_set_and_defence(run: EvaluationResult) -> None:

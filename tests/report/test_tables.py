@@ -30,13 +30,23 @@ def test_the_first_table_holds_strict_accuracies(run: EvaluationResult) -> None:
 
 def test_every_measured_number_has_a_table(run: EvaluationResult) -> None:
     tables = {table.name: table for table in all_tables(run)}
-    names = "accuracy accuracy_as_in_the_paper per_dataset detection passes draws attacks"
+    names = "accuracy accuracy_as_in_the_paper per_dataset detection passes seeds attacks"
     assert list(tables) == names.split()
     row = run.select(dataset="mean", defense="ReACT", attack="pgd-10", eps=4 / 255)[0]
     last = {name: table.rows[-1][1][-1].value for name, table in tables.items()}
     assert last["accuracy_as_in_the_paper"] == pytest.approx(100 * row.paper_accuracy)
     assert last["detection"] == pytest.approx(100 * row.gate_rate)
-    assert last["draws"] == pytest.approx(100 * row.worst)
+    parts = {part: cells[-1].value for (label, part), cells in tables["seeds"].rows if label == "ReACT"}
+    images = run.images[(run.images["defense"] == "ReACT") & (run.images["eps"] == 4 / 255)]
+    by_seed = images.groupby(["draw", "dataset"])["robust"].mean().groupby("draw").mean()
+    assert parts == pytest.approx(
+        {
+            "mean": 100 * by_seed.mean(),
+            "standard deviation": 100 * by_seed.std(),
+            "worst seed": 100 * by_seed.min(),
+            "right with every seed": 100 * row.worst,
+        }
+    )
     assert last["passes"] == pytest.approx(row.passes)
     clean = run.select(dataset="mean", defense="ReACT", attack="clean")[0]
     assert tables["detection"].rows[-1][1][0].value == pytest.approx(100 * (1 - clean.gate_rate))

@@ -63,13 +63,13 @@ class AutoAttack(Attack):
     def search(self, problem: Problem) -> Tensor:
         """The images of the first successful member, or those of largest margin."""
 
-        def attempt(member: Attack, part: Problem, rows: Tensor) -> Candidates:
+        def attempt(number: int, part: Problem, rows: Tensor) -> Candidates:
+            member = self.members[number]
             found = part.candidates(member.search(part))
-            problem.parts[member.name][rows] = found.wrong
+            name = f"{number + 1} of {len(self.members)}: {member.name}"
+            problem.parts[name] = torch.full_like(problem.y, torch.nan, dtype=torch.float32)
+            problem.parts[name][rows] = found.wrong
             return found
 
-        problem.parts.update(
-            {member.name: torch.full_like(problem.y, torch.nan, dtype=torch.float32) for member in self.members}
-        )
-        attempts = [partial(attempt, member) for member in self.members]
+        attempts = [partial(attempt, number) for number in range(len(self.members))]
         return run_in_turn(problem, problem.candidates(problem.x), attempts).images

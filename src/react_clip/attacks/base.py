@@ -61,7 +61,8 @@ class AttackResult:
     flat: Tensor
     """``[B]`` fp32: 1 if the first gradient was zero in every pixel, 0 if not, NaN for attacks without gradients."""
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """For a suite: ``broken`` of each member's images by the member's name; NaN where it was not run."""
+    """For a suite: ``broken`` of each member's images by the member's name; NaN where it was not run. AutoAttack, whose
+    members run in turn, numbers them: ``1 of 4: apgd-ce-100``."""
 
 
 class Attack(Registered, ABC):

@@ -20,7 +20,7 @@ EXAMPLE = (
     "react-clip evaluate recipes/rivals.yaml --model clip-vit-b-16 --data photos/ --heads heads/ "
     "--datasets all --limit 100 --out runs/rivals (add --validate to check it and see its cost first)"
 )
-_REPLACED = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dtype", "draws", "batch")
+_REPLACED = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dtype", "batch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limit", type=options.count, help="images per set")
     group.add_argument("--dtype", help="precision of the defended encoder: fp32, bf16 or fp16")
     group.add_argument("--attack-dtype", help="precision of the attacked encoder")
-    group.add_argument("--draws", type=options.count, help="answers of each defence per image, each with new noise")
+    options.add_seeds_and_budgets(group)
     group.add_argument("--batch", type=options.count, help="images per shard and per encoder call")
     group = parser.add_argument_group("this machine")
     options.add_data_folders(group)
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_overrides(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     """The recipe with the values that the command line replaces."""
+    recipe = recipe.with_seeds_and_budgets(args.seed, args.seeds, args.eps)
     given = {name: getattr(args, name) for name in _REPLACED if getattr(args, name) is not None}
     if args.defenses is not None:
         given["defenses"] = _chosen_defenses(recipe, args.defenses)

@@ -144,6 +144,26 @@ def add_data_folders(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--heads", type=existing, help="ready class features: NAME.npz, or a folder of such files")
 
 
+def seeds(text: str) -> tuple[int, ...]:
+    """Comma-separated seeds; the recipe checks their range."""
+    try:
+        return tuple(map(int, comma_separated(text)))
+    except ValueError:
+        raise BadValueError(f"{text!r} must be whole numbers such as 0,1,2") from None
+
+
+def budgets(text: str) -> tuple[float, ...]:
+    """Comma-separated lengths."""
+    return tuple(map(length, comma_separated(text)))
+
+
+def add_seeds_and_budgets(parser: argparse._ActionsContainer) -> None:
+    """Add --seed, --seeds and --eps, which replace those of a recipe."""
+    parser.add_argument("--seed", type=whole, help="seed of the attacks, and of the defences unless --seeds says more")
+    parser.add_argument("--seeds", type=seeds, help="0,1,2: each defence answers once with each of these seeds")
+    parser.add_argument("--eps", type=budgets, help="1/255,4/255: every attack with a budget runs at each of these")
+
+
 def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
     """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
     group = parser.add_argument_group("many machines")

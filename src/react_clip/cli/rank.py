@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,8 +26,13 @@ _FORMATS = {".csv": "csv", ".md": "markdown", ".tex": "latex"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    group = parser.add_argument_group("proof")
+    proof = "also copy images and answers of the runs into this new folder, for others to check"
+    group.add_argument("--proof", type=Path, metavar="DIR", help=proof)
+    check = "compute the cells of a proof again from its images; exit code 1 if one differs"
+    group.add_argument("--check", type=options.existing, metavar="DIR", help=check)
     what = "folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank"
-    parser.add_argument("what", nargs="+", metavar="RUN_DIR or FILE.py:CLASS", help=what)
+    parser.add_argument("what", nargs="*", metavar="RUN_DIR or FILE.py:CLASS", help=what)
     out = "the ranking as a page (.html) or as a table (.csv, .md, .tex) (%(default)s)"
     parser.add_argument("--out", type=_output, default=Path("ranking.html"), help=out)
     parser.add_argument(
@@ -37,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recipe", type=options.existing, help="what to measure (the package's standard evaluation)")
     group.add_argument("--run-dir", type=Path, help="folder of the run (runs/CLASS-<hash of the recipe>)")
     group.add_argument("--limit", type=options.count, help="images per set (the recipe's)")
+    options.add_seeds_and_budgets(group)
     options.add_data_folders(group)
     group.add_argument("--device", help=options.DEVICE_HELP)
 
@@ -53,9 +60,18 @@ def run(args: argparse.Namespace) -> int:
     if own and len(args.what) > 1:
         raise ReactClipError(f"{own[0]} is a defence to measure; give it alone, and rank its run with others later")
     require("pandas", "the ranking", extra="eval")
+    if args.check is not None:
+        return _check(args)
+    if not args.what:
+        raise ReactClipError("there is nothing to rank; give folders of runs, or FILE.py:CLASS")
+    from react_clip.evaluation.proof import write_proof
     from react_clip.report.ranking import rank
 
-    ranking = rank([_measure(own[0], args)] if own else args.what, args.timings)
+    runs = [_measure(own[0], args)] if own else [Path(text) for text in args.what]
+    ranking = rank(runs, args.timings)
+    for run in runs if args.proof else ():
+        manifest = write_proof(run, args.proof if len(runs) == 1 else args.proof / run.name)
+        common.notice(args, f"the proof of {run} is in {manifest.parent}")
     if args.out.suffix == ".html":
         ranking.write_page(args.out)
     else:
@@ -67,6 +83,32 @@ def run(args: argparse.Namespace) -> int:
     }
     common.print_result(args, document, [ranking.table.markdown()], [f"the ranking is in {args.out}"])
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Check the proofs in a folder; defences that these name as module:CLASS are found beside those given."""
+    from react_clip.evaluation.proof import MANIFEST, check_proof
+
+    for reference in args.what:
+        load_defense(reference)
+    if not (proofs := sorted(args.check.rglob(MANIFEST))):
+        raise ReactClipError(f"{args.check} holds no {MANIFEST}; give a folder that `react-clip rank --proof` wrote")
+    cells = []
+    for path in proofs:
+        found, notes = check_proof(path.parent, device=args.device, progress=not args.quiet)
+        cells += found
+        for note in notes:
+            common.notice(args, f"note: {note}")
+    failed = [cell for cell in cells if not cell.passed]
+    flips, answers = sum(cell.flips for cell in cells), sum(cell.answers for cell in cells)
+    lines = [
+        f"{'differs' if not cell.passed else 'within rounding'}: {cell}"
+        for cell in cells
+        if cell.flips or not cell.passed
+    ]
+    lines.append(f"{len(cells)} cells checked, {len(failed)} differ; {flips} of {answers} answers differ")
+    common.print_result(args, {"passed": not failed, "cells": [asdict(cell) for cell in cells]}, lines)
+    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------------- a defence of the user's
@@ -85,6 +127,7 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     recipe = Recipe.load(path)
     mine = LabelledDefense(label=type(defense).label, defense=defense)
     limit = recipe.limit if args.limit is None else args.limit
+    recipe = recipe.with_seeds_and_budgets(args.seed, args.seeds, args.eps)
     recipe = recipe.replace(limit=limit, defenses=(*recipe.defenses, mine))
     folder: Path = args.run_dir or run_folder(type(defense).__name__, recipe)
     location = {"root": args.data, "heads": args.heads, "device": args.device}

@@ -45,19 +45,26 @@ NO_SELF_CHECK = SelfCheck(False, "", 0, math.nan, math.nan, _SELF_CHECK_LIMIT)
 """The result if the check was switched off, as for towers that were finetuned to be robust."""
 
 
-def self_check(recipe: Recipe, subject: EvaluationSet) -> SelfCheck:
+def self_check(recipe: Recipe, subject: EvaluationSet, store: ShardStore) -> SelfCheck:
     """The self-check on a few images of the first set, spread over it, before the run; raises if the attack fails."""
     if not recipe.self_check:
         return NO_SELF_CHECK
     # Images made for another model need not break this one, but must break the one that they were made for.
     victim = subject.attack_clf if recipe.threat == TRANSFER else subject.clf
     rows = torch.linspace(0, len(subject) - 1, min(len(subject), _SELF_CHECK_IMAGES)).long().tolist()
-    log.info("self-check: PGD-10 at 1/255 on %d images of %s", len(rows), subject.name)
-    x = subject.batch(rows)
-    y = subject.labels[rows].to(x.device)
-    adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
-    with torch.no_grad():
-        clean, robust = (float((victim(images).argmax(-1) == y).double().mean()) for images in (x, adversarial))
+
+    def right_answers() -> Tensors:
+        log.info("self-check: PGD-10 at 1/255 on %d images of %s", len(rows), subject.name)
+        x = subject.batch(rows)
+        y = subject.labels[rows].to(x.device)
+        adversarial = _PGD(subject.attack_clf, x, y, seed=recipe.seed).images
+        with torch.no_grad():
+            return {"right": torch.stack([victim(images).argmax(-1) == y for images in (x, adversarial)])}
+
+    about = {"attack": repr(_PGD), "seed": recipe.seed, "threat": recipe.threat, "rows": rows}
+    about |= {"code": subject.code(_PGD), **subject.identity}
+    stored = store.get((subject.name, "checks", "self-check"), about, right_answers).tensors["right"]
+    clean, robust = stored.double().mean(1).tolist()
     check = SelfCheck(True, subject.name, len(rows), clean, robust, _SELF_CHECK_LIMIT)
     if not clean:
         raise ReactClipError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from react_clip.attacks.base import ADAPTIVE
+from react_clip.config import read_length, write_length
 from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, MEAN, title_of
 
@@ -42,6 +44,8 @@ class Row:
     """As the paper counts: right on the image, whatever the answer on the clean one."""
     paper_low: float
     paper_high: float
+    by_seed: tuple[float, ...]
+    """Accuracy with each seed of the defences' random draws."""
     worst: float
     """Only images that are right in every draw."""
     majority: float
@@ -87,9 +91,9 @@ def attacks_of(images: pd.DataFrame) -> list[tuple[str, float]]:
     return list(images[["attack", "eps"]].drop_duplicates().itertuples(index=False, name=None))
 
 
-def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]:
-    """One row per set, attack, budget and defence; ``worst_of`` names attacks whose worst case has rows of its own."""
-    for table in (images, _worst_case(images, worst_of)) if worst_of else (images,):
+def rows_of(images: pd.DataFrame, recipe: Mapping[str, Any]) -> Iterator[Row]:
+    """One row per set, attack, budget and defence, also for the worst case of the attacks that ``worst_of`` names."""
+    for table in (images, _worst_case(images, recipe)) if recipe.get("worst_of") else (images,):
         right = table["clean_prediction"] == table["label"]
         counted = right & (table["attacked"] | (table["attack"] == CLEAN))
         leaked = table["correct"] & table["attacked"] & ~right
@@ -98,6 +102,8 @@ def rows_of(images: pd.DataFrame, worst_of: Sequence[str] = ()) -> Iterator[Row]
         means = ("robust", "correct", "gate_rate", "passes", "backward_passes")
         sets = answers.agg({"threat": "first", "scoring": "first", "leakage": "sum", **dict.fromkeys(means, "mean")})
         sets["leakage"] /= answers["draw"].nunique()
+        draws = table.groupby([*KEY, "draw"], sort=True, observed=True)["robust"].mean()
+        sets["by_seed"] = draws.groupby(KEY, sort=False, observed=True).agg(tuple)
         each = table.groupby([*KEY, "index"], sort=False, observed=True).agg({"attacked": "first", "robust": "mean"})
         each = each.assign(n=1, worst=each["robust"] == 1, majority=each["robust"] > 0.5).groupby(KEY, observed=True)
         sets = sets.join(each.agg({"n": "sum", "attacked": "sum", "worst": "mean", "majority": "mean"})).reset_index()
@@ -123,15 +129,30 @@ def _mean(sets: Sequence[Mapping[str, Any]], dataset: str) -> Row:
     for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
         measured = [numbers[name] for numbers in sets if not math.isnan(numbers[name])]
         values[name] = math.fsum(measured) / len(measured) if measured else math.nan
+    values["by_seed"] = tuple(
+        math.fsum(each) / len(sets) for each in zip(*(numbers["by_seed"] for numbers in sets), strict=True)
+    )
     leaked = values["leakage"] / values["n"]
     return Row(**{**sets[0], **values, "dataset": dataset, "leakage_fraction": leaked})
 
 
-def _worst_case(images: pd.DataFrame, titles: Sequence[str]) -> pd.DataFrame:
+def distinct_attacks(recipe: Mapping[str, Any], attacks: Sequence[tuple[str, float]]) -> int:
+    """The number of different attacks: at 4/255, steps of eps/4 are steps of 1/255 under another name."""
+    settings = {}
+    for entry in recipe.get("attacks", ()):
+        eps, values = read_length(entry.get("eps", 0.0)), {**entry, "label": ""}
+        if entry.get("step_size") == "eps/4":
+            values["step_size"] = write_length(eps / 4)
+        settings[title_of(entry["label"], eps)] = json.dumps(values, sort_keys=True)
+    return len({settings.get(title, title) for title in (title_of(*at) for at in attacks)})
+
+
+def _worst_case(images: pd.DataFrame, recipe: Mapping[str, Any]) -> pd.DataFrame:
     """The worst case per image over some attacks: right only if it is right under each of them.
 
     ``all`` stands for all attacks, without natural damage. The budget is the largest one; gates and passes are means.
     """
+    titles = recipe["worst_of"]
     wanted = [at for at in attacks_of(images) if (at[1] and "all" in titles) or title_of(*at) in titles]
     chosen = images[[at in wanted for at in zip(images["attack"], images["eps"], strict=True)]]
     rules = dict.fromkeys(("label", "clean_prediction", "threat", "scoring"), "first")
@@ -139,7 +160,9 @@ def _worst_case(images: pd.DataFrame, titles: Sequence[str]) -> pd.DataFrame:
     rules |= dict.fromkeys(("gated", "passes", "backward_passes"), "mean")
     # Row order is that of the defences in the run.
     worst = chosen.groupby(["dataset", "defense", "draw", "index"], sort=False, observed=True).agg(rules).reset_index()
-    return worst.assign(attack=f"worst of {len(wanted)}", eps=max((eps for _, eps in wanted), default=0.0))
+    return worst.assign(
+        attack=f"worst of {distinct_attacks(recipe, wanted)}", eps=max((eps for _, eps in wanted), default=0.0)
+    )
 
 
 def attack_rows(images: pd.DataFrame) -> Iterator[AttackRow]:

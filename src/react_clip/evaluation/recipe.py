@@ -58,6 +58,7 @@ Label = Annotated[Line, Field(min_length=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 # YAML reads `none` as text and `null` as nothing; both mean that no image is stored.
 Store = Annotated[Literal["uint8", "none"], BeforeValidator(lambda value: value or "none")]
+RunSeed = Annotated[int, Field(ge=0, lt=2**31)]
 Labels = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Several, or one without brackets."""
 
@@ -129,10 +130,10 @@ class Recipe(Configuration):
     """Precision of the encoder that attacks are crafted on; ``None`` takes that of the defended encoder."""
     limit: Count | None = None
     """Most images per set."""
-    draws: Count = 1
-    """Answers of each defence per image, with seeds ``seed``, ``seed + 1``, ..."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of attacks and defences."""
+    seed: RunSeed = 0
+    """Seed of the attacks."""
+    seeds: tuple[RunSeed, ...] = ()
+    """Seeds of the defences' random draws: one answer per image for each; by default ``seed``."""
     scoring: Literal["leakage_free", "attack_all"] = "leakage_free"
     """``leakage_free``: attack only images that undefended CLIP gets right; accuracy counts all images."""
     threat: Literal["oblivious", "transfer", "adaptive"] = "oblivious"
@@ -156,6 +157,8 @@ class Recipe(Configuration):
                 raise ReactClipError(f"{name} is empty; name at least one")
         if MEAN in self.datasets:
             raise ReactClipError(f"a data set is called {MEAN!r}, as the mean over sets is; rename its folder")
+        object.__setattr__(self, "seeds", self.seeds or (self.seed,))
+        _check_unique("seed", self.seeds, "name each once")
         _check_unique("data set", self.datasets, "name each once")
         _check_unique("attack", [attack.title for attack in self.attacks], "give one of them a label")
         _check_unique("defence", [defense.label for defense in self.defenses], "give one of them a label")
@@ -183,15 +186,26 @@ class Recipe(Configuration):
                     f"{' or '.join(item.attack.threats)}; for it set threat: {item.attack.threats[0]}"
                 )
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The defence's seed of each draw."""
-        return tuple(range(self.seed, self.seed + self.draws))
-
     def with_sets_under(self, root: Path) -> Self:
         """A copy with group names such as ``downstream`` or ``all`` replaced by the sets that they stand for."""
         names = dict.fromkeys(name for word in self.datasets for name in _sets_of(word, root))
         return self.replace(datasets=tuple(names))
+
+    def with_seeds_and_budgets(
+        self, seed: int | None, seeds: Sequence[int] | None, budgets: Sequence[float] | None
+    ) -> Self:
+        """A copy with those that are not ``None``; attacks that differ only in their budget become one of each.
+
+        A new ``seed`` is also that of the defences where these had the same one and no other.
+        """
+        changes: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if seeds or (seed is not None and self.seeds == (self.seed,)):
+            changes["seeds"] = tuple(seeds or ())
+        if budgets:
+            each = [(item, eps) for item in self.attacks for eps in (budgets if item.eps else (0.0,))]
+            copies = [LabelledAttack(item.label, item.attack.replace(eps=eps)) for item, eps in each]
+            changes["attacks"] = tuple(dict.fromkeys(copies))
+        return self.replace(**changes)
 
     def fingerprint(self) -> str:
         """SHA-256 of the whole configuration."""
@@ -248,7 +262,7 @@ def title_of(attack: str, eps: float) -> str:
     return f"{attack} {format_eps(eps)}" if eps and not attack.startswith("worst of") else attack
 
 
-def _check_unique(what: str, labels: Sequence[str], way_out: str) -> None:
+def _check_unique(what: str, labels: Sequence[object], way_out: str) -> None:
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ReactClipError(f"{what} {twice[0]!r} is there {labels.count(twice[0])} times; {way_out}")
 

@@ -120,13 +120,18 @@ class EvaluationResult:
     scoring = property(lambda self: str(self.recipe["scoring"]))
     dtype = property(lambda self: str(self.recipe["dtype"]))
     attack_dtype = property(lambda self: str(self.recipe.get("attack_dtype") or self.dtype))
-    draws = property(lambda self: int(self.recipe["draws"]))
-    seeds = property(lambda self: tuple(range(self.recipe["seed"], self.recipe["seed"] + self.draws)))
+    draws = property(lambda self: len(self.seeds))
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds of the defences' random draws."""
+        first = int(self.recipe["seed"])  # runs of earlier versions have a number of draws
+        return tuple(self.recipe.get("seeds") or range(first, first + self.recipe["draws"]))
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row per set, attack, budget and defence."""
-        return tuple(rows_of(self.images, self.recipe.get("worst_of", ())))
+        return tuple(rows_of(self.images, self.recipe))
 
     @cached_property
     def means(self) -> tuple[Row, ...]:

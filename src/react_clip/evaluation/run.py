@@ -35,8 +35,8 @@ def evaluate(
     attacks: Sequence[Attack | str] | Mapping[str, Attack] = (),
     attack_clf: ZeroShotClassifier | None = None,
     title: str = "Evaluation",
-    draws: int = 1,
     seed: int = 0,
+    seeds: Sequence[int] = (),
     scoring: str = "leakage_free",
     threat: str = "oblivious",
     store: str = "uint8",
@@ -60,8 +60,9 @@ def evaluate(
         attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
             encoder if the threat is ``transfer``).
         title: title of the result.
-        draws: how often each defence answers with fresh noise, with seeds ``seed, seed + 1, ...``.
-        seed: seed of the attacks and of the first draw.
+        seed: seed of the attacks.
+        seeds: seeds of the defences' random draws, such as ``[0, 1, 2]``: each defence answers once for each; by
+            default ``seed``.
         scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
             counts the leakage.
         threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
@@ -80,8 +81,8 @@ def evaluate(
         "title": title,
         "dtype": _dtype_name(clf),
         "attack_dtype": _dtype_name(attack_clf or clf),
-        "draws": draws,
         "seed": seed,
+        "seeds": tuple(seeds),
         "scoring": scoring,
         "threat": threat,
         "transfer_model": attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
@@ -117,7 +118,7 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
             device = device_name(subject.clf.device)
             log.info("%s: %d images, %d classes, on %s", subject.name, len(subject), len(subject.clf.names), device)
             if not infos:
-                check = checks.self_check(recipe, subject)
+                check = checks.self_check(recipe, subject, store)
             infos.append(subject.info)
             tables.append(SetRunner(recipe, subject, store).run(progress=progress))
             if len(infos) == 1:

@@ -25,7 +25,7 @@ from react_clip.errors import ReactClipError
 from react_clip.evaluation.numbers import PART
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import PIXELS, Shard, ShardStore, Tensors
+from react_clip.evaluation.store import CLASSES, PIXELS, Shard, ShardStore, Tensors
 from react_clip.optional import require
 from react_clip.preprocess import to_float
 from react_clip.storage import tensor_digest
@@ -61,11 +61,16 @@ class SetRunner:
     def run(self, *, progress: bool = False) -> pd.DataFrame:
         """The answers of the whole set, see :mod:`react_clip.evaluation.results`."""
         pd = require("pandas", "evaluating", extra="eval")
-        answers = len(self.spans()) * len(self.recipe.defenses) * self.recipe.draws * (1 + len(self.recipe.attacks))
+        answers = (
+            len(self.spans()) * len(self.recipe.defenses) * len(self.recipe.seeds) * (1 + len(self.recipe.attacks))
+        )
         # In a log file a line every half minute is enough.
         interval = 0.5 if sys.stderr.isatty() else 30.0
         options: dict[str, Any] = {"desc": self.subject.name, "unit": "batch", "mininterval": interval}
         with tqdm(total=answers, disable=not progress, **options) as self.bar:
+            if self.recipe.images.store != "none":
+                about, features = {"work": "class features"}, {"features": self.subject.clf.class_features}
+                self._shard("classes", (CLEAN, CLASSES), (0, len(self.subject)), about, lambda: features)
             images = pd.concat([self.outcomes(span) for span in self.spans()], ignore_index=True)
         texts = {"dataset": self.subject.name, "scoring": self.recipe.scoring, "threat": self.recipe.threat}
         images = images.assign(attack_seed=self.recipe.seed, **texts)
@@ -87,7 +92,7 @@ class SetRunner:
         photos = pd.DataFrame(columns)
         photos = photos.assign(attack=CLEAN, eps=0.0, plain_prediction=prediction, queries=0.0)
         photos = photos.assign(attacked=False, attack_success=False, crafted_success=False)
-        asked = list(itertools.product(self.recipe.defenses, range(self.recipe.draws)))
+        asked = list(itertools.product(self.recipe.defenses, range(len(self.recipe.seeds))))
         frames = []
         for chosen, draw in asked:
             answers = self._answers(CLEAN, span, chosen, draw, clean)
@@ -194,7 +199,7 @@ class SetRunner:
         defense, seed = chosen.defense, self.recipe.seeds[draw]
         about = {"work": "defence", "defense": defense.to_dict(), "defense_seed": seed}
         about |= {"code": self.subject.code(defense), "source": images.shard.digest}
-        stage = f"{title}, {chosen.label}" + (f", draw {draw + 1}" if self.recipe.draws > 1 else "")
+        stage = f"{title}, {chosen.label}" + (f", seed {seed}" if len(self.recipe.seeds) > 1 else "")
 
         def ask() -> Tensors:
             answer = defense(self.subject.clf, images.pixels(), seed=seed)
@@ -203,7 +208,7 @@ class SetRunner:
             softmax = answer.logits.detach().amin(1).ge(0.0) & answer.logits.sum(1).sub(1.0).abs().lt(1e-4)
             return {"prediction": answer.labels.int(), "gated": answer.gated, "softmax": softmax, **numbers}
 
-        shard = self._shard(stage, (title, chosen.label, f"draw-{draw}"), span, about, ask)
+        shard = self._shard(stage, (title, chosen.label, f"seed-{seed}"), span, about, ask)
         self.bar.update()
         return {name: tensor.numpy() for name, tensor in shard.tensors.items()}
 

@@ -33,6 +33,8 @@ log = logging.getLogger("react_clip.evaluation")
 RECIPE, TABLES, SHARDS = "recipe.yaml", "tables", "shards"
 PIXELS = "images"
 """Name of shards that hold pixels, and of the pixels in them."""
+CLASSES = "classes"
+"""Name of shards that hold class features."""
 
 Tensors = dict[str, Tensor]
 _HEADER = "react-clip"
@@ -73,10 +75,15 @@ class _LogFile(logging.FileHandler):
         """Drop the line."""
 
 
-def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe into a new folder; refuse a folder that holds another recipe.
+_GROWING = ("datasets", "attacks", "defenses", "seeds")
+_DESCRIBING = ("title", "paper", "worst_of", "self_check")
+"""Keys that change no shard."""
 
-    ``self_check`` may differ: it decides whether a result is reported, and changes no shard.
+
+def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe into a new folder, or one that a finished or interrupted run has grown to.
+
+    Data sets, attacks, defences and seeds may be added, never changed or left out: no answer of a run is lost.
     """
     path, asked = folder / RECIPE, recipe.to_dict()
     if path.exists():
@@ -84,12 +91,20 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
             stored = read_yaml(path)
         except ReactClipError as error:
             raise ReactClipError(f"{error}; remove it to continue, or choose another --out") from None
-        keys = [key for key in asked if stored.get(key) != asked[key] and key != "self_check"]
+        keys = [key for key in asked if stored.get(key) != asked[key] and key not in (*_GROWING, *_DESCRIBING)]
         if keys or stored.keys() != asked.keys():
             raise ReactClipError(
                 f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}"
                 "; ask for the same values to continue it, or choose another --out"
             )
+        for key in _GROWING:
+            for item in stored[key]:
+                if item not in asked[key]:
+                    name = item["label"] if isinstance(item, dict) else item
+                    raise ReactClipError(
+                        f"{folder} holds a run with {name!r} among its {key}, which is missing now or differs; a run "
+                        "only grows: ask for it as it was, or choose another --out"
+                    )
     elif existing := [name for name in (RESULT, IMAGES) if (folder / name).exists()]:
         raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
     recipe.save(path)

@@ -79,11 +79,11 @@ def validate(
         images += len(dataset)
         sets[name] = f"{len(dataset):,} images, {len(dataset.class_names):,} classes, {source.description}"
     crafted = images * len(recipe.attacks) * (len(recipe.defenses) if recipe.threat == ADAPTIVE else 1)
-    answers = images * len(recipe.defenses) * recipe.draws * (1 + len(recipe.attacks))
+    answers = images * len(recipe.defenses) * len(recipe.seeds) * (1 + len(recipe.attacks))
     # A stored image has three bytes a pixel, clean ones included; an answer about 120 in its shard and in Parquet. A
     # shard has a header, and all shards but the last of a set hold a whole batch.
     stored = 0 if recipe.images.store == "none" else 3 * size**2
-    shards = (2 * images + crafted + answers) // recipe.batch + 2 * len(sets) * len(recipe.defenses) * recipe.draws
+    shards = (2 * images + crafted + answers) // recipe.batch + 2 * len(sets) * len(recipe.defenses) * len(recipe.seeds)
     needed, free = stored * (images + crafted) + 120 * answers + 4096 * (shards + 16), _free(Path(folder))
     if needed > free:
         problems.append(

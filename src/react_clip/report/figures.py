@@ -1,4 +1,4 @@
-"""The eight kinds of figure of a run; for a kind without data, one line says what is missing.
+"""The seven kinds of figure of a run; for a kind without data, one line says what is missing.
 
 Budgets are in 255ths of the pixel range (0 for clean images), accuracies and fractions in per cent. Accuracy is strict:
 an attacked image counts as right only if the defence is right about it clean as well as attacked.
@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from react_clip.defenses import ReACT
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 MEASURED = 0.95
 """Least fraction of images on which a diagnostic must be known: the gate skips some, and not at random."""
+_INTERVAL = ["low", "accuracy", "high"]
 _ANSWERS = {
     *("dataset", "scoring", "threat", "attack", "defense", "eps", "draw", "seed", "attack_seed", "index", "label"),
     *("clean_prediction", "plain_prediction", "prediction", "attacked", "attack_success", "crafted_success"),
@@ -120,31 +123,26 @@ def _over_budget(result: EvaluationResult, column: str, name: str) -> Figure:
 
 
 def accuracy_over_passes(result: EvaluationResult) -> Figure:
-    """Accuracy against work per image, clean and as the mean over attacks; a backward pass counts as two."""
+    """Accuracy under the worst attack against work per image; the colour is the loss on clean images."""
     means = _means(result)
-    means["work"] = means["passes"] + 2 * means["backward_passes"].fillna(0)
-    if not means["work"].notna().any():
+    worst = _attacked(means).sort_values("accuracy").groupby("defense").first()
+    work = worst["passes"] + 2 * worst["backward_passes"].fillna(0)
+    if not work.notna().any():
         raise MissingDataError("it did not count encoder passes")
-    parts = {"clean images": means[means["attack"] == CLEAN], "mean over attacks": _attacked(means)}
-    figure = _panels(
-        list(parts),
-        lambda axes, part: _points(axes, result, parts[part].groupby("defense")[["work", *_INTERVAL]].mean(), "work"),
-        "encoder passes per image, forward + 2 × backward, log scale",
-        "accuracy in %",
-    )
-    for axes in figure.axes:
-        axes.set_xscale("log")
-    return figure
-
-
-def accuracy_over_clean(result: EvaluationResult) -> Figure:
-    """Accuracy under the attack that leaves a defence least, against its accuracy on clean images."""
-    means = _means(result)
-    worst = _attacked(means).sort_values("accuracy").groupby("defense")[_INTERVAL].first()
-    clean = 100 * means[means["attack"] == CLEAN].set_index("defense")["accuracy"]
+    images = result.images[result.images["attack"] == CLEAN]
+    plain = (images["clean_prediction"] == images["label"]).groupby(images["dataset"], observed=True).mean().mean()
+    lost = 100 * (plain - means[means["attack"] == CLEAN].set_index("defense")["accuracy"])
+    scale = ScalarMappable(Normalize(0, max(5.0, lost.max())), "viridis_r")
     figure = new_figure()
-    axes = style_axes(figure.add_subplot(), "accuracy on clean images in %", "accuracy under the worst attack in %")
-    _points(axes, result, worst.assign(clean=clean), "clean")
+    x = "encoder passes per attacked image, forward + 2 × backward, log scale"
+    axes = style_axes(figure.add_subplot(), x, "accuracy under the worst attack in %")
+    for label, line in lines_of(defenses_of(result)).items():
+        row, colour = 100 * worst.loc[label, _INTERVAL], scale.to_rgba(lost[label])
+        axes.vlines(work[label], row["low"], row["high"], color=colour, alpha=0.6)
+        point = {"marker": line["marker"], "linestyle": "none", "markersize": 6, "color": colour}
+        axes.plot([work[label]], [row["accuracy"]], label=label, **point)
+    axes.set_xscale("log")
+    figure.colorbar(scale, ax=axes, label="points lost on clean images")
     legend(figure)
     return figure
 
@@ -167,18 +165,6 @@ def sets_as_heat_map(result: EvaluationResult) -> Figure:
         colour = "black" if value > 60 else "white"
         axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=SMALL, color=colour)
     return figure
-
-
-_INTERVAL = ["low", "accuracy", "high"]
-
-
-def _points(axes: Axes, result: EvaluationResult, rows: pd.DataFrame, x: str) -> None:
-    """One marker with its interval for every defence."""
-    for label, line in lines_of(defenses_of(result)).items():
-        if label in rows.index:
-            row = rows.loc[label]
-            axes.vlines(row[x], 100 * row["low"], 100 * row["high"], color=line["color"], alpha=0.6)
-            axes.plot([row[x]], [100 * row["accuracy"]], label=label, **{**line, "linestyle": "none", "markersize": 6})
 
 
 # ---------------------------------------------------------------------- diagnostics of the defences
@@ -353,13 +339,9 @@ KINDS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
     ),
     "passes": (
         "Accuracy over encoder passes",
-        "Accuracy against work per image, a backward pass counted as two; bars are 95 % intervals.",
+        "Accuracy under the attack that leaves each defence least (the worst case over several, where the run has it), "
+        "against work per image, a backward pass counted as two; bars are 95 % intervals.",
         accuracy_over_passes,
-    ),
-    "clean": (
-        "Accuracy under attack over clean accuracy",
-        "Accuracy under the attack that leaves each defence least, against its clean accuracy.",
-        accuracy_over_clean,
     ),
     "sets": ("Data sets", "Accuracy under the attack that leaves least in the mean.", sets_as_heat_map),
     "scores": (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +116,7 @@ def all_tables(result: EvaluationResult) -> list[Table]:
         words += "defence is right about it attacked"
         tables.insert(1, _by_attack(result, "accuracy_as_in_the_paper", words, _paper_accuracy))
     if result.draws > 1:
-        words = f"accuracy in %, {over(result)}, of images that are right in all of {result.draws} draws of the noise"
-        tables.append(_by_attack(result, "draws", words, lambda row: Cell(100 * row.worst)))
+        tables.append(_seeds(result))
     return [*tables, _attack_table(result)] if result.attacks else tables
 
 
@@ -148,6 +149,25 @@ def _by_attack(
     return Table(name, caption(result, what), (*header, *(title_of(*attack) for attack in attacks)), lines)
 
 
+def _seeds(result: EvaluationResult) -> Table:
+    """Mean and spread over the seeds of the defences' random draws."""
+    parts: dict[str, Callable[[Row], Cell]] = {
+        "mean": lambda row: Cell(100 * row.accuracy),
+        "standard deviation": lambda row: Cell(100 * statistics.stdev(row.by_seed)),
+        "worst seed": lambda row: Cell(100 * min(row.by_seed)),
+        "right with every seed": lambda row: Cell(100 * row.worst),
+    }
+    words = f"accuracy in %, {over(result)}, over the seeds {', '.join(map(str, result.seeds))} of the defences"
+    tables = [_by_attack(result, "seeds", words, cell) for cell in parts.values()]
+    rows = tuple(
+        ((*labels, part), cells)
+        for defense in zip(*(table.rows for table in tables), strict=True)
+        for part, (labels, cells) in zip(parts, defense, strict=True)
+    )
+    header = ("defence", "over the seeds", *tables[0].header[1:])
+    return dataclasses.replace(tables[0], header=header, rows=rows)
+
+
 def _accuracy(row: Row) -> Cell:
     return Cell(100 * row.accuracy, 100 * row.low, 100 * row.high)
 
@@ -161,17 +181,18 @@ def _detection(row: Row) -> Cell:
 
 
 def _attack_table(result: EvaluationResult) -> Table:
-    """Success of the attacks, on undefended CLIP or on the defence that they know."""
-    lines = tuple(
-        (
-            (row.dataset, title_of(row.attack, row.eps), row.defense, row.part),
-            tuple(Cell(value, digits=0) for value in (row.attacked, 100 * row.success_rate, row.lost, row.queries)),
-        )
-        for row in result.attacks
-    )
-    header = ("data set", "attack", "defence that it knows", "part of the suite", "attacked", "success in %")
+    """Success of the attacks and of the members of suites, on undefended CLIP or on the defence that they know."""
+    last = {(row.dataset, row.attack, row.eps, row.defense): row.part for row in result.attacks}
+    lines = []
+    for row in result.attacks:
+        number, count = re.findall(r"^(\d+) of (\d+):|$", last[row.dataset, row.attack, row.eps, row.defense])[0]
+        part = row.part or (f"ended after {number} of {count}" if number != count else "")
+        numbers = (row.attacked, row.attacked * row.success_rate, 100 * row.success_rate, row.lost, row.queries)
+        texts = (row.dataset, title_of(row.attack, row.eps), row.defense, part)
+        lines.append((texts, tuple(Cell(value, digits=0) for value in numbers)))
+    header = ("data set", "attack", "defence that it knows", "part of the suite", "attacked", "broken", "success in %")
     what = "what the attacks do to undefended CLIP, or to the defence that they know"
-    return Table("attacks", caption(result, what), (*header, "lost to rounding", "forward passes"), lines)
+    return Table("attacks", caption(result, what), (*header, "lost to rounding", "forward passes"), tuple(lines))
 
 
 def caption(result: EvaluationResult, what: str) -> str:

@@ -83,7 +83,7 @@ class _Worker:
         shards = list[dict[str, Any]]()
         for runner in self._runners(*self._recipe.datasets):
             if not shards:
-                checks.self_check(self._recipe, runner.subject)
+                checks.self_check(self._recipe, runner.subject, runner.store)
             shards += [{"dataset": runner.subject.name, "start": start, "stop": stop} for start, stop in runner.spans()]
         return shards
 

@@ -1,0 +1,200 @@
+"""Proofs: an honest one passes, rounding is counted, and whatever is missing, changed or made up is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import react_clip as rc
+from react_clip import storage
+from react_clip.cli import main
+from react_clip.evaluation import Recipe, run_recipe
+from react_clip.evaluation.proof import MANIFEST, check_proof, write_proof
+
+RECIPE = """
+title: Tiny
+model: {model}
+datasets: [toys]
+attacks: [{{kind: pgd, steps: 2, eps: 8/255}}, {{kind: corruption, type: noise, severity: 0.1}}]
+defenses: [{{kind: undefended, label: CLIP}}, {{kind: react, calibrated: false, label: ReACT, tau: 0.2, views: 2}}]
+seeds: [3, 5]
+batch: 8
+self_check: false
+"""
+CELLS = 1 + 2 * 3
+"""What is attacked; two defences on clean photos and under two attacks."""
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a tiny CLIP over twelve random photos."""
+    place = tmp_path_factory.mktemp("proof")
+    (place / "tiny.yaml").write_text(RECIPE.format(model=tiny_folder))
+    for number in range(12):
+        folder = place / "data" / "toys" / "test" / f"class {number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (32, 32, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    run_recipe(Recipe.load(place / "tiny.yaml"), place / "run", root=place / "data", progress=False)
+    return place / "run"
+
+
+@pytest.fixture
+def proof(run: Path, tmp_path: Path) -> Path:
+    return write_proof(run, tmp_path / "proof").parent
+
+
+def test_an_honest_proof_passes_without_the_data(proof: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells, notes = check_proof(proof, progress=False)
+    assert (len(cells), notes) == (CELLS, [])
+    assert all(cell.passed and not cell.flips and cell.claimed == cell.found for cell in cells)
+    result = rc.EvaluationResult.load(run)
+    claimed = {(cell.attack, cell.defense): cell.claimed for cell in cells[1:]}
+    for row in result.rows:
+        title = f"{row.attack} 8/255" if row.eps else row.attack
+        assert claimed[title, row.defense] == pytest.approx(row.accuracy)
+    manifest = json.loads((proof / MANIFEST).read_text())
+    assert (manifest["seeds"], manifest["package"]) == ([3, 5], result.package)
+    assert {"commit", "command", "versions", "device"} <= manifest.keys()
+    assert main(["rank", "--check", str(proof), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{CELLS} cells checked, 0 differ; 0 of {12 + 24 * 6} answers differ\n"
+
+
+def test_rank_writes_a_proof_of_each_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = str(tmp_path / "ranking.html")
+    assert main(["rank", str(run), "--proof", str(tmp_path / "p"), "--out", page, "--quiet"]) == 0
+    assert (tmp_path / "p" / MANIFEST).is_file()
+    assert main(["rank", str(run), "--proof", str(tmp_path / "p"), "--out", page]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["rank", "--check", str(run)]) == 2
+    assert f"holds no {MANIFEST}" in capsys.readouterr().err
+    for shard in shutil.copytree(run, tmp_path / "bare").rglob("images/*.safetensors"):
+        shard.unlink()
+    with pytest.raises(rc.ReactClipError, match=r"holds no images; run the evaluation again with `images: {store"):
+        write_proof(tmp_path / "bare", tmp_path / "of-bare")
+
+
+def shard_of(proof: Path) -> Path:
+    return sorted(proof.glob("shards/toys/pgd*/images/*.safetensors"))[0]
+
+
+def sign_again(proof: Path) -> None:
+    """Write the hashes of changed files, as somebody would who makes something up."""
+    manifest = json.loads((proof / MANIFEST).read_text())
+    manifest["files"] = {name: storage.sha256_of(proof / name) for name in manifest["files"]}
+    (proof / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["images.parquet", "result.json", "recipe.yaml", ""])
+def test_a_changed_or_missing_file_is_named_and_nothing_is_counted(proof: Path, name: str) -> None:
+    file = proof / name if name else shard_of(proof)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(rc.ReactClipError, match=f"{file.name} has another hash .* nothing was checked"):
+        check_proof(proof, progress=False)
+    file.unlink()
+    with pytest.raises(rc.ReactClipError, match=f"{file.name} is missing; nothing was checked"):
+        check_proof(proof, progress=False)
+
+
+def change_shard(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], None]:
+    def forge(proof: Path) -> None:
+        save_file(change(load_file(shard_of(proof))), shard_of(proof))
+        sign_again(proof)
+
+    return forge
+
+
+def leave_out(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor[1:].clone() for name, tensor in tensors.items()}
+
+
+def exceed(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {**tensors, "images": 255 - tensors["images"]}
+
+
+def add_a_file(proof: Path) -> None:
+    shutil.copy(shard_of(proof), shard_of(proof).with_name("9.safetensors"))
+
+
+def lead_outside(proof: Path) -> None:
+    manifest = json.loads((proof / MANIFEST).read_text())
+    (proof / MANIFEST).write_text(json.dumps({**manifest, "files": {**manifest["files"], "../x": ""}}))
+    (proof.parent / "x").touch()
+
+
+@pytest.mark.parametrize(
+    ("forge", "error"),
+    [
+        (change_shard(leave_out), "has no image of photo"),
+        (change_shard(exceed), r"exceeds the budget by .*/255"),
+        (add_a_file, r"9\.safetensors is not in manifest.json"),
+        (lead_outside, "which is outside of the folder"),
+        (lambda proof: (proof / MANIFEST).write_text("{}"), "is no manifest of a proof"),
+        (lambda proof: (proof / MANIFEST).write_text('{"files": {}, "package": ""}'), "no hash of result.json"),
+    ],
+)
+def test_images_that_are_missing_or_were_not_allowed_are_refused(
+    proof: Path, forge: Callable[[Path], object], error: str
+) -> None:
+    forge(proof)
+    with pytest.raises(rc.ReactClipError, match=error) as caught:
+        check_proof(proof, progress=False)
+    assert "nothing was checked" in str(caught.value) or "write the proof again" in str(caught.value)
+
+
+def forge_answers(proof: Path, count: int, columns: dict[str, Any]) -> None:
+    """Change columns of some answers of ReACT under PGD."""
+    frame = pd.read_parquet(proof / "images.parquet")
+    rows = frame.index[(frame["defense"] == "ReACT") & (frame["attack"] == "pgd-2")][:count]
+    for name, change in columns.items():
+        frame.loc[rows, name] = change(frame.loc[rows])
+    frame.to_parquet(proof / "images.parquet", index=False)
+    sign_again(proof)
+
+
+def test_rounding_is_counted_and_made_up_answers_fail(proof: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {"prediction": lambda rows: 1 - rows["prediction"]}
+    forge_answers(proof, 1, {**other, "robust": lambda rows: rows["robust"]})
+    assert main(["rank", "--check", str(proof), "--quiet"]) == 0, "one answer of 24"
+    out = capsys.readouterr().out
+    assert "within rounding: toys, pgd-2 8/255, ReACT: 1 of 24 answers differ; accuracy" in out
+    forge_answers(proof, 4, other)
+    assert main(["rank", "--check", str(proof), "--json", "--quiet"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    failed = [cell for cell in document["cells"] if not cell["passed"]]
+    assert [(cell["attack"], cell["defense"], cell["flips"]) for cell in failed] == [("pgd-2 8/255", "ReACT", 3)]
+
+
+def test_scores_that_do_not_follow_from_the_answers_fail(proof: Path) -> None:
+    forge_answers(proof, 24, {"robust": lambda rows: ~rows["robust"].to_numpy(bool) | True})
+    cells, _ = check_proof(proof, progress=False)
+    assert [(cell.defense, cell.flips, cell.claimed) for cell in cells if not cell.passed] == [("ReACT", 0, 1.0)]
+
+
+def test_photos_said_to_be_spared_still_need_their_images(proof: Path) -> None:
+    frame = pd.read_parquet(proof / "images.parquet")
+    frame.assign(attacked=False).to_parquet(proof / "images.parquet", index=False)
+    shutil.rmtree(shard_of(proof).parent)
+    manifest = json.loads((proof / MANIFEST).read_text())
+    manifest["files"] = {name: digest for name, digest in manifest["files"].items() if "/pgd" not in name}
+    (proof / MANIFEST).write_text(json.dumps(manifest))
+    sign_again(proof)
+    with pytest.raises(rc.ReactClipError, match=r"pgd-2-.*images holds no images"):
+        check_proof(proof, progress=False)
+
+
+def test_another_revision_is_a_note(proof: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((proof / MANIFEST).read_text())
+    (proof / MANIFEST).write_text(json.dumps({**manifest, "package": "other", "commit": "1234567890abcdef"}))
+    assert main(["rank", "--check", str(proof)]) == 0
+    assert "was made by another revision of the package (commit 1234567890ab)" in capsys.readouterr().err
