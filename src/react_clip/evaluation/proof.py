@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from react_clip import encoders, storage
 from react_clip.attacks.base import ADAPTIVE
+from react_clip.attacks.problem import budgets
 from react_clip.defenses import Defense, Undefended
 from react_clip.errors import MissingFileError, ReactClipError, first_line
 from react_clip.evaluation import code
@@ -33,6 +34,7 @@ from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense,
 from react_clip.evaluation.results import IMAGES, RESULT, EvaluationResult
 from react_clip.evaluation.store import CLASSES, PIXELS, RECIPE, SHARDS, Tensors, slug
 from react_clip.evaluation.yaml import read_yaml
+from react_clip.noise import stream_keys
 from react_clip.preprocess import to_float
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -226,12 +228,14 @@ class _SetCheck:
         if missing := set(index.tolist()) ^ set(stored["index"].tolist()):
             raise ReactClipError(f"{place} has no image of photo {min(missing)}, or one too many; nothing was checked")
         images = stored[PIXELS]
-        excess = (to_float(images) - to_float(clean[index])).abs().flatten(1).amax(1) - item.eps
+        photos = to_float(clean[index])
+        radius = budgets(item.eps, photos, item.attack.most)
+        excess = item.attack.ball(photos, radius, stream_keys(photos, self.recipe.seed)).excess(to_float(images))
         if not item.attack.natural and excess.max() > 1e-5:
             photo = int(index[excess.argmax()])
             raise ReactClipError(
-                f"{place}: the image of photo {photo} exceeds the budget by {255 * excess.max():.3g}/255; nothing was "
-                "checked"
+                f"{place}: the image of photo {photo} exceeds the budget by {255 * excess.max():.3g}/255; "
+                "nothing was checked"
             )
         return images
 
