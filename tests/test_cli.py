@@ -441,16 +441,13 @@ for line in sys.stdin.read().splitlines():
         ("classify --labels cat,,dog", "label 2 of 3 is blank"),
         ("classify --labels-file .", ". cannot be read: Is a directory"),
         ("classify --labels-file /dev/null", "/dev/null holds no names; write one a line"),
-        ("classify --photos photo1.png", "photo1.png has no sub-folders"),
         ("classify --labels cat --config .", ". cannot be read: Is a directory"),
         ("classify --labels cat --defense second_look", "there is no threshold of SecondLook for"),
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
         ("classify --labels cat", "with some hundred clean photos give --calibrate-on PHOTOS"),
         ("classify --labels cat --calibrate-on .", "3 photos are too few to calibrate on"),
-        ("classify --labels cat --dtype fp8", "choose one of fp32, bf16, fp16, auto"),
         ("attack --labels cat --out adv --attack magic", "attack 'magic' does not exist"),
         ("rank nowhere.py:Mine", "nowhere.py does not exist"),
-        ("bench --defenses magic", "defence 'magic' does not exist"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -205,24 +205,18 @@ def test_the_inner_attack_of_fare_equals_the_released_one_with_momentum(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_inner_attack_stays_in_its_ball_and_climbs(
+def test_the_inner_attack_climbs_inside_its_ball(
     name: str, encoder: rc.Encoder, photos: Any, class_features: Tensor
 ) -> None:
     method, batch = METHODS[name], batch_of(encoder, encoder, photos, class_features, count=24)
-    batch.pixels[:, :, :4] = 0.0  # the border of [0, 1] must hold as well
-    start = torch.rand(batch.pixels.shape, generator=draws())
-    early, late = (attacked(method, batch, eps, 2, start) for eps in (1 / 255, 2 / 255))
-    for images, eps in ((early, 1 / 255), (late, 2 / 255)):
-        assert (images - batch.pixels).abs().max() <= eps + 1e-7
-        assert images.min() >= 0
-        assert not images.requires_grad
-    assert (late - batch.pixels).abs().max() > 1.9 / 255
-    noise = torch.rand(batch.pixels.shape, generator=draws(1))
-    random = (batch.pixels + (2 * noise - 1) / 255).clamp(0, 1)
+    unit = torch.rand(2, *batch.pixels.shape, generator=draws())
+    images = attacked(method, batch, 2 / 255, 2, unit[0])
+    assert 1.9 / 255 < (images - batch.pixels).abs().max() <= 2 / 255 + 1e-7
+    assert not images.requires_grad
+    random = (batch.pixels + (2 * unit[1] - 1) * 2 / 255).clamp(0, 1)
     with torch.no_grad():
-        climbed = method.objective(batch, encoder.raw(early)) > method.objective(batch, encoder.raw(random))
+        climbed = method.objective(batch, encoder.raw(images)) > method.objective(batch, encoder.raw(random))
     assert climbed.float().mean() > 0.9
-    assert torch.equal(attacked(method, batch, 1 / 255, 2, start), early)
 
 
 # ---------------------------------------------------------------------- training

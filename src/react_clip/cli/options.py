@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from react_clip.choices import dataset_names
+from react_clip.config import Count, Fraction, PixelLength, Positive, Whole
 from react_clip.errors import ReactClipError
 
 DEFAULT_MODEL = "clip-vit-b-16"
@@ -24,20 +27,12 @@ class BadValueError(ReactClipError, argparse.ArgumentTypeError):
 
 
 def typed(kind: Any, *rules: Any) -> Callable[[str], Any]:
-    """The type of an option whose values are those of a field: a type with pydantic's rules.
-
-    A name stands for a type in :mod:`react_clip.config`, which is imported when there is a value.
-    """
+    """The type of an option whose values are those of a configuration's field: a type with pydantic's rules."""
+    adapter = TypeAdapter[Any](Annotated[(kind, *rules)] if rules else kind)
 
     def read(text: str) -> Any:
-        from pydantic import TypeAdapter, ValidationError
-
-        from react_clip import config
-
-        type_ = getattr(config, kind) if isinstance(kind, str) else kind
         try:
-            value = text.split(",") if "," in text else text
-            return TypeAdapter(Annotated[(type_, *rules)] if rules else type_).validate_python(value)
+            return adapter.validate_python(text.split(",") if "," in text else text)
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise BadValueError(f"{text!r}: {message}") from None
@@ -45,7 +40,7 @@ def typed(kind: Any, *rules: Any) -> Callable[[str], Any]:
     return read
 
 
-count, whole, positive, fraction, length = map(typed, ("Count", "Whole", "Positive", "Fraction", "PixelLength"))
+count, whole, positive, fraction, length = map(typed, (Count, Whole, Positive, Fraction, PixelLength))
 
 
 def existing(text: str) -> Path:
