@@ -23,7 +23,6 @@ ROOMS = [
         "label_table",
         "zeroshot",
         "linf",
-        "l2",
         "defenses",
         "attacks",
     ),

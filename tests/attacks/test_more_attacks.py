@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import react_clip as rc
-from react_clip import l2, linf, noise
+from react_clip import linf, noise
 from react_clip.attacks import (
     APGD,
     DIFGSM,
@@ -26,6 +26,7 @@ from react_clip.attacks import (
     Targeted,
     Universal,
 )
+from react_clip.attacks.balls import EuclideanBall
 from react_clip.attacks.problem import check_in_ball
 from react_clip.attacks.universal import read_perturbation
 from react_clip.errors import ReactClipError
@@ -182,7 +183,7 @@ def test_attacks_that_cannot_be_inside_are_refused(inner: Attack) -> None:
 def test_l2_pgd_equals_a_plain_loop(task: Task) -> None:
     x, y = task.head(10)
     problem = problem_of(task.net, x, y, 1.0)
-    problem = rc.attacks.Problem(**{**vars(problem), "ball": l2.Ball(x, problem.ball.eps)})
+    problem = rc.attacks.Problem(**{**vars(problem), "ball": EuclideanBall(x, problem.ball.eps)})
     moved = problem.random_start()
     for _ in range(6):
         pixels = moved.clone().requires_grad_()
@@ -198,7 +199,7 @@ def test_l2_pgd_equals_a_plain_loop(task: Task) -> None:
 @pytest.mark.parametrize("eps", [0.02, 0.5, 3.0])
 def test_l2_images_of_8_bits_stay_in_the_ball_and_keep_its_power(eps: float) -> None:
     x = torch.randint(256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0)) / 255
-    ball = l2.Ball(x, torch.full((3, 1, 1, 1), eps))
+    ball = EuclideanBall(x, torch.full((3, 1, 1, 1), eps))
     images = ball.random_start(torch.arange(3))
     rounded = ball.on_8_bits(images)
     assert (ball.excess(rounded) <= 1e-6).all()
