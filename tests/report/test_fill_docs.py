@@ -7,8 +7,12 @@ from pathlib import Path
 
 import fill_docs
 import pytest
+import run_tables
 from fill_docs import TABLES, filled
+from paired import ALL, pair
 
+from react_clip.evaluation.metrics import interval
+from react_clip.intervals import mcnemar
 from synthetic_runs import CLIP, REACT, SECOND, save_run, synthetic_run
 
 RECORDS = [
@@ -23,8 +27,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bench.json").write_text(json.dumps({"gpu": {"rows": RECORDS}}))
     save_run(synthetic_run([CLIP, REACT, SECOND]), tmp_path / "run")
     save_run(synthetic_run([{**SECOND, "label": "Other"}]), tmp_path / "other")
-    monkeypatch.setattr(fill_docs, "RESULTS", tmp_path)
-    fill_docs.load.cache_clear()
+    monkeypatch.setattr(run_tables, "RESULTS", tmp_path)
+    for cached in (run_tables.load, run_tables.means_of, run_tables.compared):
+        cached.cache_clear()
     return tmp_path
 
 
@@ -35,7 +40,7 @@ def table(*words: str) -> list[str]:
 def test_numbers_come_from_a_json_file_or_a_run(results: Path) -> None:
     text = "Takes <!-- number: bench.json gpu.rows.2.ms .2f -->9<!-- end --> ms, "
     text += "<!-- number: run ReACT clean -->?<!-- end --> %."
-    [row] = fill_docs.load("run").select(dataset="mean", defense="ReACT", attack="clean")
+    [row] = run_tables.load("run").select(dataset="mean", defense="ReACT", attack="clean")
     assert filled(text) == text.replace("-->9<", "-->2.00<").replace("-->?<", f"-->{100 * row.accuracy:.1f}<")
     assert filled(filled(text)) == filled(text)
 
@@ -49,15 +54,14 @@ def test_records_are_filtered_and_formatted(results: Path) -> None:
 
 
 def test_tables_of_runs_name_their_source(results: Path) -> None:
-    [row] = fill_docs.load("run").select(dataset="mean", defense="ReACT", attack="pgd-10", eps=4 / 255)
-    half = 50 * (row.paper_high - row.paper_low)
+    [row] = run_tables.load("run").select(dataset="mean", defense="ReACT", attack="pgd-10", eps=4 / 255)
+    shown = interval(100 * row.paper_accuracy, 100 * row.paper_low, 100 * row.paper_high)
     for words, line, text in (
         ("scores run other", 0, "| method | clean | pgd-10 1/255 | pgd-10 4/255 | passes | backward passes |"),
-        ("scores run other", 3, f"{100 * row.paper_accuracy:.1f} ± {half:.1f} ({100 * row.accuracy:.1f})"),
+        ("scores run other", 3, f"{shown} ({100 * row.accuracy:.1f})"),
         ("scores run other", 5, "| Other |"),
         ("attacks run ReACT gate_rate", 4, f"| pgd-10 4/255 | {100 * row.gate_rate:.1f} |"),
         ("run run accuracy", -1, "Threat model: oblivious"),
-        ("sets run clean CLIP|ReACT", 0, "| CLIP → ReACT | clean |"),
         ("mean run ReACT drift", 0, "| data set | clean | 1/255 | 4/255 |"),
         ("mean run ReACT drift", -1, "made by `react-clip x`"),
         ("ranking run only=clean", 0, "| defence | clean |"),
@@ -80,3 +84,68 @@ def test_a_stale_document_is_noticed_and_rewritten(
     document.write_text("<!-- table: no-such-table -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match="a mark cannot be filled"):
         fill_docs.main()
+
+
+def test_two_defences_are_compared_on_the_same_photos(results: Path) -> None:
+    images = run_tables.load("run").images
+    right = images[images["attack"] == "pgd-10"].pivot_table(
+        index=["dataset", "index", "eps"], columns="defense", values="robust", observed=True
+    )
+    right = right.astype(bool).groupby(level=["dataset", "index"], observed=True).all()
+    one = pair(run_tables.load("run"), "ReACT", "SecondLook", ALL)
+    won, lost = (int((right[a] & ~right[b]).sum()) for a, b in (("SecondLook", "ReACT"), ("ReACT", "SecondLook")))
+    assert (one.photos, one.won, one.lost, one.p) == (100, won, lost, mcnemar(won, lost))
+    assert one.difference.value == pytest.approx(one.second - one.first)
+    assert one.difference.low < one.difference.value < one.difference.high
+    with pytest.raises(ValueError, match="no answers of 'ReACT' and 'AOM'"):
+        pair(run_tables.load("run"), "ReACT", "AOM", "clean")
+    text = '<!-- paired: run ReACT SecondLook "pgd-10 4/255" won -->?<!-- end -->'
+    at = pair(run_tables.load("run"), "ReACT", "SecondLook", "pgd-10 4/255")
+    assert filled(text) == text.replace("?", str(at.won))
+    assert [line.split(" | ")[0] for line in table("pairs", "run", "ReACT", "SecondLook")[2:5]] == [
+        *("| clean", "| pgd-10 1/255", "| pgd-10 4/255")
+    ]
+
+
+def test_the_older_rule_of_second_look_is_called_so(results: Path) -> None:
+    save_run(synthetic_run([CLIP, {**SECOND, "blend": 1.0}]), results / "old")
+    assert list(dict.fromkeys(run_tables.load("old").images["defense"])) == ["CLIP", "SecondLook (older rule)"]
+    assert any(line.startswith("| SecondLook (older rule) |") for line in table("ranking", "old"))
+    assert not any("older" in line for line in table("ranking", "run"))
+
+
+def test_a_suite_that_ended_after_its_first_attack_says_so(results: Path) -> None:
+    run = synthetic_run([CLIP], attacks={"autoattack-ttc": (4 / 255,)})
+    attacked = run.images.index[run.images["attacked"]]
+    run.images["queries"] = 105.0
+    run.images.loc[attacked[:3], "queries"] = 208.0
+    run.images.loc[attacked[0], "attack_success"] = False
+    save_run(run, results / "suite")
+    assert (
+        table("suites", "suite")[2]
+        == f"| autoattack-ttc 4/255 (`suite`) | {len(attacked)} | {len(attacked) - 3} | 2 | 1 |"
+    )
+
+
+def test_j_in_bits_opens_the_gate_more_often(results: Path) -> None:
+    clean, weak, strong = (line.split(" | ")[1:] for line in table("units", "run", "ReACT")[2:5])
+    for nats, bits, alone in ([float(cell.strip(" |")) for cell in row] for row in (clean, weak, strong)):
+        assert alone <= nats <= bits
+    assert float(weak[0]) < float(weak[1])
+
+
+def test_claims_name_the_file_and_the_interval_of_every_marked_number(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_docs, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(
+        "Nothing marked here. ReACT keeps [much](x.md), <!-- number: run ReACT clean -->?<!-- end --> %,\n"
+        "and <!-- paired: run CLIP ReACT clean lost -->?<!-- end --> photos are lost. The end."
+    )
+    row = run_tables.means_of("run")["ReACT", "clean"]
+    lost = pair(run_tables.load("run"), "CLIP", "ReACT", "clean")
+    claim = table("claims")[2].split(" | ")
+    assert claim[0] == f"| ReACT keeps much, {100 * row.accuracy:.1f} %, and {lost.lost} photos are lost."
+    assert claim[1].startswith(f"{100 * row.low:.1f} to {100 * row.high:.1f}; ")
+    assert claim[2:] == ["100", "no; yes", "`run`", "README.md |"]
+    assert table("claims")[-2] == "| `run` | `react-clip x` |"
