@@ -154,19 +154,34 @@ def test_shards_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: py
     assert computed() == {*crafted, "checks"}, "the self-check is PGD too"
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["from .helper import x", "from att_package.helper import x", "from .import helper", "import att_package.helper"],
+)
 def test_the_digest_of_code_follows_its_imports_and_not_its_comments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest(folder: str, helper: str) -> str:
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "att_guard.py").write_text("from att_helper import x\nclass Guard:\n    y = x\n")
-        (tmp_path / folder / "att_helper.py").write_text(helper)
+        package = tmp_path / folder / "att_package"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "guard.py").write_text(f"{line}\nclass Guard: ...\n")
+        (package / "helper.py").write_text(helper)
         monkeypatch.syspath_prepend(tmp_path / folder)
-        for name in ("att_guard", "att_helper"):
+        for name in ("att_package", "att_package.guard", "att_package.helper"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        return code_digest(importlib.import_module("att_guard").Guard)
+        return code_digest(importlib.import_module("att_package.guard").Guard)
 
     assert digest("one", "x = 1") == digest("two", "x = 1  # again") != digest("three", "x = 2")
+
+
+def test_a_class_of_a_notebook_counts_by_its_methods() -> None:
+    def digest(sign: str) -> str:
+        cell = {"__name__": "cell"}
+        exec(f"class Guard:\n    def defend(self, x):\n        return {sign}x", cell)
+        return code_digest(cell["Guard"])  # type: ignore[arg-type]
+
+    assert digest("+") == digest("  +") != digest("-")
 
 
 def test_labels_cannot_leave_the_folder(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import CodeType
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -17,8 +18,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 def code_digest(*classes: type) -> str:
     """SHA-256 of the modules that define the classes and their bases, and of all modules of ours that these import.
 
-    Modules of the package and those beside the file of a class are ours; comments do not count. A class without a file,
-    as in a notebook, counts by its name.
+    Ours are the modules of this package, of the package of a class, and those beside it; comments do not count. A class
+    without a file, as in a notebook, counts by its methods; functions that they call do not count.
     """
     texts: dict[Path, str] = {}
     loose: list[str] = []
@@ -28,20 +29,35 @@ def code_digest(*classes: type) -> str:
         try:
             file = Path(inspect.getfile(base)).resolve()
         except (OSError, TypeError):
-            loose.append(base.__qualname__)
+            functions = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(base).values())
+            loose += [base.__qualname__, *(_compiled(each.__code__) for each in functions if hasattr(each, "__code__"))]
             continue
         if file.suffix == ".py":
             _collect(file, texts)
     return hashlib.sha256("\0".join([*loose, *(texts[file] for file in sorted(texts))]).encode()).hexdigest()
 
 
+def _compiled(code: CodeType) -> str:
+    """A function as Python runs it, without the place where it was written."""
+    constants = [_compiled(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
 def _collect(file: Path, texts: dict[Path, str]) -> None:
     """Add the syntax tree of a module and of those of ours that it imports."""
     if file in texts:
         return
-    texts[file], names = _read(file, file.stat().st_mtime_ns)
-    for name in names:
-        root = PACKAGE.parent if name.startswith(f"{PACKAGE.name}.") else file.parent
+    texts[file], imports = _read(file, file.stat().st_mtime_ns)
+    top = file.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    own = file.relative_to(top).parts[0]
+    for level, name in imports:
+        first, root = name.partition(".")[0], file.parents[level - 1] if level else top
+        if not level and first == PACKAGE.name:
+            root = PACKAGE.parent
+        elif not level and first != own and top.name in ("site-packages", "dist-packages"):
+            continue
         place = root.joinpath(*name.split("."))
         for other in (place.with_suffix(".py"), place / "__init__.py"):
             if other.is_file():
@@ -49,15 +65,16 @@ def _collect(file: Path, texts: dict[Path, str]) -> None:
 
 
 @cache
-def _read(file: Path, changed: int) -> tuple[str, tuple[str, ...]]:
-    """The syntax tree of a file, and the names that it imports."""
-    tree, names = ast.parse(file.read_bytes()), dict[str, None]()
+def _read(file: Path, changed: int) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """The syntax tree of a file, and the names that it imports, each with the dots before it."""
+    tree, names = ast.parse(file.read_bytes()), dict[tuple[int, str], None]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= dict.fromkeys(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= dict.fromkeys((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
             # What is imported may be a module or a name within one.
-            names |= dict.fromkeys((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+            places = [node.module or "", *(f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)]
+            names |= dict.fromkeys((node.level, place) for place in places)
     return ast.dump(tree), tuple(names)
 
 
