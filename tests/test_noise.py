@@ -27,6 +27,7 @@ from react_clip.augment import JitterFirst, Motion, WeakAugmentation, smaller_co
 from react_clip.defenses.agc import perspective_views
 from react_clip.defenses.augmix import AugMix
 from react_clip.linf import Ball
+from react_clip.preprocess import to_float
 from toys import on_a_gpu, toy_images
 
 
@@ -187,7 +188,8 @@ def test_bits_are_those_of_every_machine() -> None:
 
 @on_a_gpu
 def test_a_gpu_draws_the_bits_of_the_cpu() -> None:
-    images = photos(6)
+    images, levels = photos(6), torch.arange(256, dtype=torch.uint8)
+    assert same_bits(to_float(levels.cuda()), to_float(levels))
     for (name, ours), theirs in zip(numbers(images.cuda()).items(), numbers(images).values(), strict=True):
         assert same_bits(ours, theirs), name
     keys = noise.stream_keys(images, 0)

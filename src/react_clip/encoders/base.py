@@ -178,13 +178,12 @@ class Encoder(nn.Module):
         """
         if self._graphs is None or not self._graphs.take(tensors):
             return function(*tensors)
-        parameters = [
-            each for module in self._modules_of_tower for each in module._parameters.values() if each is not None
-        ]
+        modules = self._modules_of_tower
+        parameters = [each for module in modules for each in module._parameters.values() if each is not None]
         if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *parameters)):
             return function(*tensors)
         # A graph holds the addresses of the weights.
-        state = tuple([each.data_ptr() for each in parameters])
+        state = tuple([each.data_ptr() for each in (self.mean, self.std, *parameters)])
         *outputs, passes = self._graphs.record(_Counted(self, function), tensors, state)
         for count in self._counters():
             count.forward += float(passes)
@@ -312,7 +311,7 @@ class Encoder(nn.Module):
     def accelerate(self) -> Self:
         """From now on use CUDA graphs for small batches and compiled layers, on a GPU.
 
-        Graphs are recorded when a shape is met for the second time.
+        Graphs are recorded when a shape is met for the second time. Call it again after replacing modules of the tower.
         """
         self._graphs = Graphs()
         self._modules_of_tower = list(self.tower.modules())
@@ -332,7 +331,14 @@ class Encoder(nn.Module):
 
     def fingerprint(self) -> str:
         """Short identity, for cache keys: a hash of everything that changes a feature."""
-        digest = hashlib.sha256(f"{self.tower}{self._text}{self.preprocessing}".encode())
+        # The printed modules lack some numbers, such as the attention heads of transformers.
+        numbers = [
+            [(name, value) for name, value in sorted(vars(part).items()) if type(value) in (int, float)]
+            for part in self.modules()
+            if part is not self
+        ]
+        about = self.image_size, self.patch_size, self.preprocessing, numbers
+        digest = hashlib.sha256(f"{self.tower}{self._text}{about}".encode())
         for name, tensor in chain(self.named_parameters(), self.named_buffers()):
             content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)};".encode())
