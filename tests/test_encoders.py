@@ -258,6 +258,16 @@ def test_eight_threads_get_the_bits_that_one_gets(device: str) -> None:
 # ---------------------------------------------------------------------- acceleration
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_an_encoder_can_be_traced_and_a_defence_says_why_not() -> None:
+    encoder, [images], [others] = patch_encoder(), views(32), views(32, count=2)
+    images, others = images.clamp(0, 1), others.clamp(0, 1).flip(3)
+    assert torch.equal(torch.jit.trace(encoder, images)(others), encoder(others))  # type: ignore[no-untyped-call]
+    clf = rc.ZeroShotClassifier.from_features(encoder, list("abc"), torch.eye(3, 12))
+    with pytest.raises(rc.ReactClipError, match="a trace would hold the decisions about one image for all"):
+        torch.jit.trace(rc.as_module(clf, rc.ReACT()), images)  # type: ignore[no-untyped-call]
+
+
 def test_graphs_are_bounded() -> None:
     graphs = Graphs(most=3)
     for count in (*range(1, 9), 7, 8):

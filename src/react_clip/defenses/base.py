@@ -80,6 +80,11 @@ class Defense(Registered, ABC):
             skip_unneeded: leave out views that cannot change an answer; without, every image takes the same time.
             how: gradients for an attacker, where the pixels require them.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise ReactClipError(
+                "a trace would hold the decisions about one image for all; trace the classifier without its defence "
+                "(react-clip serve runs both)"
+            )
         self.check(encoder)
         return self._answer(View(encoder, pixels, keys, classes, skip_unneeded=skip_unneeded, how=how))
 

@@ -130,6 +130,11 @@ class Encoder(nn.Module):
             )
         return self._text
 
+    def __dir__(self) -> list[str]:
+        # torch.jit reads every attribute that is listed.
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name != "text" or self.has_text]
+
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
         """Unit features of prompts, ``[N, dim]``."""
         return self.text.encode(prompts)
