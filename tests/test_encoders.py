@@ -251,8 +251,8 @@ def test_accelerated_encoders_can_be_copied_and_pickled(tiny_folder: Path, devic
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_eight_threads_get_the_bits_that_one_gets(device: str) -> None:
     clf = rc.ZeroShotClassifier.from_features(patch_encoder().to(device).accelerate(), list("abc"), torch.eye(3, 12))
-    calls, wrong = stress(clf, lambda number: number == 150)
-    assert (calls.total(), len(calls) > 10, wrong) == (150, True, {})
+    calls, wrong = stress(clf, 15)
+    assert (set(calls.values()), len(calls) > 7, wrong) == ({15}, True, {})
 
 
 # ---------------------------------------------------------------------- acceleration

@@ -161,19 +161,24 @@ def test_an_unreadable_shard_costs_itself_and_is_tried_again(clf: rc.ZeroShotCla
 
 
 def test_a_full_disk_keeps_the_parts_that_fitted(clf: rc.ZeroShotClassifier, photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", out], capture_output=True).returncode:
+    disk, out = tmp_path / "disk", tmp_path / "disk" / "out"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
+        (disk / "other").write_bytes(bytes(48 * 1024))
+        with pytest.raises(rc.ReactClipError, match=r"cannot write .*/out\.json: No space left on device"):
+            defend(photos, out, clf)
+        assert not (disk / "out.json").exists()
+        (disk / "other").unlink()
         with pytest.raises(rc.ReactClipError, match=r"cannot write .*\.parquet: .*No space left on device"):
             defend(photos, out, clf, batch=1)
         fitted = len(read_rows(out))
         assert 0 < fitted < 20
-        subprocess.run(["mount", "-o", "remount,size=8m", out], check=True)
+        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
         assert defend(photos, out, clf, resume=True).images == 20
     finally:
-        subprocess.run(["umount", "--lazy", out], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_job_that_is_stopped_leaves_whole_parts(

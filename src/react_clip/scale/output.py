@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,8 @@ class OutputFolder:
                 raise ReactClipError(f"{self.url} holds another job (other {', '.join(other)}); choose another --out")
             if not resume:
                 raise ReactClipError(f"{self.url} holds rows of this job; continue it with --resume, or remove them")
-        self.fs.pipe_file(beside, json.dumps(description, indent=1).encode())
+        if not parts:  # else it is there already
+            self._write(beside, lambda: self.fs.pipe_file(beside, json.dumps(description, indent=1).encode()))
         done: dict[str, set[str]] = {}
         for part in parts:
             for file, key in self._finished(part):
@@ -70,17 +71,21 @@ class OutputFolder:
 
     def write(self, table: Any) -> None:
         """Write one part; names are in the order of time."""
-        self._write(f"{self.root}/part-{time.time_ns()}.parquet", table)
+        self._write_part(f"{self.root}/part-{time.time_ns()}.parquet", table)
 
-    def _write(self, part: str, table: Any) -> None:
+    def _write_part(self, part: str, table: Any) -> None:
+        self._write(part, lambda: self._parquet.write_table(table, part, filesystem=self.fs))
+
+    def _write(self, path: str, write: Callable[[], object]) -> None:
+        """Write a file; of a failure nothing is left."""
         try:
-            self._parquet.write_table(table, part, filesystem=self.fs)
+            write()
         except BaseException as error:  # object stores raise almost anything, and people stop a job
             with suppress(Exception):
-                self.fs.rm_file(part)
+                self.fs.rm_file(path)
             if not isinstance(error, Exception):
                 raise
-            raise ReactClipError(f"cannot write {part}: {first_line(error)}; --resume continues") from None
+            raise ReactClipError(f"cannot write {path}: {first_line(error)}; --resume continues") from None
 
     def summary(self) -> Summary:
         """Counts over all parts."""
@@ -114,5 +119,5 @@ class OutputFolder:
         if table["error"].null_count < len(table):
             table = self._parquet.read_table(part, filesystem=self.fs)
             table = table.filter(table["error"].is_null())
-            self._write(part, table)
+            self._write_part(part, table)
         return zip(table["file"].to_pylist(), table["key"].to_pylist(), strict=True)
