@@ -45,9 +45,9 @@ SECRET = "a secret of the benchmark, long enough"
 BOUNDARY = "a-boundary-of-the-benchmark"
 Answers = dict[bytes, tuple[str, float]]
 """Label and probability of the first answer to each request."""
-LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+LARGER = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
 LARGER |= {"image_size": 224, "patch_size": 16}
-"""Shape of the random tower of an overload: a third of the work of ViT-B/16."""
+"""Shape of the random tower of an overload: an eighth of the work of ViT-B/16."""
 LATE = 60.0
 """Seconds after which a caller gives up."""
 
