@@ -77,7 +77,7 @@ class RunFolder:
         complete = {**record, "sha256": storage.sha256_of(self.path / TOWER)}
         storage.write_text(self.path / RECORD, json.dumps(complete, indent=2) + "\n")
 
-    def write(self, rows: Iterable[Row], checkpoint: bytes) -> None:
+    def write(self, rows: Iterable[Row], checkpoint: memoryview) -> None:
         """Write the log, then the checkpoint: rows of steps after it are dropped when the run continues."""
         # ``repr`` keeps every bit of a number, so that two logs can be compared.
         lines = (",".join("" if value is None else repr(value) for value in row) for row in rows)

@@ -148,11 +148,11 @@ class Trainer:
             loss = loss + settings.clean * self.method.loss(quarter, quarter.pixels)
         return loss
 
-    def saved(self, **about: Any) -> bytes:
+    def saved(self, **about: Any) -> memoryview:
         """Everything that the next step depends on, and plain values ``about`` it, as a file's content."""
         buffer, optimiser = io.BytesIO(), self.optimiser.state_dict()
         torch.save({"weights": self.weights, "means": self.means, "optimiser": optimiser, **about}, buffer)
-        return buffer.getvalue()
+        return buffer.getbuffer()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`saved` wrote."""
