@@ -49,7 +49,7 @@ class PGD(Attack):
     @property
     def name(self) -> str:
         """``pgd-10`` or, with the margin loss, ``cw-10``; ``-quarter`` for steps of eps/4, ``-stop0`` for a stop."""
-        stem = "cw" if self.loss == "margin" else "pgd"
+        stem = "cw" if self.loss == "margin" else self.kind
         stop = f"-stop{self.margin:g}" if self.stop else ""
         return f"{stem}-{self.steps}" + ("-quarter" if self.step_size == "eps/4" else "") + stop
 
