@@ -114,7 +114,7 @@ def test_a_shadow_answers_plainly_and_says_what_would_change(
     found = json.loads(printed)
     assert (code, [row["answers"][0]["label"] for row in found["results"]]) == (0, plain)
     assert [row["shadow"]["label"] for row in found["results"]] == out.names
-    assert (found["shadow"]["changed"], found["shadow"]["share"]) == (len(changed), len(changed) / 3)
+    assert (found["shadow"]["changed"], found["shadow"]["share"]["value"]) == (len(changed), len(changed) / 3)
     assert found["shadow"]["passes"] == pytest.approx(float(out.passes.mean()))
     assert rc.defenses.from_dict(found["shadow"]["defense"]) == guard
     page = (tmp_path / "page" / "index.html").read_text()

@@ -23,29 +23,28 @@ from react_clip.defenses.view import View
 from react_clip.encoders import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.evaluation import EvaluationResult, evaluate
-from react_clip.evaluation.recipe import CLEAN, title_of
+from react_clip.evaluation.recipe import CLEAN
 from react_clip.intervals import share_in_words, wilson
 from react_clip.report.changed import changed_photo, changed_section
-from react_clip.report.page import PAGE, Section, write_page
+from react_clip.report.page import PAGE, Photo, Section, write_page
 from react_clip.report.tables import Cell, Table
 from react_clip.zeroshot import ZeroShotClassifier
 
-ATTACKS = (PGD(eps=4 / 255), DIFGSM(eps=4 / 255), PGD(eps=4 / 255, stop="success"))
+ATTACKS = {
+    "pgd": PGD(eps=4 / 255),
+    "input-diverse": DIFGSM(eps=4 / 255),
+    "pgd-stop": PGD(eps=4 / 255, stop="success"),
+}
 HARMLESS = 0.03
 """Largest share of honest answers that may change."""
 HELPS = 0.1
 """Least share of the photos that must be right under an attack only with the defence, for it to help there."""
 LEGEND = (
-    "pgd-10: projected gradient descent in ten steps; di-fgsm-10: steps with momentum at images resized at random; "
-    "pgd-10-stop0: as pgd-10, but it stops once the answer is wrong. Each changes a pixel by at most 4/255."
+    "pgd is projected gradient descent in ten steps, input-diverse takes them at images resized at random, pgd-stop "
+    "stops once the answer is wrong; pixels change by at most 4/255. An attacked photo must be right clean as well."
 )
 PLAIN, DEFENDED = "plain", "defended"
 """Names of both kinds of answers, in tables and in JSON."""
-RIGHT = {
-    "label": "the photo's label",
-    "clean answer": "plain CLIP's answer for the clean photo",
-    "nearest photo": "that the photo itself is the nearest of all (recall@1)",
-}
 _TIMED, _ROUNDS = 16, 3
 """Photos whose answers are timed, and how often."""
 
@@ -58,10 +57,9 @@ class LookAtFeatures(SecondLook):
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
         """The features of SecondLook for the encoder alone."""
         gallery, x.classes = x.classes, None
-        try:
-            return super().defend(x)
-        finally:
-            x.classes = gallery
+        answer = super().defend(x)
+        x.classes = gallery
+        return answer
 
 
 def judge(changed: int, count: int, gains: Mapping[str, float]) -> tuple[str, str]:
@@ -72,9 +70,9 @@ def judge(changed: int, count: int, gains: Mapping[str, float]) -> tuple[str, st
         count: all honest answers.
         gains: under each attack, the share of the photos that are right only with the defence.
 
-    >>> judge(3, 300, {"pgd-10": 0.6, "di-fgsm-10": 0.02})[0]
+    >>> judge(3, 300, {"pgd": 0.6, "input-diverse": 0.02})[0]
     'harmless'
-    >>> judge(18, 300, {"pgd-10": 0.6})[1].split("; ")[0]
+    >>> judge(18, 300, {"pgd": 0.6})[1].split("; ")[0]
     'Leave SecondLook off: 18 of 300 (6.0 %, 95 % interval 3.8 to 9.3 %) honest answers change (limit 3 %)'
     """
     helped = sum(gain >= HELPS for gain in gains.values())
@@ -117,11 +115,11 @@ def check_tower(
     guard, batch = calibration.config, 16 if clip.device.type == "cpu" else 64
     parts, right = torch.split(pixels, batch), "label"
     if isinstance(clip, Encoder):
-        right, labels, guard = "nearest photo", torch.arange(len(files)), LookAtFeatures(**vars(guard))
+        right, labels, guard = "recall@1 of the photo itself", torch.arange(len(files)), LookAtFeatures(**vars(guard))
         gallery = torch.cat([Undefended().run(clip, clip.prepare(part), 0).features for part in parts])
         clip = ZeroShotClassifier.from_features(clip, [*map(str, files)], gallery)
     elif labels is None:
-        right, labels = "clean answer", torch.cat([Undefended()(clip, part).labels.cpu() for part in parts])
+        right, labels = "plain clean answer", torch.cat([Undefended()(clip, part).labels.cpu() for part in parts])
     result = evaluate(
         clip,
         {PLAIN: Undefended(), DEFENDED: guard},
@@ -137,7 +135,7 @@ def check_tower(
     attacks: dict[str, dict[str, Any]] = {}
     for row in result.rows:
         numbers = {"right": row.accuracy, "low": row.low, "high": row.high, "passes": row.passes}
-        attacks.setdefault(title_of(row.attack, row.eps), {})[row.defense] = numbers
+        attacks.setdefault(row.attack, {})[row.defense] = numbers
     clean, broken, *_ = (answers[PLAIN]["right"] for answers in attacks.values())
     if not clean:
         raise ReactClipError("plain CLIP gets no photo right, so there is nothing to defend; check the labels")
@@ -158,19 +156,8 @@ def check_tower(
         "milliseconds": _milliseconds(clip, guard, pixels[:_TIMED], progress),
         "notes": [*calibration.notes, *([weak] if broken > clean / 2 else [])],
     }
-    about = (
-        f"{calibration.photos} photos calibrated SecondLook, {len(files)} others were measured. Right is "
-        f"{RIGHT[right]}, under attack on the clean photo too. The attacks do not know SecondLook; an attacker who "
-        "does can defeat it."
-    )
-    time = "{plain:.1f} ms per clean image plain, {defended:.1f} ms defended".format(**document["milliseconds"])
-    photos = [changed_photo(str(files[number]), pixels[number], **answers) for number, answers in changed.items()]
-    sections = [
-        Section("What is left, and what it costs", [time, LEGEND], tables=[_table(attacks, right)]),
-        changed_section(photos, len(files)),
-        Section("Calibration", facts={"SecondLook": repr(calibration.config)}, text=document["notes"]),
-    ]
-    write_page(folder / PAGE, f"SecondLook on {clip.encoder.name}", [sentence, about], sections)
+    pictures = [changed_photo(str(files[number]), pixels[number], **answers) for number, answers in changed.items()]
+    _write_page(folder / PAGE, document, calibration, pictures)
     return document
 
 
@@ -183,15 +170,25 @@ def _changed(result: EvaluationResult, *, labelled: bool) -> dict[int, dict[str,
     return {row: {key: names[clean.at[row, column]] for key, column in columns.items()} for row in clean.index.tolist()}
 
 
-def _table(attacks: Mapping[str, Mapping[str, Mapping[str, float]]], right: str) -> Table:
-    """Clean and attacked photos, plain and defended side by side."""
+def _write_page(path: Path, document: dict[str, Any], calibration: Calibration, changed: Sequence[Photo]) -> None:
+    about = (
+        f"{document['calibrated']} photos calibrated SecondLook, {document['measured']} others were measured. The "
+        "attacks do not know SecondLook; an attacker who does can defeat it."
+    )
+    time = "{plain:.1f} ms per clean image plain, {defended:.1f} ms defended".format(**document["milliseconds"])
     rows = []
-    for title, sides in attacks.items():
+    for title, sides in document["attacks"].items():
         cells = [Cell(100 * side["right"], 100 * side["low"], 100 * side["high"]) for side in sides.values()]
         rows.append(((title,), (*cells, *(Cell(side["passes"], digits=2) for side in sides.values()))))
-    caption = f"photos that are right ({right}) in %, with 95 % intervals; encoder passes per image"
     header = ("photos", *(f"{side}, {what}" for what in ("right", "passes") for side in (PLAIN, DEFENDED)))
-    return Table("check", caption, header, tuple(rows))
+    caption = f"photos that are right ({document['right']}) in %, with 95 % intervals; encoder passes per image"
+    table = Table("check", caption, header, tuple(rows))
+    sections = [
+        Section("What is left, and what it costs", [time, LEGEND], tables=[table]),
+        changed_section(changed, document["measured"]),
+        Section("Calibration", facts={"SecondLook": repr(calibration.config)}, text=document["notes"]),
+    ]
+    write_page(path, f"SecondLook on {document['model']}", [document["sentence"], about], sections)
 
 
 def _milliseconds(clf: ZeroShotClassifier, guard: Defense, pixels: Tensor, progress: bool) -> dict[str, float]:

@@ -108,15 +108,14 @@ def _shadow(
     from react_clip.report.changed import changed_section
     from react_clip.report.page import PAGE, Section, write_page
 
-    share, low, high = wilson(len(pictures) / len(rows), len(rows))
-    passes = sum(row["shadow"]["passes"] for row in rows) / len(rows)
+    changed, passes = len(pictures), sum(row["shadow"]["passes"] for row in rows) / len(rows)
     lines = [
-        f"{guard.label} would change {share_in_words(len(pictures), len(rows))} answers, and take {passes:.2f} encoder "
+        f"{guard.label} would change {share_in_words(changed, len(rows))} answers, and take {passes:.2f} encoder "
         "passes per image instead of 1"
     ]
-    numbers = {"changed": len(pictures), "share": share, "low": low, "high": high, "passes": passes}
     if args.out:
         sections = [changed_section(pictures, len(rows)), Section("Defence", facts={guard.label: repr(guard)})]
         write_page(args.out / PAGE, f"{guard.label} beside plain CLIP", lines, sections)
         lines.append(f"the page with these photos is {args.out / PAGE}")
-    return {"shadow": {"defense": guard.to_dict(), **numbers}}, lines
+    share = wilson(changed / len(rows), len(rows))._asdict()
+    return {"shadow": {"defense": guard.to_dict(), "changed": changed, "share": share, "passes": passes}}, lines
