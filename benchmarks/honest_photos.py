@@ -21,8 +21,8 @@ from torch import Tensor
 
 import react_clip as rc
 from react_clip import data
-from react_clip.evaluation.metrics import wilson
 from react_clip.evaluation.sets import class_source
+from react_clip.intervals import wilson
 from react_clip.preprocess import to_float
 
 DEFENSES: dict[str, rc.Defense] = {"CLIP": rc.Undefended(), "ReACT": rc.ReACT(), "SecondLook": rc.SecondLook()}

@@ -13,10 +13,10 @@ from typing import Any
 import pandas as pd
 from paired import Pair, pair
 
-from react_clip.evaluation.metrics import interval
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult, join
+from react_clip.intervals import interval
 from react_clip.report.ranking import rank
 from react_clip.report.tables import all_tables, caption, defenses_of, over
 

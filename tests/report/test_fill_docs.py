@@ -11,8 +11,7 @@ import run_tables
 from fill_docs import TABLES, filled
 from paired import ALL, pair
 
-from react_clip.evaluation.metrics import interval
-from react_clip.intervals import mcnemar
+from react_clip.intervals import interval, mcnemar
 from synthetic_runs import CLIP, REACT, SECOND, save_run, synthetic_run
 
 RECORDS = [

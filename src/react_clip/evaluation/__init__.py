@@ -1,4 +1,4 @@
-"""Evaluation of defences: recipes, runs that can be interrupted and continued, metrics and results."""
+"""Evaluation of defences: recipes, runs that can be interrupted and continued, numbers, flags, proofs and results."""
 
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import Recipe

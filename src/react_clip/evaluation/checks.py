@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from react_clip import intervals
 from react_clip.attacks import PGD, Adaptive, Attack, Queries, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.defenses import Defense
 from react_clip.errors import ReactClipError
-from react_clip.evaluation import metrics
 from react_clip.evaluation.numbers import AttackRow, Row
 from react_clip.evaluation.recipe import CLEAN, LabelledDefense, Recipe, format_eps, title_of
 from react_clip.evaluation.results import Check, EvaluationResult, SelfCheck
@@ -154,7 +154,7 @@ def sanity_by_attacks(recipe: Recipe, subject: EvaluationSet, images: pd.DataFra
         left = answers[answers["index"].isin(rows)].groupby("attack", observed=True)["correct"].mean()
         under = partial(_accuracy_under, recipe, subject, store, chosen, rows)
         about, least = (chosen.label, title_of(str(left.idxmin()), eps)), float(left.min())
-        once = metrics.wilson(least, len(rows))
+        once = intervals.wilson(least, len(rows))
         slack = (once.high - once.low) / 2
         expected = "twice the steps and draws leave less by at most half the interval"
         doubled = under(_doubled(attacks[str(left.idxmin())]))
@@ -257,6 +257,6 @@ def _compare(name: str, defense: str, attack: str, expected: str, first: float, 
     [True, True, False]
     """
     # Rounding may leave [0, 1] by a bit.
-    one, two = (metrics.wilson(min(1.0, max(0.0, value)), n) for value in (first, second))
+    one, two = (intervals.wilson(min(1.0, max(0.0, value)), n) for value in (first, second))
     slack = one.high - one.value + two.value - two.low
     return Check(name, defense, attack, expected, one.value, two.value, slack, two.low <= one.high)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from react_clip import intervals
 from react_clip.attacks.base import ADAPTIVE
 from react_clip.config import read_length, write_length
-from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, MEAN, title_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _mean(sets: Sequence[Mapping[str, Any]], dataset: str) -> Row:
     sizes = [numbers["n"] for numbers in sets]
     values = {name: sum(numbers[name] for numbers in sets) for name in ("n", "attacked", "leakage")}
     for prefix in ("", "paper_"):
-        estimate = metrics.mean_over_sets([numbers[f"{prefix}accuracy"] for numbers in sets], sizes)
+        estimate = intervals.mean_over_sets([numbers[f"{prefix}accuracy"] for numbers in sets], sizes)
         values |= zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True)
     for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
         measured = [numbers[name] for numbers in sets if not math.isnan(numbers[name])]

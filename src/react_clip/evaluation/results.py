@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from react_clip import storage
+from react_clip import intervals, storage
 from react_clip.errors import MissingFileError, ReactClipError
-from react_clip.evaluation import metrics
 from react_clip.evaluation.numbers import KEY, AttackRow, Row, attack_rows, attacks_of, means_of, rows_of
 from react_clip.evaluation.recipe import MEAN, THREATS, title_of
 from react_clip.optional import require
@@ -154,7 +153,7 @@ class EvaluationResult:
         """The means over sets."""
         lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
         for row in self.means:
-            accuracy = metrics.interval(100 * row.accuracy, 100 * row.low, 100 * row.high)
+            accuracy = intervals.interval(100 * row.accuracy, 100 * row.low, 100 * row.high)
             leaked = f", {row.leakage:g} leaked" if self.scoring == "attack_all" else ""
             lines.append(f"  {title_of(row.attack, row.eps)}, {row.defense}: {accuracy} %{leaked}")
         return "\n".join(lines)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pandas as pd
 
+from react_clip import intervals
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation import metrics
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.report.page import Section, write_page
@@ -188,7 +188,7 @@ def _accuracy(right: pd.Series[float]) -> Cells:
     sets = right.groupby(["defense", "dataset"], sort=False, observed=True).agg(["mean", "size"])
     cells = {}
     for label, group in sets.groupby("defense", sort=False, observed=True):
-        value, low, high = metrics.mean_over_sets(group["mean"].tolist(), group["size"].tolist())
+        value, low, high = intervals.mean_over_sets(group["mean"].tolist(), group["size"].tolist())
         cells[str(label)] = Cell(100 * value, 100 * low, 100 * high)
     return cells
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from react_clip.evaluation import metrics
+from react_clip import intervals
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import title_of
 from react_clip.evaluation.results import EvaluationResult
@@ -40,7 +40,7 @@ class Cell:
             return "–"
         if math.isnan(self.low):
             return f"{self.value:.{self.digits}f}"
-        return metrics.interval(self.value, self.low, self.high, self.digits)
+        return intervals.interval(self.value, self.low, self.high, self.digits)
 
     def to_dict(self) -> dict[str, float | None]:
         """The number and its interval for JSON; None where there is none."""

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from react_clip.evaluation import metrics
+from react_clip import intervals
 
 
 @given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_is_scipys(case: tuple[int, int]) -> None:
     hits, n = case
     expected = stats.binomtest(hits, n).proportion_ci(0.95, method="wilson")
-    found = metrics.wilson(hits / n, n)
+    found = intervals.wilson(hits / n, n)
     assert found.low == pytest.approx(expected.low, abs=1e-9)
     assert found.high == pytest.approx(expected.high, abs=1e-9)
     assert 0 <= found.low <= found.value <= found.high <= 1
@@ -27,7 +27,7 @@ def test_mean_over_sets_covers_the_truth_in_95_percent_of_worlds() -> None:
     hits = sum(
         estimate.low <= truth.mean() <= estimate.high
         for estimate in (
-            metrics.mean_over_sets([rng.binomial(n, p) / n for p, n in zip(truth, sizes, strict=True)], sizes)
+            intervals.mean_over_sets([rng.binomial(n, p) / n for p, n in zip(truth, sizes, strict=True)], sizes)
             for _ in range(3000)
         )
     )
