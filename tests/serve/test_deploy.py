@@ -1,4 +1,4 @@
-"""Files beside the service: the container's settings, and Prometheus' rules and Grafana's dashboard."""
+"""Files beside the service: containers, Kubernetes, Prometheus' rules and Grafana's dashboard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from serve_client import as_json
 
 from programs import find_tool
+from react_clip.cli import parse_args
 from react_clip.serve.settings import DRAIN, GRACE, PREFIX, Settings
 
 pytestmark = pytest.mark.docs
@@ -30,6 +31,53 @@ def test_the_container_sets_only_settings_that_exist_and_gives_time_to_stop() ->
     assert service["secrets"] == [f"{PREFIX.lower()}{name}" for name in ("secret", "api_keys")]
     stated = [int(value) for value in re.findall(r"--stop-timeout (\d+)", dockerfile)]
     assert min(*stated, int(service["stop_grace_period"].removesuffix("s"))) > DRAIN + GRACE + 5
+
+
+def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
+    files = [ROOT / "Dockerfile", ROOT / "deploy" / "ray.Dockerfile"]
+    found = subprocess.run([find_tool("hadolint"), *files], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_kubernetes_accepts_the_manifests() -> None:
+    """Against the schemas of the newest release and of one that is two years older."""
+    validate = pytest.importorskip("kubernetes_validate")
+    manifests = [*yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())]
+    assert [each["kind"] for each in manifests] == ["Deployment", "Service", "HorizontalPodAutoscaler"]
+    cluster = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+        manifests.append(pod)
+    for manifest in manifests:
+        for version in (validate.latest_version(), "1.31.0"):
+            validate.validate(manifest, version, strict=True)
+    broken = {**manifests[1], "spec": {**manifests[1]["spec"], "port": 8000}}
+    with pytest.raises(validate.ValidationError, match="'port' was unexpected"):
+        validate.validate(broken, validate.latest_version(), strict=True)
+
+
+def test_the_kubernetes_manifest_fits_the_service(open_client: Any) -> None:
+    deployment, service, scaler = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    labels = pod["metadata"]["labels"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert {name.removeprefix(PREFIX).lower() for name in variables} <= set(Settings.model_fields)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    [credentials] = [each["name"] for each in pod["spec"]["volumes"] if "secret" in each]
+    assert mounts[credentials] == variables[f"{PREFIX}SECRETS_DIR"]
+    assert container["resources"]["limits"]["cpu"] == variables[f"{PREFIX}THREADS"]
+    assert parse_args(["serve", *container["args"]]).log_format == "json"
+    assert pod["spec"]["terminationGracePeriodSeconds"] > GRACE + 5
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert open_client.get(container[probe]["httpGet"]["path"]).status_code == 200
+    [metric] = scaler["spec"]["metrics"]
+    assert f"\n{metric['pods']['metric']['name']} " in open_client.get("/metrics").text
+    image = re.search(r"docker build -t (\S+) \.", (ROOT / "Dockerfile").read_text())
+    assert image is not None
+    assert container["image"] == image[1]
 
 
 def test_the_rules_fire_when_they_should(tmp_path: Path) -> None:
