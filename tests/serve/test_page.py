@@ -37,7 +37,7 @@ def visit(browser: Any) -> Iterator[Visit]:
         page.on("dialog", lambda dialog: (complaints.append(f"alert {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(url + path)
-        page.locator("#page:visible, #key-field:visible, #routes section").first.wait_for()
+        page.locator("#page:visible, #key-field:visible").first.wait_for()
         return page
 
     yield open_page
@@ -235,11 +235,31 @@ def test_a_sweep_can_be_cancelled_and_fills_the_chart(server: Any, visit: Visit,
     assert label.startswith("Line chart of 6 strengths; at 16/255 plain CLIP gives")
 
 
+def test_a_sample_shows_the_point_in_one_click(server: Any, pair: Any, visit: Visit) -> None:
+    page = visit(server.url)
+    page.get_by_role("button", name="cat").click()
+    wait_for(page, "Attacked with 4/255")
+    assert page.locator("#empty").is_hidden()
+    assert points(page) == ["0/255", "4/255"]
+    assert [page.input_value("#eps"), page.locator("#strip img").get_attribute("alt")] == ["4", "cat.jpg"]
+    page.click("#remove")
+    page.get_by_label("Attack it at once").uncheck()
+    page.get_by_role("button", name="rocket").click()
+    wait_for(page, "Not attacked")
+    plain = visit(pair.url, refusals=("status of 401",))
+    plain.get_by_label("API key of this server").fill(KEYS[0])
+    plain.get_by_role("button", name="Use this key").click()
+    plain.get_by_role("button", name="coffee").click()
+    wait_for(plain, "Defended CLIP says")
+    assert plain.locator("#switch").is_hidden()
+
+
 # ---------------------------------------------------------------------- the routes
 
 
 def test_examples_of_all_routes_run(server: Any, visit: Visit) -> None:
     page = visit(server.url, path="/docs", refusals=("status of 422",))
+    page.locator("#routes section").first.wait_for()
     names = [card.get_attribute("aria-label") for card in page.locator("#routes section").all()]
     routes = server.client.get("/openapi.json").json()["paths"]
     assert names == [f"{method.upper()} {path}" for path, methods in routes.items() for method in methods]
@@ -328,6 +348,23 @@ def test_nothing_overflows_a_phone(server: Any, visit: Visit, photos: list[bytes
     assert max(page.evaluate(rights)) <= 360
     assert page.locator("#camera").get_attribute("capture") == "environment"
     assert page.locator("label.camera").is_visible()
+
+
+def test_the_result_stays_in_view_on_a_phone(server: Any, visit: Visit, photos: list[bytes]) -> None:
+    page = visit(server.url, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.get_by_role("button", name="coffee").tap()
+    wait_for(page, "Attacked with 4/255")
+
+    def in_view() -> bool:
+        box = page.locator("#verdict").bounding_box()
+        return bool(box["y"] >= 0 and box["y"] + box["height"] <= 844)
+
+    assert in_view()
+    for below in ("#attack", "#answers", "#course"):
+        page.locator(below).evaluate("(element) => element.scrollIntoView()")
+        assert in_view(), below
+    order = [page.locator(each).bounding_box()["y"] for each in ("#drop", "#attack", "#answers", "#labels")]
+    assert order == sorted(order), "the answers come before the labels"
 
 
 def test_dark_and_light_differ_and_can_be_switched(server: Any, visit: Visit) -> None:

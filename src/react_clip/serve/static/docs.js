@@ -36,7 +36,7 @@ function card(path, method, route) {
     run.disabled = false;
   });
   const statuses = Object.entries(route.responses).map(([status, { description }]) => `${status}: ${description}`);
-  parts.push(make("pre", { className: "soft", textContent: command(path, method, content) }), make("div", { className: "row" }, run), answer,
+  parts.push(make("pre", { className: "soft", textContent: command(path, method, route) }), make("div", { className: "row" }, run), answer,
     make("details", {}, make("summary", { textContent: "Statuses" }), make("ul", {}, ...statuses.map((textContent) => make("li", { textContent })))));
   return make("section", { className: "card", ariaLabel: name }, ...parts);
 }
@@ -54,10 +54,10 @@ function fields({ properties, required = [] }) {
 }
 
 /** The same for a shell: a photo's file instead of its base64. */
-function command(path, method, content) {
+function command(path, method, { requestBody, security }) {
   const url = new URL(path.slice(1), document.baseURI).href;
-  const file = content?.example.input ? "input" : "images";
-  return `curl${method === "POST" ? ` -F ${file}=@photo.jpg` : ""} -H "Authorization: Bearer $API_KEY" ${url}`;
+  const file = requestBody?.content["application/json"].example.input ? "input" : "images";
+  return `curl${requestBody ? ` -F ${file}=@photo.jpg` : ""}${security ? ' -H "Authorization: Bearer $API_KEY"' : ""} ${url}`;
 }
 
 async function ask(path, method, body) {

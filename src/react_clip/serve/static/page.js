@@ -15,7 +15,7 @@ const drawn = (tag, attributes, ...children) => {
 const percent = (share) => share > 0 && share < 0.001 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`;
 const short = (number) => String(Number(number.toPrecision(3)));
 const strength = (eps) => eps ? `${eps}/255` : "none";
-const [SWEEP, MOST_TRIES, PAUSE] = [[0, 1, 2, 4, 8, 16], 6, 350];
+const [SWEEP, SAMPLE, MOST_TRIES, PAUSE] = [[0, 1, 2, 4, 8, 16], 4, 6, 350];
 
 let info = null;          // what the server says it is
 let key = "";             // an API key, in memory only
@@ -24,6 +24,7 @@ let chosen = null;        // the photo that is asked about
 let labels = [];          // the visitor's own; none: the server's
 let eps = 0;              // where the slider stands, in 255ths
 let shown = null;         // the answer on the screen
+let follow = false;       // bring the next answer into view
 let wanted = [0];         // what the last job was to ask, for "try again"
 let [job, timer] = [new AbortController(), 0];
 const memory = new Map(); // photo -> labels -> eps -> answer
@@ -87,6 +88,7 @@ async function start() {
   const how = name === "undefended" ? "without a defence" : `defended by ${name} with at most ${short(passes.most)} passes a photo`;
   by("about").append(` Here: ${info.model}, ${how}.`);
   by("comparison").hidden = Boolean(info.demo);
+  by("switch").hidden = !info.demo;
   describeLabels();
 }
 
@@ -119,6 +121,7 @@ async function add(files) {
 
 function choose(photo) {
   chosen = photo;
+  follow = true;
   document.body.classList.toggle("some", Boolean(photo));
   for (const each of photos) each.item.firstElementChild.setAttribute("aria-pressed", each === photo);
   by("strip").hidden = by("remove").hidden = !photo;
@@ -127,6 +130,14 @@ function choose(photo) {
 
 for (const field of [by("file"), by("camera")]) {
   field.addEventListener("change", () => { add([...field.files]).then(() => { field.value = ""; }); });
+}
+for (const button of by("samples").children) {
+  button.addEventListener("click", async () => {
+    const { src, alt } = button.firstElementChild;
+    const blob = await fetch(src).then((response) => response.blob());
+    await add([new File([blob], `${alt}.jpg`, { type: "image/jpeg" })]);
+    if (info.demo && by("at-once").checked) run([SAMPLE]);
+  });
 }
 addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dragging"); });
 addEventListener("dragleave", (event) => { if (!event.relatedTarget) document.body.classList.remove("dragging"); });
@@ -157,7 +168,7 @@ function describeLabels() {
   by("preset").firstElementChild.textContent = preset.length === 1 ? "The server's label" : `The server's ${preset.length} labels`;
   by("preset").querySelector(".names").textContent = preset.join(", ");
   by("known").replaceChildren(...preset.slice(0, 500).map((value) => make("option", { value })));
-  const bank = free && source === "bank" ? " The model has no text tower: only names of its label bank can be used." : "";
+  const bank = free && source === "bank" ? " The model has no text tower: only names of its label table can be used." : "";
   by("label-note").textContent = !free ? "This server answers for its own labels only."
     : (labels.length || !preset.length ? "" : "Without labels of your own, the server's are used.") + bank;
   by("clear").hidden = by("chips").hidden = !labels.length;
@@ -303,6 +314,7 @@ function draw() {
   by("course").hidden = !shown || !info.demo;
   by("why").hidden = !shown?.diagnostics;
   by("no-why").hidden = !shown || info.diagnostics;
+  by("verdict").hidden = !shown;
   by("verdict").textContent = shown ? verdict(shown) : "";
   if (!shown) return;
   chosen.item.querySelector("span").textContent = found().get(0).defended[0].label;
@@ -310,6 +322,8 @@ function draw() {
   by("answers").replaceChildren(...(shown.plain ? [panel("Plain CLIP", "plain", shown.plain)] : []), panel("Defended CLIP", "defended", shown.defended));
   if (shown.diagnostics) explain(shown.diagnostics);
   if (info.demo) drawCourse();
+  if (follow) by("verdict").scrollIntoView({ block: "nearest" });
+  follow = false;
 }
 
 function verdict({ eps: at, plain, defended, target }) {
