@@ -14,9 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
+import react_clip as rc
+import tiny_clip
 from programs import Run
 from react_clip.cli import COMMANDS, options, parse_args
-from react_clip.evaluation import Recipe
+from react_clip.encoders import Encoder
+from react_clip.evaluation import Recipe, run_recipe
 
 pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("no_new_classes")]
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,3 +200,59 @@ def test_every_name_exists_and_every_recipe_of_the_paper_is_named() -> None:
     assert not exists("functional.no_such_name")
     recipes = {path.name: Recipe.load(path).paper for path in (ROOT / "recipes").glob("*.yaml")}
     assert {name for name, part in recipes.items() if not part.startswith(("beyond", "excerpt"))} <= MENTIONED
+
+
+# ---------------------------------------------------------------------- recipes on the paper's encoder and a text tower
+
+
+@pytest.fixture(scope="module")
+def vit_b_32(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    """A random CLIP with the patches and widths of ViT-B/32, the library's defaults, and two layers."""
+    from transformers import CLIPConfig, CLIPModel
+
+    folder = tmp_path_factory.mktemp("vit-b-32")
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 2}
+    CLIPModel(CLIPConfig(vision_config=layers, text_config=layers)).save_pretrained(folder)
+    tiny_clip.write_tokenizer(folder)
+    return rc.load(folder, device="cpu")
+
+
+def test_every_table_of_the_paper_runs_on_a_tower_of_its_shape(vit_b_32: Encoder) -> None:
+    assert (vit_b_32.image_size, vit_b_32.patch_size) == (224, 32)
+    recipes = [Recipe.load(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))]
+    named = [recipe for recipe in recipes if recipe.model == "openai/clip-vit-base-patch32"]
+    tables = {number for recipe in named for number in re.findall(r"Table (\d)", recipe.paper)}
+    assert tables == set("12345678")
+    swept = [item.defense for recipe in named for item in recipe.defenses if item.params]
+    defenses = [item.defense for recipe in named for item in recipe.defenses if not item.params] + swept[::20]
+    clf = rc.ZeroShotClassifier(vit_b_32, ["cat", "dog"], templates=["a photo of a {}."])
+    photo = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    for defense in {repr(each): each for each in defenses}.values():
+        defense.check(vit_b_32)
+        assert bool(defense(clf, photo, seed=0).logits.isfinite().all()), defense
+
+
+def test_prompt_tuning_runs_end_to_end_on_a_text_tower(tiny_folder: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(("cat", "dog")):
+        folder = tmp_path / "photos" / "mine" / "test" / name
+        folder.mkdir(parents=True)
+        for photo in range(2):
+            Image.effect_noise((40, 40), 60 + 90 * number + photo).convert("RGB").save(folder / f"{photo}.png")
+    recipe = Recipe.load(ROOT / "recipes" / "prompt-tuning.yaml", model=str(tiny_folder))
+    recipe = recipe.replace(datasets=("mine",), attacks=recipe.attacks[:1], self_check=False)
+    result = run_recipe(recipe, tmp_path / "run", root=tmp_path / "photos", device="cpu", progress=False)
+    rows = {(row.defense, row.attack): row for row in result.means}
+    assert {label for label, _ in rows} == {"CLIP", "R-TPT", "SS-TPT"}
+    for label in ("R-TPT", "SS-TPT"):
+        assert all(rows[label, attack].n == 4 and rows[label, attack].passes > 30 for attack in ("clean", "pgd-10"))
+
+
+def test_a_percentage_in_the_first_pages_is_filled_from_its_file() -> None:
+    """README, overview, ranking and SecondLook's page: only settings and the paper's own numbers are typed."""
+    typed = {"README.md": {"95"}, "second-look.md": {"99.5", "2", "3"}}
+    for name in ("README.md", "docs/overview.md", "docs/ranking.md", "docs/second-look.md"):
+        text = re.sub(
+            r"<!-- (?:number|paired|table): .*?<!-- end -->|```.*?```", "", DOCUMENTS[ROOT / name], flags=re.S
+        )
+        assert set(re.findall(r"([\d.]+) %", text)) <= typed.get(Path(name).name, set()), name

@@ -36,11 +36,11 @@ def write_hf(folder: Path, *, activation: str = "quick_gelu", seed: int = 0) -> 
             if parameter.ndim >= 2 and "embedding" not in name:
                 parameter.normal_(std=0.12)
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """CLIP's byte-pair vocabulary, from the copy that open_clip bundles."""
     import open_clip
     from open_clip.tokenizer import bytes_to_unicode
