@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import react_clip as rc
 import tiny_clip
 from react_clip.accelerate import Graphs
+from react_clip.encoders import layers
 from react_clip.encoders.layers import QUICK_GELU, Perceptron
 from react_clip.encoders.vision import VisionTower
 from toys import ToyEncoder, on_a_gpu, patch_encoder, toy_images
@@ -281,6 +284,22 @@ def test_on_a_cpu_nothing_is_compiled(tiny_folder: Path, monkeypatch: pytest.Mon
     [images] = views(32)
     features = [rc.load(tiny_folder, device="cpu", compile=each).encode(images) for each in (False, True)]
     assert torch.equal(*features)
+
+
+def test_without_a_compiler_there_is_a_warning_and_a_full_memory_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(error: Exception) -> Any:
+        return lambda: Mock(side_effect=error)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(shape))
+    monkeypatch.setattr(layers, "compiled_add_norm", failing(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        layers.can_compile.__wrapped__()
+    monkeypatch.setattr(layers, "compiled_add_norm", failing(RuntimeError("no C compiler")))
+    with pytest.warns(UserWarning, match="which costs a tenth of the speed: no C compiler"):
+        assert not layers.can_compile.__wrapped__()
 
 
 @on_a_gpu

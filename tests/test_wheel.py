@@ -137,6 +137,7 @@ def test_workflows_run_what_is_there_and_pin_what_is_not() -> None:
                 for target in command.split()[1:] if command.startswith("make ") else []:
                     assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert "make test-lowest" in {step.get("run") for step in ci["jobs"]["lowest"]["steps"]}
     tested = ci["jobs"]["tests"]["strategy"]["matrix"]["python"]
     assert tested == re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     assert project["requires-python"] == f">={tested[0]}"
