@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     encoder = common.load_encoder(args)
     pixels = reader.sample(2 * args.limit, encoder)
     clip, labels = _classes(args, encoder, reader.files)
+    what = "no classes, so photos are searched" if isinstance(clip, rc.Encoder) else clip.extra_repr()
+    common.notice(args, f"{what}; the photos are {'un' * (labels is None)}labelled")
     about = common.provenance(args, encoder) | {"photos": str(args.photos_in)}
     with common.progress(args, "photo", len(pixels) // 2, "calibrating") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed below
