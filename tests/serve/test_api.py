@@ -336,7 +336,7 @@ def test_headers_and_unknown_routes(client: Any) -> None:
         ({"images": []}, ("images",)),
         ({"images": ["%%%"]}, ("images[0]", "base64")),
         ({"images": [7]}, ("images[0] is 7", "base64")),
-        ({"images": ["%%%", "bm8gcGhvdG8="]}, ("images[0]", "base64", "2 entries are wrong")),
+        ({"images": ["%%%", "bm8gcGhvdG8="]}, ("images[0]", "base64", "(2 wrong of 2)")),
         ({"images": [""]}, ("images[0] is empty",)),
         ({"images": ["bm8gcGhvdG8="]}, ("images[0] is not an image we read",)),
         ({"images": ["https://example.org/cat.jpg"]}, ("images[0]", "not fetched")),

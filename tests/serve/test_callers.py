@@ -115,7 +115,7 @@ def test_a_bad_image_fails_only_itself(client: Any, photos: list[bytes], write: 
     assert "images[5] cannot be decoded" in results[5]["error"]
     assert (results[2]["label"], results[2]["answers"]) == (None, [])
     none = client.post("/v1/classify", **write([b"no photo", b"none"]))
-    check_error(none, 422, "images[0] is not an image we read", "2 entries are wrong")
+    check_error(none, 422, "images[0] is not an image we read", "(2 wrong of 2)")
     numbers = client.post("/v1/classify", json={"images": [7, as_json(photos[:1])["json"]["images"][0]]})
     assert numbers.json()["results"][0]["error"].startswith("images[0] is 7")
     check_error(client.post("/v1/embeddings", **write([*images[:2], images[5]])), 400, "input[2] cannot be decoded")

@@ -71,7 +71,7 @@ def test_the_openai_client_shows_our_line(official: openai.OpenAI, model: str, p
         ({"input": [url, "data:image/png;base64,AAAA"]}, "input[1]", "input[1] is not an image we read"),
         ({"input": [url, "https://example.org/cat.jpg"]}, "input[1]", "addresses are not fetched"),
         ({"input": [url] * 17}, "input", "input has 17 images, at most 16"),
-        ({"input": ["text"] * 1001}, "input", "input has 1,001 texts, at most 1,000"),
+        ({"input": ["text"] * 1001}, "input", "input has 1,001 entries, at most 1,000"),
         ({"input": ["text", " "]}, "input[1]", "input[1] is empty"),
         ({"input": [url, "word " * 300]}, "input[1]", "is no valid base64"),
         ({"input": [[1, 2, 3]]}, "input", "check_embedding_ctx_length=False"),

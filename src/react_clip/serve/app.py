@@ -80,12 +80,7 @@ def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, An
             line = f"content-type is {quote(request.headers.get('content-type', ''))}; send application/json or "
             raise RequestError(415, line + "multipart/form-data", field="content-type")
         words = (model, content, client.info, client.preprocessing, settings, service.secrets.noise)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(service.threads, requests.prepare, *words)
-        except RequestError as error:
-            if error.status_code == 422:
-                error.status_code = model.status
-            raise
+        return await asyncio.get_running_loop().run_in_executor(service.threads, requests.prepare, *words)
 
     return read_body
 
@@ -134,20 +129,21 @@ async def embeddings(request: Request, asked: EmbeddingsBody) -> responses.Embed
     client: ModelClient = request.app.state.service.client
     body, texts = asked.body, list(dict.fromkeys(asked.texts.values()))
     answers = await client.submit(asked.pixels, asked.keys, asked.label_list) if asked.keys else []
-    encoded = await client.submit(torch.empty(0), [], None, texts) if texts else []
-    features = dict(zip(texts, (one.feature for one in encoded), strict=True))
+    of_texts = await client.submit(torch.empty(0), [], None, texts) if texts else []
     request.scope["answers"] = answers
-    rows, data = iter(answers), list[responses.Embedding]()
+    images, known = iter(answers), dict(zip(texts, of_texts, strict=True))
+    data = list[responses.Embedding]()
     for index in range(len(body.images)):
-        text = asked.texts.get(index)
-        answer = next(rows) if text is None else None
-        feature = answer.feature if answer else features[str(text)]
-        one = responses.Embedding(index=index, embedding=responses.encode_feature(feature, body.encoding_format))
-        if answer and client.info.diagnostics:
-            one.diagnostics = responses.Diagnostics.of(answer.numbers)
-        if answer and body.suspicious:
-            one.suspicious = bool(answer.numbers["suspicious"])
-        data.append(one)
+        answer = known[asked.texts[index]] if index in asked.texts else next(images)
+        numbers = answer.numbers  # none of a text
+        data.append(
+            responses.Embedding(
+                index=index,
+                embedding=responses.encode_feature(answer.feature, body.encoding_format),
+                diagnostics=responses.Diagnostics.of(numbers) if numbers and client.info.diagnostics else None,
+                suspicious=bool(numbers["suspicious"]) if numbers and body.suspicious else None,
+            )
+        )
     usage = responses.Usage(images=len(answers))
     return responses.EmbeddingsResponse(data=data, model=client.info.model, usage=usage)
 
@@ -241,15 +237,9 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(settings, secrets), www_redirect=False)
     app.add_middleware(RequestLimits, service=service)
     if settings.cors_origin:  # outside of the limits, so that pages can read refusals too
-        allowed = ["authorization", "x-api-key", "content-type", "traceparent", "x-request-id"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origin,
-            allow_methods=["GET", "POST"],
-            allow_headers=allowed,
-            expose_headers=["retry-after", "x-request-id"],
-        )
-    app.add_middleware(RequestLog)
+        shared: Any = {"allow_methods": ["GET", "POST"], "expose_headers": ["retry-after", "x-request-id"]}
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_headers=["*"], **shared)
+    app.add_middleware(RequestLog, service=service)
     app.add_exception_handler(HTTPException, answer_http_error)
     for router in (api, about, state, site):
         app.include_router(router)

@@ -62,10 +62,7 @@ def routes(model: Model, secret: bytes) -> APIRouter:
 
 
 def compare(
-    model: Model,
-    secret: bytes,
-    asked: requests.Asked[requests.AttackRequest],
-    progress: Callable[[int, int], None],
+    model: Model, secret: bytes, asked: requests.Asked[requests.AttackRequest], progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Answers of plain and defended CLIP for a photo before and after an attack."""
     encoder, eps, labels = model.encoder, asked.body.eps / 255, asked.labels

@@ -58,6 +58,8 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error, RequestError):
         request.scope["error_kind"] = error.kind
+        if error.status_code == 422 and request.url.path.startswith("/v1/embed"):
+            error.status_code = 400  # as OpenAI's clients know it
         return error.response()
     line = error.detail
     if error.status_code == 404:

@@ -1,4 +1,4 @@
-"""The layer around every request: body size and time, deadline, security headers and metrics.
+"""The layer around every request: body size and time, deadline, security headers.
 
 It is pure ASGI and around all routes, because FastAPI has no limit on bodies and no deadline, and because refusals
 from here and errors from handlers must look alike and be counted alike.
@@ -7,14 +7,13 @@ from here and errors from handlers must look alike and be counted alike.
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from react_clip.serve.errors import KINDS, RequestError, busy, late
-from react_clip.serve.log import METHODS, logger
+from react_clip.serve.log import logger
 
 if TYPE_CHECKING:
     from react_clip.serve.app import Service
@@ -51,7 +50,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, settings, began = self._service, self._service.settings, time.perf_counter()
+        service, settings = self._service, self._service.settings
         deadline = settings.deadline * (DEMO_DEADLINES if scope["path"] == DEMO_PATH else 1)
         size = status = 0
         body_ended = disconnected = False
@@ -128,12 +127,5 @@ class RequestLimits:
             return
         if error is not None and not status:
             await error.response()(scope, receive, send_with_headers)
-        # The route's own spelling: a caller's path could contain anything, and each would be a new counter.
-        seconds, route = time.perf_counter() - began, str(getattr(scope.get("route"), "path", "unmatched"))
-        method = scope["method"] if scope["method"] in METHODS else "OTHER"
-        service.metrics.requests.labels(method, route, str(status)).inc()
-        service.metrics.latency.labels(route).observe(seconds)
         if status >= 400:
-            kind = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]
-            scope["error_kind"] = kind
-            service.metrics.rejected.labels(kind).inc()
+            scope["error_kind"] = error.kind if error else scope.get("error_kind") or KINDS.get(status, ("error",))[0]

@@ -1,4 +1,4 @@
-"""One log line a request, as text or JSON, with the id that the caller sent or gets."""
+"""The count and the log line of each request, as text or JSON, with the id that its caller sent or gets."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import logging
 import re
 import time
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from react_clip.serve.app import Service
 
 logger = logging.getLogger("react_clip.serve")
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C's traceparent."""
-METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
+_METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 
 
 class RequestLog:
-    """ASGI middleware, outermost: gives each request an id and writes its line; answers HEAD as GET without a body."""
+    """ASGI middleware, outermost: gives each request an id, counts it and writes its line; answers HEAD like GET."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self._app, self._metrics = app, service.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -31,7 +35,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         began, headers = time.perf_counter(), Headers(scope=scope)
-        method = scope["method"] if scope["method"] in METHODS else "OTHER"
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         given, trace = headers.get("x-request-id", ""), headers.get("traceparent", "")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
         echoed = {b"x-request-id": name.encode()}
@@ -42,16 +46,20 @@ class RequestLog:
         await self._app(inner, receive, send)
         if (status := inner.get("status")) is None:  # the caller has left
             return
-        route = str(getattr(inner.get("route"), "path", "unmatched"))  # a caller's path could contain anything
-        milliseconds = round(1000 * (time.perf_counter() - began), 1)
+        # The route's own spelling: a caller's path could contain anything, and each would be a new counter.
+        route, seconds = str(getattr(inner.get("route"), "path", "unmatched")), time.perf_counter() - began
+        milliseconds = round(1000 * seconds, 1)
+        self._metrics.requests.labels(method, route, str(status)).inc()
+        self._metrics.latency.labels(route).observe(seconds)
         fields = {"id": name, "method": method, "route": route, "status": status, "ms": milliseconds}
         if answers := inner["answers"]:
             numbers = [answer.numbers for answer in answers]
             fields |= {"images": len(answers), "wait_ms": round(1000 * max(answer.wait for answer in answers), 1)}
             fields |= {"passes": round(sum(each["passes"] for each in numbers), 4)}
             fields |= {name: sum(bool(each[name]) for each in numbers) for name in ("suspicious", "gated")}
-        if "error_kind" in inner:
+        if status >= 400:
             fields["error"] = inner["error_kind"]
+            self._metrics.rejected.labels(inner["error_kind"]).inc()
         if b"traceparent" in echoed:
             fields["trace"] = trace.split("-")[1]
         logger.info("%s %s %d %.0f ms %s", method, route, status, milliseconds, name, extra={"fields": fields})

@@ -11,12 +11,7 @@ from react_clip.serve.responses import ErrorBody
 BODY_ERRORS = (400, 401, 403, 408, 413, 415, 422, 429, 503)
 """Statuses of routes that take a body."""
 
-EXAMPLE = (
-    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgBAMAAACBVGfHAAAAGFBMVEVBhc5HgsdGgshFgslPfL6+NT/SKCjZIx8b0A/CAAAA0UlEQVR42q2RMUsE"
-    "QQyFv9k7vK1kolisjbpa2lpaKNj6Sy2tF/wJIoKFcFicWCgZt9pGYjGJuP1NNy9fXvJI6pm/hu0JVuaCNsf6XzAV0aosBDC76Lr+kTaIcdOfNKe3"
-    "+kfs3KwmpsOXqa2EbY4Axssw1asCYGcaHlInpiD2fadyXaABE3PiJ1ryPEvSb8+zcOLLi3nI3uJJLabIkAHSq4Tp+RvAbgkirQcBWT/kCNcejGn1"
-    "frfXhpA+nrtyLwKwpIb5fKp/kl9OI+HSl5JtnvIX9+E3zL+ov0YAAAAASUVORK5CYII="
-)
+EXAMPLE = "R0lGODdhCgAKAIEAAEaCyNIoKAAAAAAAACwAAAAACgAKAAAIHwABCBxIsKDBgQECHEyYsCBDhgQfNowI0eDEgxgPBgQAOw=="
 """A drawing of a red ball on blue, so that examples can be run as they are."""
 
 

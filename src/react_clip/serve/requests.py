@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from torch import Tensor
 
 from react_clip import noise
@@ -44,18 +36,10 @@ def _check_template(text: str) -> str:
     return text
 
 
-_IMAGE_SCHEMA = {
-    "type": "string",
-    "contentEncoding": "base64",
-    "description": "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URL; addresses are not fetched.",
-}
-_INPUT_SCHEMA = {"type": "string", "description": "An image as base64 or data URL, or a text."}
+_FILE = "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URL; addresses are not fetched."
+_IMAGE_SCHEMA = {"type": "string", "contentEncoding": "base64", "description": _FILE}
 Images = Annotated[list[Annotated[Any, WithJsonSchema(_IMAGE_SCHEMA)]], Field(min_length=1)]
-Inputs = Annotated[
-    list[Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]],
-    Field(min_length=1),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-]
+Inputs = Annotated[Images, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 Label = Annotated[str, AfterValidator(_check_label)]
 Template = Annotated[Label, AfterValidator(_check_template)]
 
@@ -64,8 +48,6 @@ class ImageRequest(Schema):
     """Fields of all requests."""
 
     model_config = ConfigDict(extra="forbid")
-    status: ClassVar[int] = 422
-    """Status of the answer where a field is not acceptable."""
 
     images: Images
     """The photos."""
@@ -88,8 +70,6 @@ class ClassifyRequest(ImageRequest):
 
 class EmbeddingsRequest(ImageRequest):
     """Images and texts to embed, in the shape of OpenAI's clients."""
-
-    status: ClassVar[int] = 400
 
     images: Inputs = Field(validation_alias=AliasChoices("input", "images"))
     """An image or a text, or a list of them; texts where the model has a text tower."""
@@ -179,7 +159,7 @@ def prepare(
     # Embeddings go to programs that expect one for every entry.
     if errors and (not pixels or name == "input"):
         index, line = next(iter(errors.items()))
-        raise _invalid(f"{name}[{index}]", line + (f" ({len(errors)} entries are wrong)" if len(errors) > 1 else ""))
+        raise _invalid(f"{name}[{index}]", f"{line} ({len(errors)} wrong of {len(body.images)})")
     keys = [noise.secret_key(image, secret) for image in pixels]
     stacked = torch.stack(pixels) if pixels else torch.empty(0)
     return Asked(body, body.labels or info.labels["preset"], stacked, keys, errors, texts, own)
@@ -189,19 +169,21 @@ def _texts(body: EmbeddingsRequest, info: Info, settings: Settings) -> dict[int,
     """Texts among the entries, by their place, where the model can embed them."""
     if body.dimensions not in (None, info.dim):
         raise _invalid("dimensions", f"dimensions is {body.dimensions}; this model has {info.dim}; leave it out")
+    if (number := len(body.images)) > (most := max(settings.max_images, settings.max_labels)):
+        raise _invalid("input", f"input has {number:,} entries, at most {most:,}; send several requests")
     if not all(isinstance(entry, bytes | str) for entry in body.images):
-        line = "input has entries that are neither images nor texts; send no tokens (in LangChain: "
-        raise _invalid("input", line + "check_embedding_ctx_length=False)")
+        line = "input has what is no image and no text; send no tokens (LangChain: check_embedding_ctx_length=False)"
+        raise _invalid("input", line)
     texts = {index: entry for index, entry in enumerate(body.images) if isinstance(entry, str) and _is_text(entry)}
     for index, text in texts.items():
         field = f"input[{index}]"
         if not text.strip():
             raise _invalid(field, f"{field} is empty; send an image or a text")
         if not info.text:
-            line = f"{field} is no image as base64 or data URL, and this model has no text tower for a text"
-            raise _invalid(field, f"{line}; send images, or serve a model that has one")
-    if len(texts) > (most := settings.max_labels):
-        raise _invalid("input", f"input has {len(texts):,} texts, at most {most:,}; send several requests")
+            line = (
+                f"{field} is no image as base64 or data URL, and this model has no text tower for a text; send images"
+            )
+            raise _invalid(field, line)
     return texts
 
 

@@ -186,8 +186,7 @@ def _end_with_parent() -> None:
 def log_to_stderr(settings: Settings) -> None:
     """Log the service's own lines at the level of the settings, and warnings of other packages."""
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    logging.basicConfig(handlers=[handler], level="WARNING")
+    if settings.log_format == "json":
+        handler.setFormatter(JsonLines())
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", handlers=[handler], level="WARNING")
     logger.setLevel(settings.log_level.upper())
