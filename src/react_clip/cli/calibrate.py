@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     given |= {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
     provenance = common.provenance(args, encoder)
     calibrate = _react if args.defense == "react" else _second_look
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
-        result, photos, exit_code = calibrate(args, encoder, provenance, given)
+    result, photos, exit_code = calibrate(args, encoder, provenance, given)
     result.save(args.out)
     usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
     common.print_result(args, result.to_dict(), _lines(result, photos), [usage])
@@ -56,7 +54,6 @@ def _second_look(
     args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
 ) -> tuple[rc.Calibration, Sequence[object], int]:
     """From a folder, a file or a data set; also the photos by name, and 2 as exit code if some could not be read."""
-    from react_clip.calibration import calibrate_threshold
     from react_clip.zeroshot import with_everyday_names
 
     named = args.labels or args.labels_file or args.photos
@@ -71,8 +68,7 @@ def _second_look(
         pixels = _pixels(args, encoder, common.load_photos(args, encoder, classes=False)[0])
         names = [f"photo {number} of {args.dataset}" for number in range(len(pixels))]
     given["provenance"] = provenance | {"photos": args.dataset}
-    with common.progress(args, "photo", len(pixels), "measuring") as bar:
-        result = calibrate_threshold(clip, pixels, progress=lambda *done: common.show(bar, *done), **given)
+    result = common.calibrated(args, clip, pixels, **given)
     changed = {"changed_photos": [str(names[number]) for number in result.changed or ()]}
     return result.replace(provenance=result.provenance | changed), names, exit_code
 
@@ -90,7 +86,8 @@ def _react(
     pixels, labels = _pixels(args, encoder, photos), torch.tensor(photos.labels)
     given |= {"mapping": args.mapping, "steps": args.steps}
     given["provenance"] = provenance | {"data": common.describe(args, photos), "classes": len(clf.names)}
-    with common.progress(args, "batch") as bar:
+    with common.progress(args, "batch") as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the notes are printed by the caller
 
         def advance(stage: str, done: int, total: int) -> None:
             common.show(bar, bar.n + 1, total * len(BUDGETS), stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
         photos = f"{args.photos_in} has {len(reader.files)} photos"
         raise ReactClipError(f"{photos}, too few: half of them calibrate; give at least {_LEAST}, better 600")
     require("pandas", "checking", extra="eval")
-    from react_clip.calibration import calibrate_threshold
     from react_clip.check import check_tower
 
     encoder = common.load_encoder(args)
@@ -54,11 +52,7 @@ def run(args: argparse.Namespace) -> int:
     what = "no classes, so photos are searched" if isinstance(clip, rc.Encoder) else clip.extra_repr()
     common.notice(args, f"{what}; the photos are {'un' * (labels is None)}labelled")
     about = common.provenance(args, encoder) | {"photos": str(args.photos_in)}
-    with common.progress(args, "photo", len(pixels) // 2, "calibrating") as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
-        calibration = calibrate_threshold(
-            clip, pixels[1::2], provenance=about, progress=lambda *done: common.show(bar, *done)
-        )
+    calibration = common.calibrated(args, clip, pixels[1::2], provenance=about)
     calibration.save(args.out / "calibration.json")
     measured = (reader.files[::2], pixels[::2], None if labels is None else labels[::2])
     check = check_tower(clip, calibration, *measured, args.out, progress=not args.quiet)

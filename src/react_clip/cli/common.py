@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from react_clip.intervals import share_in_words
 from react_clip.storage import read_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from tqdm import tqdm
 
     from react_clip.secret import Seed
@@ -157,6 +159,17 @@ def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defens
             with suppress(ReactClipError):
                 guards.append(kind.for_encoder(encoder))
     return guards or [rc.defenses.default_for(encoder)]  # with neither, this raises and says what to do
+
+
+def calibrated(
+    args: argparse.Namespace, clip: rc.ZeroShotClassifier | rc.Encoder, pixels: Tensor, **given: Any
+) -> rc.Calibration:
+    """SecondLook's calibration on clean photos, with a progress bar; its notes are for the caller to print."""
+    from react_clip.calibration import calibrate_threshold
+
+    with progress(args, "photo", len(pixels), "calibrating") as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return calibrate_threshold(clip, pixels, progress=lambda *done: show(bar, *done), **given)
 
 
 def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:

@@ -7,7 +7,6 @@ import base64
 import itertools
 import json
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,9 +152,7 @@ def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.d
 def _calibrated(args: argparse.Namespace, clf: rc.ZeroShotClassifier, photos: Path) -> rc.defenses.Defense:
     """SecondLook with thresholds measured on clean photos."""
     reader = PhotoReader([photos], args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notes are printed below
-        result = rc.SecondLook.calibrate(clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
+    result = common.calibrated(args, clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
     common.notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
     for line in common.changed_answers(result, reader.files):
         common.notice(args, line)
