@@ -23,6 +23,7 @@ Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
     parts RUN                        success of each member of a suite of attacks on each defence
     leakage RUN                      highest accuracy of each method with and without leaked answers
     ranking RUN ... [FILE.json ...] [only=TITLES]   the ranking, with files of `react-clip bench`
+    informed RUN                     what attackers who know the defences found
     paper TABLE                      values printed in the paper
     rows FILE.json PATH|. [KEY=VALUE ...] COLUMN[:TITLE[:FORMAT]] ...   a list of records, filtered
 """

@@ -17,7 +17,7 @@ from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.intervals import interval
-from react_clip.report.ranking import rank
+from react_clip.report.ranking import informed_table, rank
 from react_clip.report.tables import all_tables, caption, defenses_of, over
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,6 +208,13 @@ def ranking(*words: str) -> str:
     return f"{markdown(head, lines)}\n*{table.caption} Made by `{' '.join(command)}`.*\n"
 
 
+def informed(run: str) -> str:
+    """What attackers who know the defences found, by defence and budget."""
+    result = load(run)
+    table = informed_table(result, result.images)
+    return with_source(markdown(table.header, table.texts), table.caption, run, result)
+
+
 def paper(name: str) -> str:
     """Values printed in the paper."""
     values = json.loads((ROOT / "benchmarks" / "paper.json").read_text(encoding="utf-8"))[name]
@@ -233,7 +240,7 @@ def rows(file: str, path: str, *words: str) -> str:
 
 TABLES = {
     **{"run": run_table, "scores": scores, "attacks": attacks, "mean": mean, "parts": parts},
-    **{"leakage": leakage, "ranking": ranking, "paper": paper, "rows": rows},
+    **{"leakage": leakage, "ranking": ranking, "informed": informed, "paper": paper, "rows": rows},
     **{"units": units, "pairs": pairs, "suites": suites},
 }
 

@@ -80,6 +80,22 @@ def test_other_threats_add_columns_under_the_labels_of_the_same_constants(folder
     assert measured == {"ReACT"}
     assert [label for label, value in cells(both, "other model, 4/255").items() if not math.isnan(value)] == ["CLIP"]
     assert len(both.conditions) == 3
+    assert both.informed is not None
+    [((label, budget, attack, doubts), (photos, accuracy, broken))] = both.informed.rows
+    assert (label, budget, attack) == ("ReACT", "4/255", "suite")
+    assert (
+        accuracy
+        == both.entries[[entry.label for entry in both.entries].index("ReACT")].cells[
+            both.columns.index("knows it, 4/255")
+        ]
+    )
+    frame = rc.results.load(knows)
+    wrong = 1 - frame[frame["attacked"]].groupby(["dataset", "index"])["correct"].mean()
+    assert (photos.value, broken.value) == pytest.approx((len(wrong), 100 * wrong.mean()))
+    assert doubts.startswith("random"), "two draws of the synthetic defence differ"
+    both.write_page(tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert text.index("All defences") < text.index("What the informed attack found") < text.index("What was measured")
     assert "adaptive" in both.conditions[1]
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import react_clip as rc
 from react_clip.cli import common, options
@@ -76,12 +77,14 @@ def run(args: argparse.Namespace) -> int:
         ranking.write_page(args.out)
     else:
         write_text(args.out, getattr(ranking.table, _FORMATS[args.out.suffix])())
-    document = {
+    document: dict[str, Any] = {
         "out": str(args.out),
         "columns": ranking.table.header[1:],
         "defenses": {entry.label: [cell.to_dict() for cell in entry.cells] for entry in ranking.entries},
     }
-    common.print_result(args, document, [ranking.table.markdown()], [f"the ranking is in {args.out}"])
+    tables = [ranking.table, *filter(None, [ranking.informed])]
+    document["informed"] = None if ranking.informed is None else ranking.informed.to_dict()
+    common.print_result(args, document, [table.markdown() for table in tables], [f"the ranking is in {args.out}"])
     return 0
 
 

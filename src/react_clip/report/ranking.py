@@ -20,10 +20,12 @@ import pandas as pd
 from react_clip import intervals
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
 from react_clip.errors import ReactClipError, first_line
+from react_clip.evaluation.flags import flags
+from react_clip.evaluation.numbers import attack_rows, attacks_of, distinct_attacks
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.report.page import Section, write_page
-from react_clip.report.tables import Cell, Table, conditions, defenses_of, over
+from react_clip.report.tables import Cell, Table, caption, conditions, defenses_of, over
 
 ALL = "all attacks"
 """Title of the column by which defences are ranked: the worst case per image over every attack that does not know the
@@ -51,6 +53,8 @@ class Ranking:
     columns: tuple[str, ...]
     entries: tuple[Entry, ...]
     caption: str
+    informed: Table | None
+    """What attackers who know the defences found; ``None`` without such a run."""
     conditions: tuple[str, ...]
     """Photos, model, threat model, scoring and command of the runs, one line for each threat model."""
 
@@ -68,8 +72,10 @@ class Ranking:
             )
             for entry in self.entries
         ]
-        ranking, measured = Section("All defences", tables=[self.table]), Section("What was measured", self.conditions)
-        write_page(path, "Ranking of defences", [], [ranking, *each, measured])
+        first = [Section("All defences", tables=[self.table])]
+        if self.informed is not None:
+            first.append(Section("What the informed attack found", tables=[self.informed]))
+        write_page(path, "Ranking of defences", [], [*first, *each, Section("What was measured", self.conditions)])
 
 
 def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking:
@@ -95,15 +101,17 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
         entries.append(Entry(label, cells, _per_set(images[OBLIVIOUS], label), constants))
     by = list(columns).index(ALL)
     entries.sort(key=lambda entry: -entry.cells[by].value)
+    attacks = distinct_attacks(base.recipe, [at for at in attacks_of(base.images) if at[1]])
+    informed = informed_table(runs[ADAPTIVE], images[ADAPTIVE]) if ADAPTIVE in runs else None
     words = (
         f"Accuracy in %, mean over data sets, with 95 % intervals. Sorted by {ALL!r}: the part of the photos that are "
-        "answered correctly clean and under every attack that does not know the defence."
+        f"answered correctly clean and under every attack that does not know the defence ({attacks} different attacks)."
     )
     about = [
         f"{run.model}, {over(run)}; {run.device}, {run.dtype}. {conditions(run)} Command: {run.command or 'none'}."
         for run in runs.values()
     ]
-    return Ranking(tuple(columns), tuple(entries), words, (*about, *map(_timing_conditions, timings)))
+    return Ranking(tuple(columns), tuple(entries), words, informed, (*about, *map(_timing_conditions, timings)))
 
 
 # ---------------------------------------------------------------------- runs that fit together
@@ -191,6 +199,28 @@ def _accuracy(right: pd.Series[float]) -> Cells:
         value, low, high = intervals.mean_over_sets(group["mean"].tolist(), group["size"].tolist())
         cells[str(label)] = Cell(100 * value, 100 * low, 100 * high)
     return cells
+
+
+def informed_table(run: EvaluationResult, rows: pd.DataFrame) -> Table:
+    """What attackers who know each defence left of it, the attack that broke most, and reasons to doubt the number."""
+    left, raised = _attacked(rows, ADAPTIVE), flags(rows)
+    found: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for row in attack_rows(rows):
+        counts = found.setdefault((row.defense, row.eps), {}).setdefault(row.part or row.attack, [0, 0])
+        counts[:] = counts[0] + row.attacked, counts[1] + row.attacked * row.success_rate
+    lines = []
+    for (label, eps), broken in found.items():
+        shares = {name: hits / met for name, (met, hits) in broken.items() if met}
+        # Members stand before the whole suite, of which they are a part.
+        best = max(sorted(shares, key=lambda name: name.startswith("adaptive-suite")), key=lambda name: shares[name])
+        doubts = [flag for (_, budget, one), names in raised.items() if (one, budget) == (label, eps) for flag in names]
+        met = max(met for met, _ in broken.values())
+        numbers = (Cell(met, digits=0), left[format_eps(eps)][label], Cell(100 * shares[best]))
+        lines.append(((label, format_eps(eps), best, ", ".join(dict.fromkeys(doubts)) or "none"), numbers))
+    words = "accuracy in % that attackers who know the defence leave; the strongest broke the largest part of the photos that it met; "
+    words += "flags are computed reasons to doubt the number"
+    header = ("defence", "budget", "strongest attack", "flags", "photos attacked", "accuracy", "broken by it in %")
+    return Table("informed", caption(run, f"{words}, {over(run)}"), header, tuple(lines))
 
 
 def _per_set(rows: pd.DataFrame, label: str) -> Table:
