@@ -217,7 +217,9 @@ def informed_table(run: EvaluationResult, rows: pd.DataFrame) -> Table:
         met = max(met for met, _ in broken.values())
         numbers = (Cell(met, digits=0), left[format_eps(eps)][label], Cell(100 * shares[best]))
         lines.append(((label, format_eps(eps), best, ", ".join(dict.fromkeys(doubts)) or "none"), numbers))
-    words = "accuracy in % that attackers who know the defence leave; the strongest broke the largest part of the photos that it met; "
+    words = (
+        "accuracy in % that attackers who know the defence leave; the strongest broke most of the photos that it met; "
+    )
     words += "flags are computed reasons to doubt the number"
     header = ("defence", "budget", "strongest attack", "flags", "photos attacked", "accuracy", "broken by it in %")
     return Table("informed", caption(run, f"{words}, {over(run)}"), header, tuple(lines))
