@@ -19,6 +19,7 @@ from react_clip.attacks import PGD
 from react_clip.augment import smaller_copy
 from react_clip.calibration import Calibration, CalibrationPoint, calibrate, clean_threshold, fit_mappings
 from react_clip.defenses import AOM, SecondLook
+from react_clip.preprocess import to_image
 from toys import patch_encoder, toy_classifier, toy_images
 
 
@@ -211,6 +212,16 @@ def test_classes_near_what_lies_beyond_the_copies_are_said_to_be_fine_grained(fi
     assert any("fine-grained for 'patches': beyond the small copies 100%" in note for note in notes) is fine
 
 
+def test_a_folder_calibrates_as_its_photos_do(tmp_path: Path) -> None:
+    encoder, images = patch_encoder(), smooth_photos(24).mul(255).round() / 255
+    for number, image in enumerate(images):
+        to_image(image).save(tmp_path / f"{number:02}.png")
+    with pytest.warns(UserWarning, match="24 photos are few"):
+        results = [SecondLook.calibrate(encoder, photos) for photos in (images, str(tmp_path), tmp_path.iterdir())]
+    assert results[0] == results[1]
+    assert results[0].config == results[2].config
+
+
 def test_photos_that_cannot_calibrate_are_refused() -> None:
     encoder = patch_encoder()
     alike = smooth_photos(1).expand(40, -1, -1, -1) + torch.linspace(0, 0.001, 40)[:, None, None, None]
@@ -221,7 +232,8 @@ def test_photos_that_cannot_calibrate_are_refused() -> None:
         (noisy, 0.97, "differ from their smaller copies as attacked ones do"),
         (smooth_photos(19), 0.97, "19 photos are too few to calibrate on; give at least 20"),
         (smooth_photos(40), 97.0, r"clean_pass is 97\.0; it is a fraction"),
-        ("photos", 0.97, "photos are of type str; give a list"),
+        ("nowhere.jpg", 0.97, "1 photos are too few to calibrate on; give at least 20"),
+        (3.5, 0.97, "images are of type float; give a float tensor"),
     ):
         with pytest.raises(rc.ReactClipError, match=says) as caught:
             SecondLook.calibrate(encoder, photos, clean_pass=fraction)

@@ -29,7 +29,7 @@ from react_clip.errors import ReactClipError, first_line
 from react_clip.intervals import wilson
 from react_clip.mappings import Constant, Linear, Logistic, PowerLaw
 from react_clip.mappings import Mapping as Curve
-from react_clip.preprocess import Images
+from react_clip.preprocess import Images, listed
 from react_clip.zeroshot import ZeroShotClassifier
 
 BUDGETS = (1 / 255, 4 / 255, 8 / 255, 16 / 255)
@@ -130,8 +130,7 @@ def defend_photos(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
     """What a defence measures on photos ``[N]``, and their ``features`` ``[N, D]``, in fp32 on the CPU."""
-    if isinstance(photos, str | bytes) or not isinstance(photos, Sequence | Tensor):
-        raise ReactClipError(f"photos are of type {type(photos).__name__}; give a list of paths or images, or pixels")
+    photos = photos if isinstance(photos, Tensor) else listed(photos)
     if (count := len(photos)) < LEAST_PHOTOS:
         raise ReactClipError(f"{count} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300")
     parts: dict[str, list[Tensor]] = {}
@@ -177,7 +176,7 @@ def calibrate_threshold(
 
     Args:
         clip: a classifier, or an encoder alone: then only the threshold without classes is found.
-        photos: some hundred clean photos like those that will be defended: paths, PIL images, bytes or pixels.
+        photos: some hundred clean photos like those that will be defended: a folder, paths, images, bytes or pixels.
         base: everything but the thresholds.
         clean_pass: fraction of clean photos to leave as they are; by default 0.995, and 0.97 without classes.
         batch: photos at a time.
