@@ -28,7 +28,8 @@ def attack(net: torch.nn.Module) -> torch.Tensor:
     """Images that the library makes against a network."""
     adversary = AutoAttack(net, eps=EPS, version="custom", attacks=["apgd-ce"], seed=0, device=str(x.device))
     adversary.apgd.n_restarts, adversary.apgd.n_iter = 1, STEPS
-    return adversary.run_standard_evaluation(x, y, batch_size=len(x))[0]
+    images: torch.Tensor = adversary.run_standard_evaluation(x, y, batch_size=len(x))[0]
+    return images
 
 
 for name, net in nets.items():

@@ -28,7 +28,8 @@ def attack(net: torch.nn.Module) -> torch.Tensor:
     """Images that the library makes against a network."""
     torch.manual_seed(0)
     pgd = foolbox.attacks.LinfPGD(abs_stepsize=EPS / 4, steps=STEPS)
-    return pgd(foolbox.PyTorchModel(net, bounds=(0, 1)), x, y, epsilons=EPS)[1]
+    images: torch.Tensor = pgd(foolbox.PyTorchModel(net, bounds=(0, 1)), x, y, epsilons=EPS)[1]
+    return images
 
 
 for name, net in nets.items():

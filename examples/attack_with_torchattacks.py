@@ -27,7 +27,8 @@ nets = {
 def attack(net: torch.nn.Module) -> torch.Tensor:
     """Images that the library makes against a network."""
     torch.manual_seed(0)
-    return torchattacks.PGD(net, eps=EPS, alpha=EPS / 4, steps=STEPS)(x, y)
+    images: torch.Tensor = torchattacks.PGD(net, eps=EPS, alpha=EPS / 4, steps=STEPS)(x, y)
+    return images
 
 
 for name, net in nets.items():
