@@ -11,8 +11,8 @@ PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 # ---------------------------------------------------------------------- kinds; a test compares them with the registries
 
 ATTACKS = (
-    *("apgd", "autoattack", "corruption", "di-fgsm", "fab", "l2-pgd", "label-free", "patch", "pgd", "square"),
-    *("targeted", "universal"),
+    *("apgd", "autoattack", "corruption", "di-fgsm", "fab", "imported", "l2-pgd", "label-free", "patch", "pgd"),
+    *("square", "targeted", "universal"),
 )
 """Attacks that do not know a defence."""
 DEFENSES = (

@@ -13,6 +13,7 @@ from react_clip.attacks.corruption import Corruption as Corruption
 from react_clip.attacks.defended import DefendedAttack as DefendedAttack
 from react_clip.attacks.di_fgsm import DIFGSM as DIFGSM
 from react_clip.attacks.fab import FAB as FAB
+from react_clip.attacks.imported import Imported as Imported
 from react_clip.attacks.inside import LabelFree as LabelFree
 from react_clip.attacks.inside import Targeted as Targeted
 from react_clip.attacks.joint import Joint as Joint

@@ -1,0 +1,94 @@
+"""Images made elsewhere as an attack: read by content, held to the budget, judged; what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_toys import toy_classifier, toy_photos, toy_run
+from safetensors.torch import save_file
+
+import react_clip as rc
+from react_clip import storage
+from react_clip.attacks import PGD, Imported
+
+ALONE: dict[str, Any] = {"defenses": {"CLIP": rc.Undefended()}, "seeds": (), "self_check": False}
+
+
+@pytest.fixture(scope="module")
+def crafted() -> Any:
+    """Photos and images that another program might have made."""
+    x, y = toy_photos(16)
+    return x, PGD(eps=4 / 255, steps=3)(toy_classifier(), x, y, seed=0).images
+
+
+@pytest.fixture
+def folder(crafted: Any, tmp_path: Path) -> Path:
+    return Imported.write(tmp_path / "theirs", *crafted).parent
+
+
+def imported_run(place: Path, folder: Path, **options: Any) -> Any:
+    attack = Imported(folder=str(folder), **{"eps": 4 / 255, **options})
+    return toy_run(place, attacks={"theirs": attack}, data=toy_photos(16), **ALONE)
+
+
+def test_imported_images_are_those_of_the_attack_that_made_them(folder: Path, tmp_path: Path) -> None:
+    theirs = imported_run(tmp_path / "imported", folder)
+    ours = toy_run(tmp_path / "own", attacks={"theirs": PGD(eps=4 / 255, steps=3)}, data=toy_photos(16), **ALONE)
+    wanted = ["attack", "eps", "index", "attacked", "plain_prediction", "prediction", "robust"]
+    assert theirs.images[wanted].equals(ours.images[wanted])
+
+
+def test_a_tensor_file_holds_the_same_images(folder: Path, crafted: Any, tmp_path: Path) -> None:
+    save_file({"images": (255 * crafted[1]).round().byte()}, folder / "all.safetensors")
+    path = folder / "manifest.json"
+    listed = json.loads(path.read_text())["images"]
+    rows = {digest: f"all.safetensors#{number}" for number, digest in enumerate(listed)}
+    digests = {"all.safetensors": storage.sha256_of(folder / "all.safetensors")}
+    before = imported_run(tmp_path / "run", folder).images
+    path.write_text(json.dumps({"images": rows, "sha256": digests}))
+    assert imported_run(tmp_path / "other", folder).images.equals(before)
+
+
+def test_other_images_in_the_same_folder_are_another_attack(folder: Path, tmp_path: Path) -> None:
+    before = imported_run(tmp_path / "run", folder)
+    photos = toy_photos(16)[0]
+    for file in folder.iterdir():
+        file.unlink()
+    Imported.write(folder, photos, photos)
+    after = imported_run(tmp_path / "run", folder)
+    assert after.attacks[0].success_rate == 0 < before.attacks[0].success_rate
+
+
+def test_what_is_missing_changed_or_not_allowed_is_named(folder: Path, crafted: Any, tmp_path: Path) -> None:
+    with pytest.raises(rc.ReactClipError, match=r"\.png exceeds the budget of 1/255 by 3/255"):
+        imported_run(tmp_path / "a", folder, eps=1 / 255)
+    with pytest.raises(rc.ReactClipError, match=r"manifest.json has no image of the photo with SHA-256"):
+        toy_run(tmp_path / "b", attacks={"theirs": Imported(folder=str(folder))}, data=toy_photos(16, seed=9), **ALONE)
+    for name in sorted(path.name for path in folder.glob("*.png")):
+        (folder / name).write_bytes(b"changed")
+    with pytest.raises(rc.ReactClipError, match=r"\d\.png has another hash than in manifest.json"):
+        imported_run(tmp_path / "c", folder)
+    for path in folder.glob("*.png"):
+        path.unlink()
+    with pytest.raises(rc.ReactClipError, match=r"\d\.png is missing"):
+        imported_run(tmp_path / "d", folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    outside = {digest: f"../{file}" for digest, file in manifest["images"].items()}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "images": outside}))
+    with pytest.raises(rc.ReactClipError, match="which is outside of the folder"):
+        imported_run(tmp_path / "e", folder)
+    (folder / "manifest.json").write_text("[]")
+    with pytest.raises(rc.ReactClipError, match="lacks the mappings 'images' and 'sha256'"):
+        imported_run(tmp_path / "f", folder)
+    with pytest.raises(rc.ReactClipError, match=r"manifest.json does not exist; write the images with"):
+        imported_run(tmp_path / "g", tmp_path)
+    with pytest.raises(rc.ReactClipError, match="imported needs 'folder'"):
+        rc.attacks.from_dict("imported")
+    with pytest.raises(rc.ReactClipError, match="is there already"):
+        Imported.write(folder, *crafted)
+    assert not list(tmp_path.rglob("result.json")), "nothing is reported"
+    assert torch.equal(toy_photos(16)[0], crafted[0])
