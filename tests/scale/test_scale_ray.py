@@ -77,6 +77,16 @@ def run_and_kill(job: Callable[[], Any], worker: str, begun: Callable[[], bool])
 
 
 @pytest.mark.smoke
+def test_a_cluster_gives_the_rows_of_one_process(cluster: str, clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
+    write_tar(tmp_path / "photos" / "shard.tar", {f"{i}.png": picture(i) for i in range(4)})
+    for engine in ("local", "ray"):
+        how = {"engine": engine, "address": cluster, "workers": 1} if engine == "ray" else {"engine": engine}
+        defend_dataset(tmp_path / "photos", tmp_path / engine, clf, GUARD, **how)
+    rows, expected = read_rows(tmp_path / "ray"), read_rows(tmp_path / "local")
+    assert rows["label"].tolist() == expected["label"].tolist()
+    assert np.allclose(features(rows), features(expected), atol=1e-5)
+
+
 def test_a_killed_worker_changes_no_row(cluster: str, clf: rc.ZeroShotClassifier, tmp_path: Path) -> None:
     source, out = tmp_path / "photos", tmp_path / "out"
     images = [(f"{i:03d}.png", b"no image" if i in (5, 50) else picture(i)) for i in range(IMAGES)]
