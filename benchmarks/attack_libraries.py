@@ -84,7 +84,7 @@ def pairs(net: Net, eps: float, steps: int) -> list[tuple[str, str, rc.attacks.A
             "pyautoattack",
             "APGD-CE",
             A.APGD(steps=steps),
-            lambda x, y: APGDAttack(net, n_iter=steps, eps=eps, loss="ce", device=device).perturb(x, y, best_loss=True),
+            lambda x, y: APGDAttack(net, n_iter=steps, eps=eps, loss="ce", device=device).perturb(x, y),
         ),
     ]
 

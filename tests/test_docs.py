@@ -17,6 +17,7 @@ from PIL import Image
 import react_clip as rc
 import tiny_clip
 from programs import Run
+from react_clip.attacks.universal import read_perturbation
 from react_clip.cli import COMMANDS, options, parse_args
 from react_clip.encoders import Encoder
 from react_clip.evaluation import Recipe, run_recipe
@@ -131,9 +132,11 @@ def test_the_tutorial_for_production_runs(tiny_folder: Path) -> None:
 @pytest.mark.usefixtures("in_folder")
 def test_the_tutorial_for_research_runs(tiny_folder: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     name = "docs/research.md"
-    make_photos, show, defense, attack = blocks("python", name)
+    make_photos, show, defense, attack, universal = blocks("python", name)
     exec(make_photos, {})
-    exec(attack, {})
+    space: dict[str, Any] = {}
+    exec(attack + universal.replace("clip-vit-b-16", str(tiny_folder)), space)
+    assert read_perturbation(Path(space["again"].file)).shape == (3, 32, 32)
     Path("my_defense.py").write_text(defense)
     first, _, adaptive = blocks("yaml", name)
     for file, recipe in (("first.yaml", first), ("adaptive.yaml", adaptive)):

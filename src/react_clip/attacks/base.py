@@ -165,16 +165,11 @@ class Attack(Registered, ABC):
 
 def check_inner(outer: Attack, inner: Attack) -> None:
     """Refuse an attack inside another that could not run there, or would have a budget of its own."""
-    if (
-        OBLIVIOUS not in inner.threats
-        or inner.natural
-        or type(inner).ball is not Attack.ball
-        or inner.eps != Attack.eps
-    ):
-        raise ReactClipError(
-            f"{outer.kind} cannot use {inner.name!r}, which knows the defence, is damage, or has its own eps or ball; "
-            "name an attack such as pgd or apgd, and give eps to the whole"
-        )
+    own_budget = inner.eps != Attack.eps or type(inner).ball is not Attack.ball
+    if OBLIVIOUS not in inner.threats or inner.natural or own_budget:
+        why = "it knows the defence, is damage, or has its own eps or ball"
+        advice = "name an attack such as pgd or apgd, and give eps to the whole"
+        raise ReactClipError(f"{outer.kind} cannot use {inner.name!r}: {why}; {advice}")
 
 
 def names(threat: str | None = None) -> list[str]:

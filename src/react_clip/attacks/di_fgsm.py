@@ -87,13 +87,11 @@ class DIFGSM(Attack):
 
     def _sides(self, target: Model) -> list[int | None]:
         """Sides in pixels at which the tower gets the images; one ``None`` for the target as it is."""
-        if not self.sizes:
-            return [None]
         size_near = target.encoder.size_near if isinstance(target, ZeroShotClassifier) else lambda size: None
         sides = list(map(size_near, self.sizes))
         if None in sides:
             raise ReactClipError("sizes need a classifier whose tower takes images of any size; leave them out here")
-        return sides
+        return sides or [None]
 
     def _answers(self, target: Any, keys: Tensor, side: int | None, images: Tensor) -> Tensor:
         """The target's logits of images as one step changes them."""
