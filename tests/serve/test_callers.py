@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ def test_a_line_says_what_a_request_was(client: Any, photos: list[bytes], caplog
     client.post("/v1/classify", json={}, headers={"x-request-id": "two"})
     client.get("/private", headers={"x-request-id": "three"})
     lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    assert datetime.fromisoformat(lines[0]["time"]).utcoffset() == timedelta(0)
     good, empty, unknown = ({name: line for name, line in each.items() if name != "time"} for each in lines)
     assert good.pop("ms") > good.pop("wait_ms") >= 0
     assert good.pop("passes") >= len(photos)
-    assert 0 < good.pop("gated") <= good.pop("suspicious") < len(photos)
+    assert 0 < good.pop("changed") <= good.pop("gate_open") < len(photos)
     assert good == {
         **{"level": "info", "id": "one", "method": "POST", "route": "/v1/classify", "status": 200},
         **{"images": len(photos), "trace": TRACE.split("-")[1]},

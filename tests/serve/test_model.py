@@ -154,6 +154,36 @@ def test_prompts_of_new_labels_take_places_end_with_their_callers_and_let_images
     held.check(check)
 
 
+def test_texts_wait_as_prompts_do_and_end_with_their_callers(hold: Any) -> None:
+    held = hold(queue=64)
+
+    async def check(client: ModelClient) -> None:
+        def embed(number: int) -> asyncio.Task[Any]:
+            texts = [f"text {number} {place}" for place in range(200)]
+            return asyncio.create_task(client.submit(torch.empty(0), [], None, texts))
+
+        first = ask(client)
+        await asyncio.sleep(0.2)
+        tasks = [embed(number) for number in range(4)]
+        await asyncio.sleep(0.3)
+        image = ask(client, 16)
+        held.free.set()
+        await asyncio.gather(first, image)
+        refused = [task for task in tasks if task.done()]
+        assert len(refused) == 2, "half of the 64 places are for prompts, and 13 for each of these"
+        for task in refused:
+            with pytest.raises(RequestError, match="of texts wait"):
+                task.result()
+        last, kept = [task for task in tasks if not task.done()][::-1]
+        await forget(last)
+        answers = await kept
+        assert [tuple(each.feature.shape) for each in answers] == [(client.info.dim,)] * 200
+        await ask(client, 16)
+        assert sum(held.prompts) <= 232, "nobody waits for the rest"
+
+    held.check(check)
+
+
 def test_label_lists_are_computed_once(hold: Any) -> None:
     held = hold()
     held.free.set()

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -56,7 +57,8 @@ class RequestLog:
             numbers = [answer.numbers for answer in answers]
             fields |= {"images": len(answers), "wait_ms": round(1000 * max(answer.wait for answer in answers), 1)}
             fields |= {"passes": round(sum(each["passes"] for each in numbers), 4)}
-            fields |= {name: sum(bool(each[name]) for each in numbers) for name in ("suspicious", "gated")}
+            fields |= {"gate_open": sum(bool(each["suspicious"]) for each in numbers)}
+            fields |= {"changed": sum(bool(each["gated"]) for each in numbers)}
         if status >= 400:
             fields["error"] = inner["error_kind"]
             self._metrics.rejected.labels(inner["error_kind"]).inc()
@@ -73,4 +75,5 @@ class JsonLines(logging.Formatter):
         fields = getattr(record, "fields", None) or {"message": record.getMessage()}
         if record.exc_info:
             fields = {**fields, "error": self.formatException(record.exc_info)}
-        return json.dumps({"time": self.formatTime(record), "level": record.levelname.lower(), **fields})
+        now = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": now, "level": record.levelname.lower(), **fields})

@@ -60,7 +60,7 @@ async function call(path, signal, body) {
     const line = told?.error?.message ?? `The server's answer (${response.status}) was cut short or is no JSON.`;
     // What was too slow once is tried once more; what found no room may find it soon.
     const tries = told?.error?.type === "deadline" ? 2 : MOST_TRIES;
-    if (response.status !== 503 || attempt >= tries) throw new Refusal(line, response.status);
+    if (![429, 503].includes(response.status) || attempt >= tries) throw new Refusal(line, response.status);
     const seconds = Math.min(30, Math.max(1, Number(response.headers.get("Retry-After")) || 1));
     say(`The server is busy (${line}). Asking again in ${seconds} s, try ${attempt + 1} of ${tries}.`);
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
