@@ -94,8 +94,8 @@ def test_accuracy_over_passes_takes_the_worst_attack_and_a_backward_pass_counts_
         plain=lambda own: own["clean_prediction"] == own["label"]
     )
     lost = 100 * (clean.groupby("dataset")["plain"].mean().mean() - mean(run, "TTC").accuracy)
-    colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
-    scale = ScalarMappable(Normalize(*bar.get_ylim()), "viridis_r")
+    colours = {line.get_label(): line.get_markerfacecolor() for line in axes.get_lines()}
+    scale = ScalarMappable(Normalize(*bar.get_ylim()), "Reds")
     assert colours["TTC"] == pytest.approx(scale.to_rgba(lost), abs=0.01)
     assert bar.get_ylabel() == "points lost on clean images"
 

@@ -123,7 +123,7 @@ def _over_budget(result: EvaluationResult, column: str, name: str) -> Figure:
 
 
 def accuracy_over_passes(result: EvaluationResult) -> Figure:
-    """Accuracy under the worst attack against work per image; the colour is the loss on clean images."""
+    """Accuracy under the worst attack against work per image; markers are filled by the loss on clean images."""
     means = _means(result)
     worst = _attacked(means).sort_values("accuracy").groupby("defense").first()
     work = worst["passes"] + 2 * worst["backward_passes"].fillna(0)
@@ -132,17 +132,19 @@ def accuracy_over_passes(result: EvaluationResult) -> Figure:
     images = result.images[result.images["attack"] == CLEAN]
     plain = (images["clean_prediction"] == images["label"]).groupby(images["dataset"], observed=True).mean().mean()
     lost = 100 * (plain - means[means["attack"] == CLEAN].set_index("defense")["accuracy"])
-    scale = ScalarMappable(Normalize(0, max(5.0, lost.max())), "viridis_r")
-    figure = new_figure()
+    scale = ScalarMappable(Normalize(0, max(5.0, lost.max())), "Reds")
+    figure = new_figure(height=3.8)
     x = "encoder passes per attacked image, forward + 2 × backward, log scale"
     axes = style_axes(figure.add_subplot(), x, "accuracy under the worst attack in %")
     for label, line in lines_of(defenses_of(result)).items():
-        row, colour = 100 * worst.loc[label, _INTERVAL], scale.to_rgba(lost[label])
-        axes.vlines(work[label], row["low"], row["high"], color=colour, alpha=0.6)
-        point = {"marker": line["marker"], "linestyle": "none", "markersize": 6, "color": colour}
+        row = 100 * worst.loc[label, _INTERVAL]
+        axes.vlines(work[label], row["low"], row["high"], color=line["color"], alpha=0.6)
+        point = {**line, "linestyle": "none", "markersize": 7, "markerfacecolor": scale.to_rgba(lost[label])}
         axes.plot([work[label]], [row["accuracy"]], label=label, **point)
     axes.set_xscale("log")
-    figure.colorbar(scale, ax=axes, label="points lost on clean images")
+    bar = figure.colorbar(scale, ax=axes)
+    bar.set_label("points lost on clean images", fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
     legend(figure)
     return figure
 
@@ -340,7 +342,8 @@ KINDS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
     "passes": (
         "Accuracy over encoder passes",
         "Accuracy under the attack that leaves each defence least (the worst case over several, where the run has it), "
-        "against work per image, a backward pass counted as two; bars are 95 % intervals.",
+        "against work per image, a backward pass counted as two; markers are filled by the loss on clean images, bars "
+        "are 95 % intervals.",
         accuracy_over_passes,
     ),
     "sets": ("Data sets", "Accuracy under the attack that leaves least in the mean.", sets_as_heat_map),
