@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import react_clip as rc
+import tiny_clip
 from react_clip import encoders
 from react_clip.encoders import offline
 from toys import install
@@ -144,6 +145,36 @@ def test_open_clip_tags_decide_the_activation(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda model, tag: config)
     with pytest.raises(rc.ReactClipError, match="trained with 'gelu' but its configuration says 'quick_gelu'"):
         rc.load("open_clip:ViT-B-32-quickgelu/openai")
+
+
+@pytest.mark.parametrize("file", ["open_clip_pytorch_model.bin", "open_clip_model.safetensors"])
+def test_a_model_in_open_clips_published_layout(
+    file: str, open_clip_name: str, open_clip_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import open_clip
+
+    model = json.loads(open_clip_weights.with_name(f"{tiny_clip.OPEN_CLIP_NAME}.json").read_text())
+    config = {"model_cfg": model, "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "resize_mode": "squash"}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+
+    def from_hub(model_id: str, filename: str = file, cache_dir: str | None = None, **_: object) -> str:
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(open_clip.factory, "download_pretrained_from_hf", from_hub)
+    names = ("hf-hub:owner/model", str(tmp_path))
+    for name in names:
+        with pytest.raises(rc.ReactClipError):  # without weights
+            rc.load(name)
+    weights = load_file(open_clip_weights)
+    torch.save(weights, tmp_path / file) if file.endswith(".bin") else save_file(weights, tmp_path / file)
+    expected, pixels = rc.load(open_clip_name, device="cpu"), torch.rand(2, 3, 32, 32)
+    for name in names:
+        encoder = rc.load(name, device="cpu")
+        assert (encoder.name, encoder.preprocessing.mode) == (name, "squash")
+        assert encoder.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+        encoder.mean = expected.mean
+        assert torch.equal(encoder(pixels), expected(pixels))
+        assert torch.equal(encoder.encode_text(["a cat"]), expected.encode_text(["a cat"]))
 
 
 def test_incomplete_and_foreign_folders_are_refused(tiny_copy: Path, tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ GROUP = "react_clip.encoders"
 
 _WHAT_EXISTS = (
     f"{offline.NAME} (offline), a Hugging Face id such as openai/clip-vit-base-patch32 (optionally @revision), "
-    f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, a folder (in Hugging Face "
-    f"layout, or written by `react-clip finetune`), BASE+FILE for one of these with the image tower of a checkpoint, "
-    f"{exported.PREFIX}FOLDER as `react-clip export` writes it, or module:function of your own"
+    f"{openclip.PREFIX}MODEL/PRETRAINED such as {openclip.PREFIX}ViT-B-32/openai, {openclip.HUB}OWNER/NAME in "
+    "open_clip's layout, a folder (in either layout, or written by `react-clip finetune`), BASE+FILE for one of these "
+    f"with the image tower of a checkpoint, {exported.PREFIX}FOLDER as `react-clip export` writes it, or "
+    "module:function of your own"
 )
 
 
@@ -51,10 +52,11 @@ def load(
 
     Args:
         name: ``"clip-vit-b-16"`` (offline), a hub id (``"openai/clip-vit-base-patch32"``, optionally ``@revision``),
-            ``"open_clip:ViT-B-32/openai"``, a folder in Hugging Face layout or written by ``react-clip finetune``, or
-            any of these with the image tower of a checkpoint: ``"clip-vit-b-16+path/to/tecoa.safetensors"``. What
-            ``react-clip export`` wrote is ``"onnx:FOLDER"``; it runs on the CPU. An entry point of another package, or
-            ``"module:function"``, is called with the device and the precision.
+            ``"open_clip:ViT-B-32/openai"``, ``"hf-hub:owner/model"`` in open_clip's layout, a folder in either layout
+            or written by ``react-clip finetune``, or any of these with the image tower of a checkpoint:
+            ``"clip-vit-b-16+path/to/tecoa.safetensors"``. What ``react-clip export`` wrote is ``"onnx:FOLDER"``; it
+            runs on the CPU. An entry point of another package, or ``"module:function"``, is called with the device and
+            the precision.
         device: where to run; CUDA if there is one by default.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for the towers, or ``"auto"``: fp16 on a GPU for weights whose gate
             is known to decide there as in fp32, else fp32. Features are fp32 in every case.
@@ -80,6 +82,10 @@ def _load(name: str | Path, device: str | torch.device | None, dtype: str | torc
         return offline.load_offline(device=chosen_device, dtype=chosen_dtype)
     if text.startswith(openclip.PREFIX):
         return openclip.load_open_clip(text, device=chosen_device, dtype=chosen_dtype)
+    is_published = (Path(text) / openclip.CONFIG).is_file() and not (Path(text) / "config.json").is_file()
+    if text.startswith(openclip.HUB) or is_published:
+        source = f"local-dir:{text}" if is_published else text
+        return openclip.load_published(source, name=text, device=chosen_device, dtype=chosen_dtype)
     if Path(text).is_dir():
         return load_hf(text, name=text, device=chosen_device, dtype=chosen_dtype)
     if (function := find_offered(GROUP, text, "encoder")) is not None:

@@ -1,4 +1,7 @@
-"""CLIP through open_clip: ``open_clip:MODEL/PRETRAINED``, where PRETRAINED is a published tag or a checkpoint file."""
+"""CLIP through open_clip: ``open_clip:MODEL/PRETRAINED``, where PRETRAINED is a published tag or a checkpoint file.
+
+A model of its own configuration is ``hf-hub:OWNER/NAME`` or a folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from react_clip.errors import ReactClipError
 from react_clip.optional import require
 from react_clip.preprocess import Preprocessing
 
-PREFIX = "open_clip:"
+PREFIX, HUB, CONFIG = "open_clip:", "hf-hub:", "open_clip_config.json"
 
 _RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
     "shortest": "shorter",
@@ -98,7 +101,24 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
     with loading(name, from_hub=tag is not None):
         model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
         tokenizer = open_clip.get_tokenizer(model_name)
-    encoder = wrap_model(model, name=name, dim=config["embed_dim"], tokenizer=tokenizer)
+    return _finished(wrap_model(model, name=name, dim=config["embed_dim"], tokenizer=tokenizer), model, device, dtype)
+
+
+def load_published(source: str, *, name: str, device: torch.device, dtype: torch.dtype) -> Encoder:
+    """Load what was published with its configuration: ``hf-hub:OWNER/NAME`` or ``local-dir:FOLDER``.
+
+    The folder holds open_clip_config.json and open_clip_pytorch_model.bin, or safetensors.
+    """
+    open_clip = require("open_clip", repr(name), extra="open_clip")
+    with loading(name, from_hub=source.startswith(HUB)):
+        dim = open_clip.get_model_config(source)["embed_dim"]
+        # Without its weights open_clip would go on with random ones.
+        model = open_clip.create_model(source, require_pretrained=True, device="cpu")
+        tokenizer = open_clip.get_tokenizer(source)
+    return _finished(wrap_model(model, name=name, dim=dim, tokenizer=tokenizer), model, device, dtype)
+
+
+def _finished(encoder: Encoder, model: Any, device: torch.device, dtype: torch.dtype) -> Encoder:
     del model.visual  # the encoder has what it needs of it
     # Cast as a whole: open_clip's own half precisions keep some layers in fp32, and the scale is read in fp32.
     return encoder.to(device=device, dtype=dtype)
