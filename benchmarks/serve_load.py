@@ -222,27 +222,19 @@ async def flood(url: str, requests: list[bytes], rate: float, seconds: float) ->
 
 
 async def try_retries(url: str, one: bytes, many: bytes, tries: int) -> list[tuple[int, Sent]]:
-    """Fill the queue until a request is refused, wait as Retry-After says, ask again; the seconds, and the answer."""
-    found, waiting = list[tuple[int, int]](), list[asyncio.Task[Sent]]()
-
-    async def retry_after(request: bytes) -> int:
-        """Seconds, or 0 where the request is answered, or nothing has come soon."""
-        waiting.append(asyncio.create_task(send(url, request)))
-        done, _ = await asyncio.wait(waiting[-1:], timeout=0.8)
-        return waiting[-1].result().retry if done and waiting[-1].result().kind == "overloaded" else 0
-
+    """Fill the queue, have a request refused, wait as Retry-After says, ask again; the seconds, and the answer."""
+    retries, fill = list[tuple[int, asyncio.Task[Sent]]](), list[asyncio.Task[Sent]]()
     for number in range(tries):
-        retry, request = 0, many if number % 2 else one
-        for _ in range(200):
-            if retry := await retry_after(request):
-                break
-        if retry == 0:
-            break
-        await asyncio.sleep(retry)
-        await retry_after(request)
-        found.append((retry, len(waiting) - 1))
-    done = await asyncio.gather(*waiting)
-    return [(retry, done[index]) for retry, index in found]
+        fill += [asyncio.create_task(send(url, one)) for _ in range(40)]
+        await asyncio.sleep(0.5)
+        request = many if number % 2 else one
+        refused = await send(url, request)
+        if refused.kind == "overloaded":
+            await asyncio.sleep(refused.retry)
+            retries.append((refused.retry, asyncio.create_task(send(url, request))))
+            await asyncio.sleep(0.5)  # nobody else comes until it is queued
+    await asyncio.gather(*fill, return_exceptions=True)
+    return [(seconds, await task) for seconds, task in retries]
 
 
 def overload(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
