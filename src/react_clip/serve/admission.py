@@ -16,7 +16,7 @@ BATCH_FRACTION = 0.25
 def admit(new: int, waiting: int, seconds: float, settings: Settings, passed: float = 0.0, what: str = "work") -> None:
     """Raise 503 for a request that cannot be answered in time or finds no place.
 
-    Its Retry-After is the time until so much is done that it would be admitted, if nobody else came.
+    Its Retry-After is the time until it would be admitted, if nobody else came, and that of the longest batch.
 
     Args:
         new: places of the queue that the request takes: one an image, or 16 prompts.
@@ -29,11 +29,13 @@ def admit(new: int, waiting: int, seconds: float, settings: Settings, passed: fl
     >>> admit(1, 90, 0.1, Settings(deadline=20))
     >>> admit(8, 109, 0.1, Settings(deadline=20))
     Traceback (most recent call last):
-    react_clip.serve.errors.RequestError: 503: the queue is full: about 11 s of work wait; try again in 2 s
+    react_clip.serve.errors.RequestError: 503: the queue is full: about 11 s of work wait; try again in 7 s
     """
     ahead = max(0.0, waiting * seconds - passed)
     late = ahead + new * seconds - WAIT_FRACTION * settings.deadline
     excess = max(late, (waiting + new - settings.queue) * seconds)
     if waiting > 0 and excess > 0:
-        retry = max(1, math.ceil(min(excess, ahead)))
+        # A batch more, because places become free by batches, and no rate is exact.
+        batch = min(BATCH_FRACTION * settings.deadline, 64 * seconds)
+        retry = max(1, math.ceil(min(excess + batch, ahead)))
         raise busy(f"the queue is full: about {ahead:.0f} s of {what} wait; try again in {retry} s", retry=retry)
