@@ -231,6 +231,9 @@ def test_other_hosts_and_pages_of_other_sites(client: Any, guarded: Any, photos:
     for site, status in (("same-origin", 200), ("none", 200), ("cross-site", 403), ("same-site", 403)):
         answer = client.post("/v1/classify", **as_form(photos[:1]), headers={"sec-fetch-site": site})
         assert answer.status_code == status
+    for origin, status in (("http://localhost", 200), ("http://evil.example", 403), ("null", 403)):
+        answer = client.post("/v1/classify", **as_form(photos[:1]), headers={"origin": origin})
+        assert answer.status_code == status, "over plain HTTP a browser sends the origin alone"
 
 
 def test_sizes(guarded: Any, photos: list[bytes]) -> None:

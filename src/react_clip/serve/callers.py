@@ -48,9 +48,11 @@ async def check_caller(
         line = f"{'the API key is unknown' if key else 'an API key is missing'}; send Authorization: Bearer KEY"
         headers = {"www-authenticate": 'Bearer realm="react-clip"'}
         raise RequestError(401, line, field="authorization", headers=headers)
-    # Browsers say this of what a page makes them send.
-    elsewhere = request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
-    allowed = {request.headers.get("origin"), "*"} & set(service.settings.cors_origin or [])
+    # Browsers say so of what a page makes them send: all of them with an origin, over HTTPS also with this word.
+    origin = request.headers.get("origin")
+    here = origin is None or origin.partition("://")[2] == request.headers.get("host")
+    elsewhere = request.headers.get("sec-fetch-site", "none" if here else "cross-site") not in ("same-origin", "none")
+    allowed = {origin, "*"} & set(service.settings.cors_origin or [])
     if elsewhere and not known and not allowed:
         line = "pages of other sites may not call this service; start it with API keys, or --cors-origin"
         raise RequestError(403, line)
