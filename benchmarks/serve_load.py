@@ -225,7 +225,7 @@ async def try_retries(url: str, one: bytes, many: bytes, tries: int) -> list[tup
     """Fill the queue, have a request refused, wait as Retry-After says, ask again; the seconds, and the answer."""
     retries, fill = list[tuple[int, asyncio.Task[Sent]]](), list[asyncio.Task[Sent]]()
     for number in range(tries):
-        fill += [asyncio.create_task(send(url, one)) for _ in range(40)]
+        fill += [asyncio.create_task(send(url, one)) for _ in range(80)]
         await asyncio.sleep(0.5)
         request = many if number % 2 else one
         refused = await send(url, request)
