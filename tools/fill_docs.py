@@ -14,7 +14,7 @@ Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
 
     run RUN TABLE                    a table of a run: accuracy, accuracy_as_in_the_paper, per_dataset, detection, ...
     scores RUN ...                   joined runs: the paper's score with the strict one in brackets, and passes
-    attacks RUN DEFENCES [COLUMN]    one row per attack or kind of damage; accuracy, gate_rate, passes, ... in columns
+    attacks RUN DEFENCES [COLUMN [ATTACKS]]     one row per attack or kind of damage; accuracy, gate_rate, passes, ...
     pairs RUN FIRST SECOND [COLUMN [ATTACKS]]   two defences on the same photos, one row per attack
     suites RUN ...                   photos that each AutoAttack broke with its first attack, later, or not at all
     claims                           the sentences of all documents with a marked number, and its file

