@@ -34,6 +34,15 @@ NOT_RUN = {
 }
 """Beginning of a command that is neither run nor parsed here: the reason."""
 
+NEEDS = {
+    "eval": "check|evaluate|report|rank|compare",
+    "serve": "serve",
+    "scale": "embed .*--engine ray",
+    "offline": "pull",
+}
+"""Extra: commands that need it. The pages that install for themselves must name it."""
+INCLUDE_OFFLINE = {"demo", "eval"}
+
 RUN_AS_PRINTED = [
     "react-clip pull clip-vit-b-16",
     'react-clip classify holiday/ --labels "beach, mountain, city"',
@@ -125,6 +134,16 @@ def test_every_command_of_the_pages_is_parsed_or_listed(here: Path) -> None:
             unknown.append((page, command))
     assert unknown == [], "mend them, or say in NOT_RUN why they are not run"
     assert [each for each in NOT_RUN if not any(command.startswith(each) for _, command in of_pages())] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "production.md", "research.md", "serve.md", "scale.md"])
+def test_a_page_installs_what_its_commands_need(page: str) -> None:
+    commands = [command for name, command in of_pages() if name == page]
+    installed = {extra for each in commands for extra in "".join(re.findall(r"\.\[(.*)\]", each)).split(",") if extra}
+    installed |= {"offline"} if installed & INCLUDE_OFFLINE else set()
+    needed = {extra for extra, names in NEEDS.items() for each in commands if re.match(f"react-clip ({names})", each)}
+    assert needed <= installed
+    assert needed
 
 
 @pytest.mark.usefixtures("here")
