@@ -43,7 +43,7 @@ test-others: $(VENV)/.test-ready
 # The tests of `make test` with the lowest version of every dependency that pyproject.toml allows.
 test-lowest: $(BIN)/python
 	$(INSTALL) uv
-	$(BIN)/uv venv -q --clear build/lowest
+	$(BIN)/uv venv -q --clear --seed build/lowest
 	$(BIN)/uv pip install -q --python build/lowest/bin/python --resolution lowest-direct -e '.[test]'
 	build/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "smoke or not ($(SLOW) or others)"
 
