@@ -129,7 +129,7 @@ def defend_photos(
     batch: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
-    """What a defence measures on photos ``[N]``, and their ``features`` ``[N, D]``, in fp32 on the CPU."""
+    """Diagnostics of a defence for photos ``[N]``, and their ``features`` ``[N, D]``, in fp32 on the CPU."""
     photos = photos if isinstance(photos, Tensor) else listed(photos)
     if (count := len(photos)) < LEAST_PHOTOS:
         raise ReactClipError(f"{count} photos are too few to calibrate on; give at least {LEAST_PHOTOS}, better 300")

@@ -43,7 +43,7 @@ class EuclideanBall(linf.Ball):
         return self.step(self.centre, noise.normal(keys, self.centre.shape[1:]).to(self.centre), self.eps)
 
     def excess(self, images: Tensor) -> Tensor:
-        """How far the distances ``[B]`` exceed their budgets."""
+        """Distances minus their budgets ``[B]``, positive outside the ball."""
         return (_length(images - self.centre) - self.eps).flatten()
 
     def on_8_bits(self, images: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def _compare(rows: list[dict[str, Any]], out: rc.Defended, pixels: Tensor) -> li
 def _shadow(
     args: argparse.Namespace, guard: rc.defenses.Defense, rows: list[dict[str, Any]], pictures: list[Photo]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the defence would change and cost: for JSON and as lines; writes the page."""
+    """Changed answers and passes of the defence, as a JSON document and as lines of text; writes the page."""
     from react_clip.report.changed import changed_section
     from react_clip.report.page import PAGE, Section, write_page
 

@@ -99,7 +99,7 @@ def load_encoder(args: argparse.Namespace) -> rc.Encoder:
 
 
 def provenance(args: argparse.Namespace, encoder: rc.Encoder) -> dict[str, Any]:
-    """What a calibration file says about the command, the model and the machine."""
+    """Command, model and machine, for a calibration file."""
     from react_clip.environment import device_name, typed_command, versions
 
     return {

@@ -141,7 +141,7 @@ def train(trainer: Trainer, run: RunFolder, progress: Progress | None = None) ->
 
 
 def _record(trainer: Trainer, run: RunFolder, seconds: float) -> dict[str, Any]:
-    """What ``finetune.json`` says of a run of this many seconds."""
+    """The content of ``finetune.json`` for a run of this many seconds."""
     settings, encoder = trainer.settings, trainer.original
     losses = [row.loss for row in read_log(run.path / LOG)]
     last = losses[-math.ceil(len(losses) / 10) :]
