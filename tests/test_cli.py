@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
 
 import react_clip as rc
 from programs import Run
@@ -218,17 +217,11 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
         Image.new("RGB", (40, 40), name).save(tmp_path / "classes" / name / "0.png")
     clf = rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "classes")
     expected = guard(clf, sorted(photos.iterdir()), seed=0)
-    file = "features.safetensors" if options else "features.npy"
-    code, _, err = run("embed", photos, "--photos", "classes", *options, "--seed", 0, "--out", file)
+    code, _, err = run("embed", photos, "--photos", "classes", *options, "--seed", 0, "--out", "features.npy")
     assert code == 0, err
     assert err.count(line) == err.count("the defence is") == 1
-    if options:
-        with safe_open(file, "np") as stream:
-            features, files = stream.get_tensor("features"), json.loads(stream.metadata()["files"])
-    else:
-        features = np.load(file, allow_pickle=False)
-        files = json.loads(Path("features.files.json").read_text())["files"]
-    assert np.allclose(features, expected.features.numpy(), atol=1e-5)
+    files = json.loads(Path("features.files.json").read_text())["files"]
+    assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
 
 
@@ -284,13 +277,10 @@ def test_the_demo_prints_outcomes_and_writes_one_page(
     assert not re.search(r'(src|href)="(?!data:)', html), "the page stands alone"
     assert "threshold=" in html
     assert "tau=" in html
-    code, out, _ = run("demo", photos / "photo0.png", *options, "--json", "--full")
+    code, out, _ = run("demo", photos / "photo0.png", *options, "--json")
     assert code == 0
     outcomes = json.loads(out)["photos"][0]["outcomes"]
-    assert [(outcome["eps"], outcome["noise"]) for outcome in outcomes] == [
-        *((0, 0), (0, 0.02)),
-        *((1, 0), (4, 0), (8, 0), (16, 0)),
-    ]
+    assert [(outcome["eps"], outcome["noise"]) for outcome in outcomes] == [(0, 0), (0, 0.02), (4, 0), (8, 0)]
     for outcome in outcomes:
         assert set(outcome["plain"]) == {"name", "probability"}
         assert {"drift", "sigma", "gated", "passes"} <= set(outcome["react"])
@@ -366,7 +356,6 @@ QUICK = {
     "classify empty --seed my-secret": "--seed: invalid int value: 'my-secret'",
     "classify empty --secret-file nowhere": "--secret-file: nowhere does not exist; check the path",
     "classify empty --seed 1 --secret-file empty": "--secret-file: not allowed with argument --seed",
-    "classify empty --labels ' , '": "--labels: it is empty; give names",
     "classify empty --labels cat --photos empty": "--photos: not allowed with argument --labels",
     "classify empty --labels-file nowhere.txt": "--labels-file: nowhere.txt does not exist",
     "classify empty --config nowhere.json": "--config: nowhere.json does not exist",
@@ -374,11 +363,10 @@ QUICK = {
     "classify empty --shadow magic": "--shadow: invalid choice: 'magic'",
     "classify empty --shadow --defense react": "--shadow second_look runs beside plain CLIP; leave out --defense react",
     "classify empty --out page": "--out is page, the folder for the page of --shadow; add --shadow too",
-    "classify empty --calibrate-on empty --defense react": "not allowed with argument --calibrate-on",
     "embed nowhere --out f.npy": "nowhere does not exist",
     "embed nowhere --out folder": "nowhere does not exist",
     "embed empty --out f.npy --resume": "--resume and --engine ray are for Parquet files; give --out a folder",
-    "embed empty --out f.txt": "must end in .npy or .safetensors",
+    "embed empty --out f.txt": "must end in .npy, or be a folder",
     "embed empty --out folder --workers 2": "--workers is 2, but the engine is local; add --engine ray",
     "attack empty --out adv --eps four": "--eps: 'four': it must be a number such as 4/255",
     "attack empty --out adv --eps 4": "--eps: '4': pixels lie in [0, 1], so write 4/255",
@@ -390,11 +378,10 @@ QUICK = {
     "calibrate empty --clean-pass 97": "--clean-pass: '97': Input should be less than or equal to 1",
     "calibrate empty --defense react --mapping cubic": "--mapping: invalid choice: 'cubic'",
     "report nowhere": "nowhere does not exist",
-    "report empty --images -1": "--images: '-1': Input should be greater than or equal to 0",
+    "evaluate empty --seeds 0,-1": "--seeds: '0,-1': Input should be greater than or equal to 0",
     "rank empty --out z.xlsx": "--out: 'z.xlsx' must end in one of .html, .csv, .md",
     "bench empty --attacked 1.5": "--attacked: '1.5': Input should be less than or equal to 1",
     "finetune magic folder:empty --out f --quiet": "method 'magic' does not exist; choose one of clip-ft, fare",
-    "export clip-vit-b-16 --out f --tolerance 0": "--tolerance: '0': Input should be greater than 0",
     "export clip-vit-b-16 --out .": ". is there already; remove it, or choose another --out",
 }
 """Command lines that import nothing heavy, and what they print to stderr; help and the version print nothing there."""
@@ -444,8 +431,7 @@ for line in sys.stdin.read().splitlines():
         ("classify --labels cat --config .", ". cannot be read: Is a directory"),
         ("classify --labels cat --defense second_look", "there is no threshold of SecondLook for"),
         ("classify --labels cat --defense react", "calibrate --defense react folder:PHOTOS"),
-        ("classify --labels cat", "with some hundred clean photos give --calibrate-on PHOTOS"),
-        ("classify --labels cat --calibrate-on .", "3 photos are too few to calibrate on"),
+        ("classify --labels cat", "from some hundred clean photos: `react-clip calibrate PHOTOS"),
         ("attack --labels cat --out adv --attack magic", "attack 'magic' does not exist"),
         ("rank nowhere.py:Mine", "nowhere.py does not exist"),
     ],

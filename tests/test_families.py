@@ -163,12 +163,13 @@ def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
     assert bool(paper.gated.all())
 
 
-def test_a_model_without_a_threshold_is_calibrated_on_the_way(hf_folder: Path, tmp_path: Path, run: Run) -> None:
+def test_a_model_without_a_threshold_says_how_to_calibrate_it(hf_folder: Path, tmp_path: Path, run: Run) -> None:
     for number, colour in enumerate(np.random.default_rng(0).integers(0, 255, (24, 3)).tolist()):
         Image.new("RGB", (64, 64), tuple(colour)).save(tmp_path / f"{number}.png")
     given = ("classify", tmp_path / "0.png", "--model", hf_folder, "--labels", "cat, dog")
     code, _, err = run(*given)
-    assert (code, "--calibrate-on PHOTOS" in err) == (2, True)
-    code, out, err = run(*given, "--calibrate-on", tmp_path)
-    assert (code, "SecondLook's threshold is" in err) == (0, True), err
-    assert out.startswith(str(tmp_path / "0.png"))
+    assert (code, "`react-clip calibrate PHOTOS --model" in err) == (2, True)
+    code, out, err = run("calibrate", tmp_path, *given[2:], "--out", tmp_path / "mine.json")
+    assert (code, "the answer changes for " in out) == (0, True), err
+    code, out, err = run(*given, "--config", tmp_path / "mine.json")
+    assert (code, out.startswith(str(tmp_path / "0.png"))) == (0, True), err

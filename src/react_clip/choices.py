@@ -22,12 +22,8 @@ DEFENSES = (
 FINETUNING = ("clip-ft", "fare", "pmg-aft", "tecoa")
 """Finetuning methods."""
 
-# ---------------------------------------------------------------------- values that one module uses
-
 MAPPINGS = ("linear", "logistic", "power_law")
 """Curves that ReACT's calibration fits."""
-EXPORT_TOLERANCE = 1e-4
-"""Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
 
 
 def dataset_names() -> tuple[str, ...]:

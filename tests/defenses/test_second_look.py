@@ -118,7 +118,7 @@ def test_the_default_is_second_look_where_it_has_a_threshold_and_react_elsewhere
     assert default_for(known_as("clip-vit-b-16", patch_encoder())) == SecondLook()
     assert default_for(known_as("clip-vit-b-16", ToyEncoder())) == rc.ReACT.for_encoder("clip-vit-b-16")
     assert default_for(known_as("openai/clip-vit-base-patch32", patch_encoder())) == rc.ReACT()
-    with pytest.raises(rc.ReactClipError, match=r"--calibrate-on PHOTOS.*`react-clip calibrate PHOTOS"):
+    with pytest.raises(rc.ReactClipError, match="`react-clip calibrate PHOTOS"):
         default_for(patch_encoder())
 
 

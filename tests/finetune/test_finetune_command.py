@@ -125,11 +125,11 @@ def test_the_same_command_again_says_that_it_is_done(tuned: Path, tune: Run) -> 
 
 
 def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run) -> None:
-    arguments = f"--epochs 1.5 --batch 16 --limit 20 --dtype bf16 --half --lr 2e-5 {RECIPE} --json".split()
+    arguments = f"--steps 2 --batch 16 --limit 20 --dtype bf16 --half --lr 2e-5 {RECIPE} --json".split()
     code, out, err = tune("fare", f"folder:{root / 'stripes'}", "--out", tmp_path / "fare", *arguments)
     assert code == 0, err
     record = json.loads(out)
-    assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 18, 0), "30 photos in steps of 16"
+    assert (record["settings"]["steps"], record["photos"], record["classes"]) == (2, 18, 0)
     assert record["class_source"] == "none needed"
     assert record["tower"]["dtype"] == "fp16"
     expected = {"eps": "2/255", "eps_start": "1/255", "clean": 0.5, "crop": [0.5, 1.0], "cutmix": 0.5, "average": 0.9}
@@ -147,7 +147,6 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
         (["tecoa", "stripes", "--split", "test"], "has no test photos"),
         (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
         (["tecoa", "stripes", "--limit", "0"], "--limit"),
-        (["tecoa", "stripes", "--epochs", "-1"], "--epochs"),
         (["tecoa", "stripes", "--eps", "much"], "--eps: 'much': it must be a number such as 4/255"),
         (["tecoa", "stripes", "--cutmix", "0.5"], "cutmix mixes photos of several classes"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "holds no class features"),

@@ -47,7 +47,7 @@ RUN_AS_PRINTED = [
     "react-clip pull clip-vit-b-16",
     'react-clip classify holiday/ --labels "beach, mountain, city"',
     "react-clip classify holiday/ --defense react",
-    "react-clip embed holiday/ --out features.safetensors",
+    "react-clip embed holiday/ --out features.npy",
     'react-clip classify holiday/ --labels "beach, mountain, city" --shadow --out shadow/',
     "react-clip calibrate photos/ --model my-clip/ --labels-file names.txt --out calibration.json",
     "react-clip check my-clip/ photos/ --out checked/",

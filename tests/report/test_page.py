@@ -91,8 +91,6 @@ def test_the_command_writes_beside_the_run(folder: Path, tmp_path: Path, capsys:
     [
         (["nowhere"], "nowhere does not exist"),
         (["RUN/.."], "give the folder of a finished run"),
-        (["RUN", "--images", "201"], "images is 201; it must lie between 0 and 200"),
-        (["RUN", "--photos", "-5"], "-5"),
         (["RUN", "--calibration", "nowhere.json"], "nowhere.json"),
         (["RUN", "--calibration", "RUN/result.json"], "result.json"),
     ],

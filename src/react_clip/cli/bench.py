@@ -15,7 +15,6 @@ from react_clip.choices import DEFENSES
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.config import write_length
-from react_clip.environment import device_name, typed_command, versions
 from react_clip.storage import write_text
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "react-clip bench photos/ --batch 64 --attacked 0.1 --out bench.json"
 SCHEMA = 3
-_REPEATED = ("dtype", "compile", "images", "batch", "attacked", "rounds", "seed")
+_REPEATED = ("compile", "images", "batch", "attacked", "rounds", "seed")
 """Options that the report repeats."""
 
 
@@ -94,16 +93,13 @@ def _report(
         notes.append(f"{clf.encoder.name} has no text tower: published Defend-CLIP is timed without its class prompts")
     return {
         "schema": SCHEMA,
-        "command": typed_command(),
-        "model": clf.encoder.name,
+        **common.provenance(args, clf.encoder),
         "classes": len(clf.names),
-        "device": device_name(clf.device),
         "architecture": platform.machine(),
         "threads": torch.get_num_threads(),
         **{name: getattr(args, name) for name in _REPEATED},
         "eps": write_length(args.eps),
         "notes": notes,
-        "versions": versions(),
         "defenses": {type(guard).label: guard.to_dict() for guard in guards},
         "contenders": [],
     }
@@ -132,13 +128,8 @@ def _lines(report: dict[str, Any], timings: Sequence[Timing]) -> Iterator[str]:
     for other in (bare, *others):
         middle, low, high = speedup(ours, other)
         yield f"{ours.label} runs at {middle:.2f} x the speed of {other.label} ({low:.2f} to {high:.2f})"
-    for step in (timing for timing in timings if timing.label == FINETUNING):
-        cost = step.passes + 2 * step.backward_passes
-        low, high = step.overhead_range
-        yield (
-            f"a step of finetuning runs at {1 / step.overhead:.2f} of its arithmetic limit ({1 / high:.2f} to "
-            f"{1 / low:.2f}), which is {cost:g} forward passes a photo at the bare encoder's speed"
-        )
+        if other.label == FINETUNING:
+            yield f"a step of finetuning runs at {1 / other.overhead:.2f} of its arithmetic limit"
     yield "overhead: time per image / (passes x time of a pass of the bare encoder), then its range over the rounds"
     for note in report["notes"]:
         yield f"note: {note}"

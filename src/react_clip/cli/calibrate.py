@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import react_clip as rc
 from react_clip.choices import MAPPINGS
 from react_clip.cli import common, options
-from react_clip.cli.photos import CALIBRATION_PHOTOS, PhotoReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from react_clip.cli.photos import PhotoReader
+from react_clip.intervals import share_in_words
 
 EXAMPLE = "react-clip calibrate photos/ --model my-clip/ --out calibration.json"
+_PHOTOS = 500
+"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    options.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look any folder of clean photos")
+    options.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look a folder of clean photos")
     defense = "what to calibrate (%(default)s)"
     parser.add_argument("--defense", choices=options.DEFENSES, default="second_look", help=defense)
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="result (%(default)s)")
@@ -41,67 +41,50 @@ def run(args: argparse.Namespace) -> int:
     encoder = common.load_encoder(args)
     given = {"batch": args.batch or common.batch_size(encoder, 64), "seed": args.seed}
     given |= {} if args.clean_pass is None else {"clean_pass": args.clean_pass}
-    provenance = common.provenance(args, encoder)
     calibrate = _react if args.defense == "react" else _second_look
-    result, photos, exit_code = calibrate(args, encoder, provenance, given)
+    result, exit_code = calibrate(args, encoder, common.provenance(args, encoder), given)
     result.save(args.out)
     usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
-    common.print_result(args, result.to_dict(), _lines(result, photos), [usage])
+    common.print_result(args, result.to_dict(), _lines(result), [usage])
     return exit_code
 
 
 def _second_look(
     args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
-) -> tuple[rc.Calibration, Sequence[object], int]:
-    """From a folder, a file or a data set; also the photos by name, and 2 as exit code if some could not be read."""
-    from react_clip.zeroshot import with_everyday_names
-
-    named = args.labels or args.labels_file or args.photos
-    clip = common.build_classifier(args, encoder) if named else with_everyday_names(encoder)
-    args.limit = args.limit or CALIBRATION_PHOTOS
-    path, exit_code = Path(args.dataset.removeprefix("folder:")).expanduser(), 0
-    if path.exists():
-        reader = PhotoReader([path], args)
-        pixels, exit_code = reader.sample(args.limit, encoder), reader.exit_code
-        names: Sequence[object] = reader.files
-    else:
-        pixels = _pixels(args, encoder, common.load_photos(args, encoder, classes=False)[0])
-        names = [f"photo {number} of {args.dataset}" for number in range(len(pixels))]
+) -> tuple[rc.Calibration, int]:
+    """From a folder or a file; the exit code is 2 if some photos could not be read."""
+    reader = PhotoReader([options.existing(args.dataset.removeprefix("folder:"))], args)
+    clip = common.build_clip(args, encoder)
+    pixels = reader.sample(args.limit or _PHOTOS, encoder)
     given["provenance"] = provenance | {"photos": args.dataset}
-    result = common.calibrated(args, clip, pixels, **given)
-    changed = {"changed_photos": [str(names[number]) for number in result.changed or ()]}
-    return result.replace(provenance=result.provenance | changed), names, exit_code
+    return common.calibrated(args, clip, reader.files, pixels, **given), reader.exit_code
 
 
 def _react(
     args: argparse.Namespace, encoder: rc.Encoder, provenance: dict[str, Any], given: dict[str, Any]
-) -> tuple[rc.Calibration, Sequence[object], int]:
+) -> tuple[rc.Calibration, int]:
     import torch
 
     from react_clip.calibration import BUDGETS, calibrate
+    from react_clip.preprocess import to_float
 
     # Classes made of the very photos that are attacked would look better than they are.
     photos, clf, _ = common.load_photos(args, encoder, average_train=args.split != "train")
     assert clf is not None, "classes were asked for"
-    pixels, labels = _pixels(args, encoder, photos), torch.tensor(photos.labels)
+    pixels = to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
     given |= {"mapping": args.mapping, "steps": args.steps}
-    given["provenance"] = provenance | {"data": common.describe(args, photos), "classes": len(clf.names)}
+    data = common.describe(args, photos) | {"sha256": photos.fingerprint()}
+    given["provenance"] = provenance | {"data": data, "classes": len(clf.names)}
     with common.progress(args, "batch") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes are printed by the caller
 
         def advance(stage: str, done: int, total: int) -> None:
             common.show(bar, bar.n + 1, total * len(BUDGETS), stage)
 
-        return calibrate(clf, pixels, labels, progress=advance, **given), (), 0
+        return calibrate(clf, pixels, torch.tensor(photos.labels), progress=advance, **given), 0
 
 
-def _pixels(args: argparse.Namespace, encoder: rc.Encoder, photos: rc.data.ImageDataset) -> Tensor:
-    from react_clip.preprocess import to_float
-
-    return to_float(photos.pixels(encoder.preprocessing, progress=not args.quiet))
-
-
-def _lines(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
+def _lines(result: rc.Calibration) -> Iterator[str]:
     """Lines of the terminal: the measured points and the fits of ReACT, the threshold, the warnings."""
     if result.points:
         yield f"{'budget':>8}{'mean r':>10}{'best sigma':>12}{'accuracy there':>16}"
@@ -113,8 +96,8 @@ def _lines(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
     interval = "" if result.interval is None else " (95 % interval {:g} to {:g})".format(*result.interval)
     threshold = result.drift_threshold if result.threshold is None else result.threshold
     yield f"threshold {threshold:g}{interval}"
-    median = "" if result.median is None else f"; their median score is {result.median:g}"
-    yield f"leaves {100 * (result.clean_pass or 0):g} % of {result.photos} clean photos alone{median}"
-    yield from common.changed_answers(result, photos)
-    for note in result.notes:
-        yield f"note: {note}"
+    yield f"leaves {100 * (result.clean_pass or 0):g} % of {result.photos} clean photos alone"
+    if result.changed is not None:
+        yield f"the answer changes for {share_in_words(len(result.changed), result.photos)} clean photos"
+    yield from (f"  changed: {photo}" for photo in result.provenance.get("changed_photos", ()))
+    yield from (f"note: {note}" for note in result.notes)

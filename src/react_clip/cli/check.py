@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "most photos to measure; as many others calibrate (%(default)s)"
     parser.add_argument("--limit", type=options.count, default=300, help=limit)
     parser.add_argument("--device", help=options.DEVICE_HELP)
-    parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+    parser.add_argument("--dtype", default="fp32", help=options.DTYPE_HELP)
     options.add_label_options(parser)
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     what = "no classes, so photos are searched" if isinstance(clip, rc.Encoder) else clip.extra_repr()
     common.notice(args, f"{what}; the photos are {'un' * (labels is None)}labelled")
     about = common.provenance(args, encoder) | {"photos": str(args.photos_in)}
-    calibration = common.calibrated(args, clip, pixels[1::2], provenance=about)
+    calibration = common.calibrated(args, clip, reader.files[1::2], pixels[1::2], provenance=about)
     calibration.save(args.out / "calibration.json")
     measured = (reader.files[::2], pixels[::2], None if labels is None else labels[::2])
     check = check_tower(clip, calibration, *measured, args.out, progress=not args.quiet)
@@ -70,15 +70,16 @@ def _classes(
     import torch
 
     from react_clip.data.registry import ClassIndex, readable_names
-    from react_clip.zeroshot import can_name, with_everyday_names
+    from react_clip.zeroshot import can_name
 
     folders = [name for name, photos in class_folders(args.photos_in).items() if photos]
-    if args.labels or args.labels_file or args.photos:
-        clip: rc.ZeroShotClassifier | rc.Encoder = common.build_classifier(args, encoder)
-    elif len(folders) > 1 and can_name(encoder):
-        clip = rc.ZeroShotClassifier(encoder, readable_names(folders), templates=args.template)
+    named = args.labels or args.labels_file or args.photos
+    if not named and len(folders) > 1 and can_name(encoder):
+        clip: rc.ZeroShotClassifier | rc.Encoder = rc.ZeroShotClassifier(
+            encoder, readable_names(folders), templates=args.template
+        )
     else:
-        clip = with_everyday_names(encoder)
+        clip = common.build_clip(args, encoder)
     if isinstance(clip, rc.Encoder):
         return clip, None
     index = ClassIndex(clip.names, clip.names)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip.cli import common, options
-from react_clip.cli.photos import PhotoReader, add_photo_argument, load_defended
+from react_clip.cli.photos import PhotoReader, add_photo_argument
 from react_clip.errors import ReactClipError
 from react_clip.intervals import share_in_words, wilson
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     reader = PhotoReader(args.photos_in, args)
     seed = common.secret_seed(args)
-    clf, guard = load_defended(args)
+    clf, guard = common.load_defended(args)
     rows: list[dict[str, Any]] = []
     pictures: list[Photo] = []
     try:

@@ -9,13 +9,13 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip.errors import ReactClipError
-from react_clip.intervals import share_in_words
 from react_clip.storage import read_text
 
 if TYPE_CHECKING:
@@ -124,6 +124,14 @@ def build_classifier(args: argparse.Namespace, encoder: rc.Encoder) -> rc.ZeroSh
     return rc.ZeroShotClassifier(encoder, _class_names(args), templates=args.template)
 
 
+def build_clip(args: argparse.Namespace, encoder: rc.Encoder) -> rc.ZeroShotClassifier | rc.Encoder:
+    """The same, or the encoder alone where no classes are given and it cannot name anything."""
+    from react_clip.zeroshot import can_name
+
+    named = args.labels or args.labels_file or args.photos or can_name(encoder)
+    return build_classifier(args, encoder) if named else encoder
+
+
 def _class_names(args: argparse.Namespace) -> list[str]:
     if args.labels is not None:
         # A trailing comma is common and does not mean a blank label.
@@ -151,6 +159,15 @@ def build_guard(args: argparse.Namespace, encoder: rc.Encoder) -> rc.defenses.De
     return (rc.SecondLook if defense == "second_look" else rc.ReACT).for_encoder(encoder)
 
 
+def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
+    """The classifier and the defence that the options describe, and a notice about it."""
+    encoder = load_encoder(args)
+    clf, guard = build_classifier(args, encoder), build_guard(args, encoder)
+    what = "there is no defence" if isinstance(guard, rc.Undefended) else f"the defence is {type(guard).label}"
+    notice(args, f"{what}; --defense or --config gives another")
+    return clf, guard
+
+
 def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defenses.Defense]:
     """SecondLook and ReACT where they have constants for the encoder; --config comes first, for the one of its kind."""
     guards = [] if args.config is None else [build_guard(args, encoder)]
@@ -162,22 +179,20 @@ def both_guards(args: argparse.Namespace, encoder: rc.Encoder) -> list[rc.defens
 
 
 def calibrated(
-    args: argparse.Namespace, clip: rc.ZeroShotClassifier | rc.Encoder, pixels: Tensor, **given: Any
+    args: argparse.Namespace,
+    clip: rc.ZeroShotClassifier | rc.Encoder,
+    files: Sequence[Path],
+    pixels: Tensor,
+    **given: Any,
 ) -> rc.Calibration:
-    """SecondLook's calibration on clean photos, with a progress bar; its notes are for the caller to print."""
+    """SecondLook's calibration on clean photos, with a progress bar; it holds the files whose answers change."""
     from react_clip.calibration import calibrate_threshold
 
     with progress(args, "photo", len(pixels), "calibrating") as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return calibrate_threshold(clip, pixels, progress=lambda *done: show(bar, *done), **given)
-
-
-def changed_answers(result: rc.Calibration, photos: Sequence[object]) -> Iterator[str]:
-    """Lines about the clean photos whose answers a calibrated defence changes, and which these are."""
-    if result.changed is None:
-        return
-    yield f"the answer changes for {share_in_words(len(result.changed), result.photos)} clean photos"
-    yield from (f"  changed: {photos[number]}" for number in result.changed)
+        warnings.simplefilter("ignore")  # the notes are printed by the caller
+        result = calibrate_threshold(clip, pixels, progress=lambda *done: show(bar, *done), **given)
+    changed = {"changed_photos": [str(files[number]) for number in result.changed or ()]}
+    return result.replace(provenance=result.provenance | changed)
 
 
 # ---------------------------------------------------------------------- labelled photos
@@ -188,13 +203,17 @@ def load_photos(
 ) -> tuple[rc.data.ImageDataset, rc.ZeroShotClassifier | None, str]:
     """The photos that the data set options describe, their classifier, and where its class features come from.
 
-    Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier, without
-    ``average_train`` none that is made of photos of the train split.
+    Photos of classes that --heads lacks are dropped. Without ``classes`` there is no classifier, and any folder or file
+    of photos will do; without ``average_train`` there is none that is made of photos of the train split.
     """
+    from react_clip.data.formats import find_photos
     from react_clip.evaluation.sets import class_source
 
-    root = args.data or rc.data.default_root()
-    photos = rc.data.load(args.dataset, root=root, split=args.split, seed=args.seed)
+    root, path = args.data or rc.data.default_root(), Path(args.dataset.removeprefix("folder:")).expanduser()
+    if not classes and path.exists():
+        photos = find_photos(path)
+    else:
+        photos = rc.data.load(args.dataset, root=root, split=args.split, seed=args.seed)
     classifier, description = None, "none needed"
     if classes:
         source = class_source(encoder, photos, args.heads, root, average_train=average_train)
@@ -204,11 +223,5 @@ def load_photos(
 
 
 def describe(args: argparse.Namespace, photos: rc.data.ImageDataset) -> dict[str, Any]:
-    """Name, split, number and digest of the photos of :func:`load_photos`, as result files record them."""
-    return {
-        "name": args.dataset,
-        "split": args.split,
-        "photos": len(photos),
-        "sha256": photos.fingerprint(),
-        "notes": list(photos.notes),
-    }
+    """Name, split and number of the photos of :func:`load_photos`, as result files record them."""
+    return {"name": args.dataset, "split": args.split, "photos": len(photos), "notes": list(photos.notes)}

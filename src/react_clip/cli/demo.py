@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from react_clip.report.demo_page import Answer, Outcome, PhotoResult
 
 EXAMPLE = "react-clip demo my.jpg --labels 'cat, dog, teapot'"
-_BUDGETS, _ALL_BUDGETS = (4, 8), (1, 4, 8, 16)
-"""Attack strengths in 255ths: by default and with --full."""
+_BUDGETS = (4, 8)
+"""Attack strengths in 255ths."""
 _NOISE = 0.02
 """Standard deviation of the camera noise that each photo is also shown with, for pixels in [0, 1]."""
 
@@ -25,7 +25,6 @@ _NOISE = 0.02
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_photo_argument(parser, nargs="*", note=" (two bundled ones by default)")
-    parser.add_argument("--full", action="store_true", help="all bundled photos, with four attack strengths")
     parser.add_argument("--out", type=Path, default=Path("react-clip-demo"), help="folder for the page (%(default)s)")
     parser.add_argument("--steps", type=options.count, default=10, help="PGD iterations (%(default)s)")
     options.add_model_options(parser)
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attack the photos one by one, print the outcomes of each when they are known, and write the page."""
-    files = expand_inputs(args.photos_in or (bundled_photos() if args.full else bundled_photos()[:3:2]))
+    files = expand_inputs(args.photos_in or bundled_photos()[:3:2])
     results: list[PhotoResult] = []
     with common.progress(args, "attack step", args.steps * len(files), "loading the model") as bar:
         from react_clip.report.demo_page import PhotoResult, write_demo
@@ -80,14 +79,14 @@ def _outcomes(
 
     clean = clf.encoder.prepare([path])
     label = clf(clean).argmax(-1)
-    budgets, before = _ALL_BUDGETS if args.full else _BUDGETS, bar.n
+    before = bar.n
     noisy = rc.attacks.Corruption(type="noise", severity=_NOISE)(clf, clean, label, seed=args.seed).images
     attacked = rc.attacks.PGD(steps=args.steps)(
         clf,
-        clean.expand(len(budgets), -1, -1, -1),
-        label.expand(len(budgets)),
+        clean.expand(len(_BUDGETS), -1, -1, -1),
+        label.expand(len(_BUDGETS)),
         seed=args.seed,
-        eps=torch.tensor(budgets, device=clf.device) / 255,
+        eps=torch.tensor(_BUDGETS, device=clf.device) / 255,
         progress=lambda done: common.show(bar, before + done),
     ).images
     images = torch.cat([clean, noisy, attacked])
@@ -97,7 +96,7 @@ def _outcomes(
     answers += [_answers(type(guard).label, guard.kind, guard(clf, images, seed=args.seed)) for guard in guards]
     return [
         Outcome(eps=eps, noise=noise, pixels=pixels[row], change=changes[row], answers=[each[row] for each in answers])
-        for row, (eps, noise) in enumerate([(0, 0.0), (0, _NOISE), *((eps, 0.0) for eps in budgets)])
+        for row, (eps, noise) in enumerate([(0, 0.0), (0, _NOISE), *((eps, 0.0) for eps in _BUDGETS)])
     ]
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import react_clip as rc
 from react_clip.cli import common, options
-from react_clip.cli.photos import PhotoReader, load_defended
+from react_clip.cli.photos import PhotoReader
 from react_clip.errors import ReactClipError
-from react_clip.storage import reserved_space
+from react_clip.storage import atomic_path, reserved_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     sources = "image files or folders of them; for Parquet also .tar shards, .parquet files and fsspec URLs"
     parser.add_argument("photos_in", nargs="+", metavar="SOURCE", help=sources)
-    out = "features.npy (+ .files.json beside it), .safetensors, or a folder or URL for Parquet files"
+    out = "features.npy (+ .files.json beside it), or a folder or URL for Parquet files"
     parser.add_argument("--out", required=True, help=out)
     options.add_model_options(parser)
     options.add_label_options(parser)
@@ -47,13 +47,11 @@ def run(args: argparse.Namespace) -> int:
     """Write features to one file, or to a folder of Parquet files; exit code 2 if something could not be read."""
     options.check_cluster_options(args)
     ending = PurePosixPath(args.out).suffix
-    to_file = ending in (".npy", ".safetensors")
+    to_file = ending == ".npy"
     if to_file and (args.resume or args.engine == "ray"):
         raise ReactClipError(f"--resume and --engine ray are for Parquet files; give --out a folder, not {args.out}")
     if ending and not to_file and not ("://" in args.out or args.out.endswith("/") or Path(args.out).is_dir()):
-        raise ReactClipError(
-            f"--out is {args.out}; it must end in .npy or .safetensors, or be a folder without an ending"
-        )
+        raise ReactClipError(f"--out is {args.out}; it must end in .npy, or be a folder without an ending")
     for source in args.photos_in:
         if not set(source) & set("*?[:"):  # neither a pattern nor a URL
             options.existing(source)
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     seed = common.secret_seed(args)
     # On a cluster the workers load the model; here it only encodes the labels.
     here = args if args.engine == "local" else argparse.Namespace(**{**vars(args), "device": "cpu"})
-    clf, guard = load_defended(here)
+    clf, guard = common.load_defended(here)
     return _to_folder(args, clf, guard, seed) if reader is None else _to_file(args, reader, clf, guard, seed)
 
 
@@ -128,13 +126,6 @@ def write_features(path: Path, features: Tensor, files: list[str], about: Mappin
     """Write features ``[N, dim]``, the file name of each row, and what made them; a failed write changes nothing."""
     import numpy as np
 
-    from react_clip.storage import atomic_path, write_tensors
-
-    if path.suffix == ".safetensors":
-        write_tensors(
-            path, {"features": features}, {"files": json.dumps(files), **{k: str(v) for k, v in about.items()}}
-        )
-        return
     # Both are complete on the disk before either takes its name.
     with atomic_path(path) as temporary, atomic_path(path.with_suffix(".files.json")) as names:
         names.write_text(json.dumps({**about, "files": files}, indent=1) + "\n", encoding="utf-8")

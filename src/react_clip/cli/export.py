@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from react_clip.choices import EXPORT_TOLERANCE
 from react_clip.cli import common, options
 from react_clip.cli.photos import PhotoReader
 from react_clip.storage import check_new_folder
@@ -22,8 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     photos = "image files or folders to compare on (bundled ones by default)"
     parser.add_argument("--photos", type=options.existing, nargs="+", default=[], metavar="PHOTO", help=photos)
-    tolerance = "largest difference allowed (%(default)s)"
-    parser.add_argument("--tolerance", type=options.positive, default=EXPORT_TOLERANCE, help=tolerance)
     parser.set_defaults(device="cpu", dtype="fp32")
 
 
@@ -34,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.encoders.exported import export
 
     encoder = common.load_encoder(args)
-    parity = export(encoder, args.out, reader.sample(_MOST_PHOTOS, encoder), tolerance=args.tolerance)
+    parity = export(encoder, args.out, reader.sample(_MOST_PHOTOS, encoder))
     name = f"onnx:{args.out}"
     summary = (
         f"{name} is ready: largest difference {parity.max_difference:.2g}, smallest cosine {parity.min_cosine:.7f} "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import react_clip as rc
 from react_clip.choices import FINETUNING
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from react_clip.finetune import Finetuned
 
 EXAMPLE = "react-clip finetune fare photos/ --steps 1400 --out runs/fare"
-_PLOT = "loss.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     init = "checkpoint, or folder of a finished run, whose weights are the first ones"
     parser.add_argument("--init", type=options.existing, help=init)
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=options.positive, help="passes over the photos, instead of --steps")
     defaults = Settings().to_dict()
     for name, field in fields_of(Settings).items():
         default = ",".join(map(str, defaults[name])) if isinstance(defaults[name], list) else defaults[name]
@@ -40,10 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if field.annotation is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif name != "dtype":  # among the options of the model
-            group = length if name == "steps" else parser
-            group.add_argument(flag, type=options.typed(field.annotation, *field.metadata), help=text)
-    precisions = f"{fields_of(Settings)['dtype'].description} (%(default)s)"
-    options.add_model_options(parser, dtype=Settings.dtype, dtypes=precisions)
+            parser.add_argument(flag, type=options.typed(field.annotation, *field.metadata), help=text)
+    options.add_model_options(parser, dtype=Settings.dtype)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,9 +66,8 @@ def _finetuned(args: argparse.Namespace, settings: Settings) -> Finetuned:
     common.notice(args, f"loading {args.model}")
     # The weights stay fp32; --dtype is what the towers compute in.
     encoder = rc.load(args.model, device=args.device, dtype="fp32")
-    photos, clf, about = _photos(args, encoder, METHODS[args.method].needs_labels)
-    if args.epochs is not None:
-        settings = settings.replace(steps=max(1, math.ceil(args.epochs * len(photos) / settings.batch)))
+    photos, clf, source = common.load_photos(args, encoder, classes=METHODS[args.method].needs_labels)
+    about = {"class_source": source, "dataset": common.describe(args, photos)}
     with common.progress(args, "photo", settings.steps * settings.batch) as bar:
 
         def show(done: int, total: int, loss: float) -> None:
@@ -110,25 +103,8 @@ def _report(args: argparse.Namespace, result: Finetuned) -> None:
     common.print_result(args, document, [_summary(result)], [usage])
 
 
-def _photos(
-    args: argparse.Namespace, encoder: rc.Encoder, labelled: bool
-) -> tuple[rc.data.ImageDataset, rc.ZeroShotClassifier | None, dict[str, Any]]:
-    """The photos, their classifier if the method needs labels, and what the record says of them."""
-    from react_clip.data.formats import find_photos
-
-    if not labelled and (path := Path(args.dataset.removeprefix("folder:")).expanduser()).exists():
-        photos = find_photos(path)
-        photos = photos if args.limit is None else photos.take(args.limit, args.seed)
-        about = {"name": args.dataset, "photos": len(photos), "notes": list(photos.notes)}
-        return photos, None, {"class_source": "none needed", "dataset": about}
-    photos, clf, source = common.load_photos(args, encoder, classes=labelled)
-    return photos, clf, {"class_source": source, "dataset": common.describe(args, photos)}
-
-
 def _draw(result: Finetuned) -> None:
-    """Draw loss and checks, and write the run's page; a finished run keeps those it has."""
-    if result.was_finished and (result.folder / _PLOT).is_file():
-        return
+    """Draw loss and checks, and write the run's page."""
     from react_clip.finetune.folder import LOG, read_log
     from react_clip.report.page import PAGE, Section, read_figure, write_page
     from react_clip.report.style import budget_colour, legend, new_figure, save_figure, style_axes
@@ -147,7 +123,7 @@ def _draw(result: Finetuned) -> None:
         checks.plot([row.step for row in checked], values, ".-", color=budget_colour(place, 2), label=label)
     checks.set_ylim(0, 100)
     legend(figure)
-    save_figure(figure, result.folder / _PLOT)
+    save_figure(figure, result.folder / "loss.png")
     caption = "Without labels a photo is its own class: right is what is nearest to its own original feature"
     drawn = read_figure(result.folder / "loss.svg", "Loss and held-out accuracy", caption)
     facts = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from react_clip.choices import dataset_names
 from react_clip.config import Count, Fraction, PixelLength, Positive, Whole
@@ -16,6 +16,7 @@ from react_clip.errors import ReactClipError
 DEFAULT_MODEL = "clip-vit-b-16"
 DEFENSES = ("second_look", "react")
 MODEL_HELP = "hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT, or onnx:DIR"
+DTYPE_HELP = "fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)"
 DEVICE_HELP = "cpu, cuda, cuda:1, mps, ... (CUDA if there is one)"
 
 
@@ -40,7 +41,15 @@ def typed(kind: Any, *rules: Any) -> Callable[[str], Any]:
     return read
 
 
+def comma_separated(text: str | Iterable[str]) -> tuple[str, ...]:
+    """The names in a list such as ``"cifar10, dtd10"``."""
+    words = text.split(",") if isinstance(text, str) else text
+    return tuple(name for name in map(str.strip, words) if name)
+
+
 count, whole, positive, fraction, length = map(typed, (Count, Whole, Positive, Fraction, PixelLength))
+seeds = typed(tuple[Whole, ...], BeforeValidator(comma_separated))
+budgets = typed(tuple[PixelLength, ...], BeforeValidator(comma_separated))
 
 
 def existing(text: str) -> Path:
@@ -55,13 +64,6 @@ def config_file(text: str) -> str:
     return text if text == "paper" else str(existing(text))
 
 
-def label_text(text: str) -> str:
-    """Comma-separated names."""
-    if not comma_separated(text):
-        raise BadValueError("it is empty; give names such as --labels 'cat, dog, teapot'")
-    return text
-
-
 def dataset(text: str) -> str:
     """Name of a data set, or ``folder:PATH`` of a folder that exists; names are checked when the photos are loaded."""
     if text.startswith("folder:") or "/" in text:
@@ -69,59 +71,42 @@ def dataset(text: str) -> str:
     return text
 
 
-def comma_separated(text: str) -> tuple[str, ...]:
-    """The names in a list such as ``"cifar10, dtd10"``."""
-    return tuple(name for name in map(str.strip, text.split(",")) if name)
-
-
 # ---------------------------------------------------------------------- groups of options
 
 
-def add_model_options(
-    parser: argparse.ArgumentParser,
-    *,
-    dtype: str | None = "fp32",
-    dtypes: str = "fp32, bf16, fp16, or auto: fp16 on a GPU where that is safe (%(default)s)",
-) -> None:
-    """Add --model, --device and --dtype; ``dtype`` is the default of the last one and ``dtypes`` its help text."""
+def add_model_options(parser: argparse.ArgumentParser, *, dtype: str = "fp32") -> None:
+    """Add --model, --device and --dtype; ``dtype`` is the default of the last one."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (%(default)s)")
     group.add_argument("--device", help=DEVICE_HELP)
-    group.add_argument("--dtype", default=dtype, help=dtypes)
+    group.add_argument("--dtype", default=dtype, help=DTYPE_HELP)
 
 
 def add_label_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for classes."""
     group = parser.add_argument_group("labels")
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--labels", type=label_text, help="comma-separated names, such as 'cat, dog, teapot'")
+    one.add_argument("--labels", help="comma-separated names, such as 'cat, dog, teapot'")
     one.add_argument("--labels-file", type=existing, help="a text file with one name a line")
     one.add_argument("--photos", type=existing, help="a folder with one sub-folder of photos per class")
     group.add_argument("--template", action="append", help="prompt with {} for the name; repeat for an ensemble")
 
 
 def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True) -> None:
-    """Add the options for the defence; --defense, --calibrate-on and a secret only with ``choose``."""
+    """Add the options for the defence; --defense and a secret only with ``choose``."""
     group = parser.add_argument_group("defence")
     one = group.add_mutually_exclusive_group()
     if choose:
         one.add_argument("--defense", choices=DEFENSES, help="the paper's is react (second_look if the model has it)")
-        measure = "clean photos on which SecondLook measures its threshold first"
-        one.add_argument("--calibrate-on", type=existing, metavar="PHOTOS", help=measure)
     config = "file of `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"
     one.add_argument("--config", type=config_file, help=config)
     # The noise of commands that defend people's photos cannot be predicted; demo and bench repeat.
     key = group.add_mutually_exclusive_group()
     if choose:
-        add_secret_file(key)
+        secret = "file with the secret that keys the noise ($REACT_CLIP_SECRET_FILE, else a new one per run)"
+        key.add_argument("--secret-file", type=existing, metavar="FILE", help=secret)
     seed = "seed of the noise instead of a secret, so that anybody can repeat it" if choose else "seed of the noise (0)"
     key.add_argument("--seed", type=int, default=None if choose else 0, help=seed)
-
-
-def add_secret_file(parser: argparse._ActionsContainer) -> None:
-    """Add --secret-file."""
-    secret = "file with the secret that keys the noise ($REACT_CLIP_SECRET_FILE, else a new one per run)"
-    parser.add_argument("--secret-file", type=existing, metavar="FILE", help=secret)
 
 
 def add_dataset_options(parser: argparse.ArgumentParser, *, metavar: str = "DATASET", note: str = "") -> None:
@@ -137,19 +122,6 @@ def add_data_folders(parser: argparse._ActionsContainer) -> None:
     """Add --data and --heads."""
     parser.add_argument("--data", type=existing, help="root of the photos ($REACT_CLIP_DATA, else the cache)")
     parser.add_argument("--heads", type=existing, help="ready class features: NAME.npz, or a folder of such files")
-
-
-def seeds(text: str) -> tuple[int, ...]:
-    """Comma-separated seeds; the recipe checks their range."""
-    try:
-        return tuple(map(int, comma_separated(text)))
-    except ValueError:
-        raise BadValueError(f"{text!r} must be whole numbers such as 0,1,2") from None
-
-
-def budgets(text: str) -> tuple[float, ...]:
-    """Comma-separated lengths."""
-    return tuple(map(length, comma_separated(text)))
 
 
 def add_seeds_and_budgets(parser: argparse._ActionsContainer) -> None:

@@ -1,9 +1,8 @@
-"""Photos of the command line: which files they are, their pixels in batches, and a defence calibrated on some."""
+"""Photos of the command line: which files they are, and their pixels in batches."""
 
 from __future__ import annotations
 
 import argparse
-import base64
 import itertools
 import json
 import sys
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
     from react_clip.preprocess import ImageSource
 
-CALIBRATION_PHOTOS = 500
-"""Photos that SecondLook is calibrated on unless --limit says otherwise."""
 STDIN = Path("-")
 """Stands for JSON lines on standard input."""
 
@@ -131,32 +128,9 @@ class PhotoReader:
 
 def _read_line(line: str, name: str) -> tuple[Path, ImageSource]:
     """Name and image of ``{"file": path}``, or of ``{"image": base64 or data URI}`` with a name in ``file`` or none."""
+    from react_clip.preprocess import from_data_uri
+
     fields = json.loads(line)
     if "image" not in fields:
         return Path(fields["file"]), Path(fields["file"])
-    encoded = fields["image"].rpartition(";base64,")[2]
-    return Path(fields.get("file", name)), base64.b64decode(encoded, validate=True)
-
-
-def load_defended(args: argparse.Namespace) -> tuple[rc.ZeroShotClassifier, rc.defenses.Defense]:
-    """The classifier and the defence that the options describe, and notices about them."""
-    encoder = common.load_encoder(args)
-    clf = common.build_classifier(args, encoder)
-    photos = getattr(args, "calibrate_on", None)
-    guard = common.build_guard(args, encoder) if photos is None else _calibrated(args, clf, photos)
-    what = "there is no defence" if isinstance(guard, rc.Undefended) else f"the defence is {type(guard).label}"
-    common.notice(args, f"{what}; --defense or --config gives another")
-    return clf, guard
-
-
-def _calibrated(args: argparse.Namespace, clf: rc.ZeroShotClassifier, photos: Path) -> rc.defenses.Defense:
-    """SecondLook with thresholds measured on clean photos."""
-    reader = PhotoReader([photos], args)
-    result = common.calibrated(args, clf, reader.sample(CALIBRATION_PHOTOS, clf.encoder))
-    common.notice(args, f"SecondLook's threshold is {result.threshold:g}, from {result.photos} photos of {photos}")
-    for line in common.changed_answers(result, reader.files):
-        common.notice(args, line)
-    for note in result.notes:
-        common.notice(args, f"note: {note}")
-    guard: rc.defenses.Defense = result.config
-    return guard
+    return Path(fields.get("file", name)), from_data_uri(fields["image"])

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="few photos and cheap attacks, for a first impression")
     group.add_argument("--recipe", type=options.existing, help="what to measure (the package's standard evaluation)")
     group.add_argument("--run-dir", type=Path, help="folder of the run (runs/CLASS-<hash of the recipe>)")
-    group.add_argument("--limit", type=options.count, help="images per set (the recipe's)")
     options.add_seeds_and_budgets(group)
     options.add_data_folders(group)
     group.add_argument("--device", help=options.DEVICE_HELP)
@@ -129,9 +128,8 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     path = args.recipe or Path(str(files("react_clip") / "assets" / "recipes" / shipped))
     recipe = Recipe.load(path)
     mine = LabelledDefense(label=type(defense).label, defense=defense)
-    limit = recipe.limit if args.limit is None else args.limit
     recipe = recipe.with_seeds_and_budgets(args.seed, args.seeds, args.eps)
-    recipe = recipe.replace(limit=limit, defenses=(*recipe.defenses, mine))
+    recipe = recipe.replace(defenses=(*recipe.defenses, mine))
     folder: Path = args.run_dir or run_folder(type(defense).__name__, recipe)
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     validation = validate(recipe, folder, **location)

@@ -21,10 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help=runs)
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
     parser.add_argument("--calibration", type=options.existing, help="JSON of `react-clip calibrate` to show as well")
-    images = "most images in the page's table, 0 for none (%(default)s)"
-    parser.add_argument("--images", type=options.whole, default=200, help=images)
-    photos = "most images with pictures, 0 for none (%(default)s)"
-    parser.add_argument("--photos", type=options.whole, default=40, help=photos)
     group = parser.add_argument_group("a table instead of the page")
     group.add_argument("--table", metavar="NAME", help="print this table: accuracy, per_dataset, passes, attacks, ...")
     group.add_argument("--format", choices=FORMATS, help="of the table (markdown)")
@@ -44,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
         report = write_report(
             args.runs,
             out,
-            images=args.images,
-            photos=args.photos,
             calibration=args.calibration,
             progress=lambda title, done, total: common.show(bar, done, total, title),
         )

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import react_clip as rc
 from react_clip import serve
-from react_clip.cli.common import build_guard, notice
+from react_clip.cli.common import build_guard, load_defended, notice
 from react_clip.cli.options import DEFENSES
-from react_clip.cli.photos import load_defended
 from react_clip.optional import require
 
 if TYPE_CHECKING:

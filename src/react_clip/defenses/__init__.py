@@ -109,8 +109,7 @@ def default_for(encoder: Encoder) -> ReACT | SecondLook:
         return ReACT.for_encoder(encoder)
     name = encoder.weights
     raise ReactClipError(
-        f"there is no calibration for {name!r}, and every encoder needs its own; with some hundred clean photos give "
-        "--calibrate-on PHOTOS, or in Python guard='auto', photos=[...]; "
-        f"`react-clip calibrate PHOTOS --model {name}` writes it to a file; the paper's constants, knowingly, are "
-        "rc.ReACT() and --config paper"
+        f"there is no calibration for {name!r}, and every encoder needs its own, from some hundred clean photos: "
+        f"`react-clip calibrate PHOTOS --model {name}` writes a file for --config, in Python give guard='auto', "
+        "photos=[...]; the paper's constants, knowingly, are rc.ReACT() and --config paper"
     )

@@ -169,7 +169,7 @@ class SecondLook(Defense):
             raise ReactClipError(
                 f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on some "
                 f"hundred clean photos: `react-clip calibrate PHOTOS --model {name} --out second-look.json`, then "
-                "rc.SecondLook.load('second-look.json') or --config; at once: --calibrate-on PHOTOS"
+                "rc.SecondLook.load('second-look.json') or --config"
             )
         return cls()
 
