@@ -17,7 +17,7 @@ import react_clip as rc
 from react_clip import calibration, mappings
 from react_clip.attacks import PGD
 from react_clip.augment import smaller_copy
-from react_clip.calibration import Calibration, CalibrationPoint, calibrate, clean_threshold, fit_mappings
+from react_clip.calibration import Calibration, calibrate, clean_threshold, fit_mappings
 from react_clip.defenses import AOM, SecondLook
 from react_clip.preprocess import to_image
 from toys import patch_encoder, toy_classifier, toy_images
@@ -29,7 +29,7 @@ def result() -> Calibration:
     labels = clf(images).argmax(1)
     labels[:4] = (labels[:4] + 1) % 5  # four photos that plain CLIP gets wrong
     scales: Any = {"budgets": (4 / 255, 32 / 255), "sigmas": (0.02, 0.3)}
-    with pytest.warns(UserWarning, match="at the edge of the scales that were tried"):
+    with pytest.warns(UserWarning, match="40 photos are few for clean_pass 0.9: 60 or more"):
         return calibrate(
             clf, images, labels, **scales, steps=3, batch=16, clean_pass=0.9, base=rc.ReACT(views=4, alpha=1.5)
         )
@@ -56,30 +56,15 @@ def test_each_point_is_what_algorithm_1_says(result: Calibration) -> None:
 def test_the_threshold_leaves_the_wanted_fraction_alone(result: Calibration) -> None:
     out = result.config(toy_classifier(), toy_images(40), seed=0)
     assert 0 < out.gate_open.float().mean() <= 0.1, "a tenth may open, and a higher threshold would open none"
-    assert result.interval is not None
-    assert result.threshold is not None
-    assert result.interval[0] <= result.threshold <= result.interval[1]
 
 
 @given(st.lists(st.floats(-1, 5, width=32), min_size=1, max_size=60), st.floats(0.05, 0.99))
 def test_any_scores_give_the_smallest_threshold_that_keeps_the_promise(values: list[float], share: float) -> None:
     scores = torch.tensor(values)
-    [threshold] = clean_threshold(scores[None], share)
+    threshold = clean_threshold(scores, share)
     assert (scores >= threshold).float().mean() <= 1 - share + 1e-6
     needed = next(n for n in range(1, len(values) + 1) if n >= share * len(values) - 1e-9)
     assert 0 < threshold - sorted(values)[needed - 1] <= 1.1e-4, "a lower threshold would open one gate too many"
-
-
-def test_a_bootstrap_interval_holds_the_true_quantile_and_the_threshold() -> None:
-    draws, held = torch.Generator().manual_seed(0), 0
-    for trial in range(40):
-        scores = torch.rand(200, generator=draws)
-        found, notes = calibration.measure_threshold(scores, 0.9, seed=trial)
-        low, high = found["interval"]
-        held += low <= 0.9 <= high
-        assert low <= found["threshold"] <= high
-        assert notes == []
-    assert held >= 32, "95 % of the intervals should; 32 of 40 or fewer have a chance below 1 in 1,000"
 
 
 def test_fits_recover_the_curves_they_came_from() -> None:
@@ -107,18 +92,6 @@ def test_a_curve_that_makes_no_sense_is_left_out(
     assert fits["linear"] == line
     assert "power_law" not in fits
     assert [note[: len(notes)] for note in left_out] == [notes]
-
-
-def test_a_best_scale_at_the_edge_of_those_tried_is_noted() -> None:
-    def point(eps: float, best: float) -> CalibrationPoint:
-        return CalibrationPoint(eps, 1.0, best, {}, 10)
-
-    scales = (0.02, 0.1, 0.05)
-    points = [point(1 / 255, 0.02), point(2 / 255, 0.05), point(16 / 255, 0.1)]
-    small, large = calibration._edge_notes(points, scales)
-    assert "at 1/255 is 0.02, at the edge of the scales that were tried (0.02 to 0.1); try smaller ones" in small
-    assert "at 16/255 is 0.1, " in large
-    assert large.endswith("try larger ones too")
 
 
 def test_a_calibration_file_is_a_configuration(result: Calibration, tmp_path: Path) -> None:

@@ -39,8 +39,6 @@ LEAST_PHOTOS = 20
 """Fewer clean photos are refused."""
 BEYOND = 6
 """Photos that should lie beyond the threshold: with fewer, chance decides where it is."""
-RESAMPLES = 500
-"""Resamples of the bootstrap."""
 ALIKE = 0.15
 """Median distance between the features of two photos below which they count as all alike."""
 FAR = 0.8
@@ -72,6 +70,7 @@ class CalibrationPoint(Configuration):
 class Calibration(Configuration):
     """A calibrated defence and what it was calibrated from; the ``load`` of the defence reads its file too."""
 
+    removed = {"interval": ..., "median": ...}  # noqa: RUF012
     config: Defense
     """The calibrated defence."""
     threshold: float | None
@@ -80,10 +79,6 @@ class Calibration(Configuration):
     """Number of clean photos."""
     clean_pass: float | None = None
     """Fraction of them that should stay below the threshold; ``None`` if it was given, not measured."""
-    interval: tuple[float, float] | None = None
-    """95 % interval of the threshold, over resampled photos."""
-    median: float | None = None
-    """Median score of the photos."""
     drift_threshold: float | None = None
     """SecondLook's threshold without classes."""
     changed: tuple[int, ...] | None = None
@@ -103,16 +98,15 @@ class Calibration(Configuration):
 # ---------------------------------------------------------------------- thresholds from clean photos
 
 
-def clean_threshold(scores: Tensor, clean_pass: float) -> list[float]:
-    """For each row of scores ``[R, N]`` the smallest number, to four digits, above ``clean_pass`` of them.
+def clean_threshold(scores: Tensor, clean_pass: float) -> float:
+    """The smallest number, to four digits, above ``clean_pass`` of the scores ``[N]``.
 
-    >>> clean_threshold(torch.arange(100)[None] / 100, 0.95)
-    [0.9401]
+    >>> clean_threshold(torch.arange(100) / 100, 0.95)
+    0.9401
     """
-    largest_below = scores.float().kthvalue(math.ceil(clean_pass * scores.shape[1] - 1e-9)).values
+    largest_below = scores.float().kthvalue(math.ceil(clean_pass * len(scores) - 1e-9)).values
     # One fp32 step above it, then up to four digits: casting it to fp32 can no longer round it back onto the score.
-    above = torch.nextafter(largest_below, torch.tensor(torch.inf)).tolist()
-    return [math.ceil(each * 1e4) / 1e4 for each in above]
+    return math.ceil(float(torch.nextafter(largest_below, torch.tensor(torch.inf))) * 1e4) / 1e4
 
 
 def check_clean_pass(clean_pass: float) -> None:
@@ -143,22 +137,15 @@ def defend_photos(
     return {name: torch.cat(each) for name, each in parts.items()}
 
 
-def measure_threshold(
-    scores: Tensor, clean_pass: float, seed: int, beyond: int = BEYOND
-) -> tuple[dict[str, Any], list[str]]:
+def measure_threshold(scores: Tensor, clean_pass: float, beyond: int = BEYOND) -> tuple[dict[str, Any], list[str]]:
     """Fields of a :class:`Calibration`, and notes, from the scores of clean photos ``[N]``.
 
     A note says so if fewer than ``beyond`` of them should lie beyond the threshold.
     """
-    count = len(scores)
-    resamples = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
-    value, *others = clean_threshold(torch.cat([scores[None], scores[resamples]]), clean_pass)
-    low, high = np.quantile(others, [0.025, 0.975]).round(4).tolist()
-    interval, median = (min(low, value), max(high, value)), round(float(scores.median()), 4)
-    fields = {"threshold": value, "photos": count, "clean_pass": clean_pass, "interval": interval, "median": median}
-    needed = math.ceil(beyond / (1.0 - clean_pass) - 1e-9)
-    few = f"{count} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold; see its "
-    return fields, [] if count >= needed else [f"{few}interval"]
+    count, needed = len(scores), math.ceil(beyond / (1.0 - clean_pass) - 1e-9)
+    fields = {"threshold": clean_threshold(scores, clean_pass), "photos": count, "clean_pass": clean_pass}
+    few = f"{count} photos are few for clean_pass {clean_pass:g}: {needed} or more give a steadier threshold"
+    return fields, [] if count >= needed else [few]
 
 
 def calibrate_threshold(
@@ -180,7 +167,7 @@ def calibrate_threshold(
         base: everything but the thresholds.
         clean_pass: fraction of clean photos to leave as they are; by default 0.995, and 0.97 without classes.
         batch: photos at a time.
-        seed: of the bootstrap, and of the noise.
+        seed: of the noise.
         provenance: what to write down about model and photos.
         progress: called as ``progress(done_photos, total_photos)`` after every batch.
     """
@@ -195,11 +182,11 @@ def calibrate_threshold(
         lambda pixels: idle.run(encoder, pixels, seed, classifier), encoder, photos, batch=batch, progress=progress
     )
     # So few answers may change that the threshold is that of the largest scores; the interval of their share says more.
-    found, notes = measure_threshold(measured["score"], clean_pass, seed, BEYOND if classifier is None else 1)
+    found, notes = measure_threshold(measured["score"], clean_pass, BEYOND if classifier is None else 1)
     if classifier is None:
         found |= {"drift_threshold": found["threshold"], "threshold": None}
     else:
-        [drift_threshold] = clean_threshold(measured["drift"][None], min(clean_pass, DRIFT_CLEAN_PASS))
+        drift_threshold = clean_threshold(measured["drift"], min(clean_pass, DRIFT_CLEAN_PASS))
         far = measured["lead"] > 0
         changed = (far & (measured["score"] >= found["threshold"])).nonzero().flatten().tolist()
         share = tuple(round(each, 4) for each in wilson(len(changed) / found["photos"], found["photos"]))
@@ -292,8 +279,8 @@ def calibrate(
     if mapping not in fits:
         reason = next(note for note in left_out if note.startswith(mapping))
         raise ReactClipError(f"{reason}; use mapping='linear' or more photos")
-    notes = _edge_notes(points, sigmas)
     found: dict[str, Any] = {"threshold": base.tau, "photos": len(pixels)}
+    notes: list[str] = []
     if clean_pass is not None:
         # All J are wanted and no anchor, of which one view is the least.
         check_clean_pass(clean_pass)
@@ -301,8 +288,7 @@ def calibrate(
         measured = defend_photos(
             lambda part: idle.run(clf.encoder, part, seed, clf, skip_unneeded=False), clf.encoder, pixels, batch=batch
         )
-        found, few = measure_threshold(measured["score"], clean_pass, seed)
-        notes += few
+        found, notes = measure_threshold(measured["score"], clean_pass)
     for note in notes:
         warnings.warn(note, stacklevel=2)
     about = {**(provenance or {}), "seed": seed, "attack": f"pgd-{steps}", "mapping": mapping}
@@ -352,17 +338,6 @@ def best_scale(sigmas: Sequence[float], accuracy: Sequence[float]) -> float:
     return tied[len(tied) // 2]
 
 
-def _edge_notes(points: Sequence[CalibrationPoint], sigmas: Sequence[float]) -> list[str]:
-    """One line per budget whose best scale is the smallest or the largest of those that were tried."""
-    edges = {min(sigmas): "smaller", max(sigmas): "larger"}
-    return [
-        f"the best anchor scale at {point.eps * 255:.4g}/255 is {point.best_sigma:g}, at the edge of the scales "
-        f"that were tried ({min(sigmas):g} to {max(sigmas):g}); try {edges[point.best_sigma]} ones too"
-        for point in points
-        if point.best_sigma in edges
-    ]
-
-
 def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> tuple[dict[str, Curve], tuple[str, ...]]:
     """Curves fitted to the points by least squares, and one line per curve that makes no sense for them.
 
@@ -383,9 +358,8 @@ def fit_mappings(drifts: Sequence[float], sigmas: Sequence[float]) -> tuple[dict
 
 def _fit_linear(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> Linear:
     """Budgets that all drift equally give a constant."""
-    centred = r - r.mean()
-    b = float(centred @ sigma / (centred @ centred)) if np.ptp(r) > 0 else 0.0
-    return Linear(a=round(float(sigma.mean() - b * r.mean()), 5), b=round(b, 5))
+    b, a = np.polyfit(r, sigma, 1) if np.ptp(r) else (0.0, sigma.mean())
+    return Linear(a=round(float(a), 5), b=round(float(b), 5))
 
 
 def _fit_power_law(r: np.ndarray[Any, Any], sigma: np.ndarray[Any, Any]) -> PowerLaw:

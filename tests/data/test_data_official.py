@@ -56,21 +56,6 @@ def test_oxford_pets(tmp_path: Path) -> None:
     assert class_names_of(data.load("oxford_pets", root=tmp_path, split="train")) == ["abyssinian"]
 
 
-def test_a_download_is_torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(self: object) -> None:
-        save_photo(tmp_path / "new" / "eurosat" / "2750" / "River" / "River_1.jpg", 1)
-
-    def fail(self: object) -> None:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(torchvision_datasets.EuroSAT, "download", download)
-    assert class_names_of(data.load("eurosat", root=tmp_path / "new", download=True)) == ["a river"]
-    monkeypatch.setattr(torchvision_datasets.DTD, "_download", fail)
-    line = r"dtd cannot be read from .*no route to host.*https://www.robots.ox.ac.uk"
-    with pytest.raises(ReactClipError, match=line):
-        data.load("dtd", root=tmp_path, download=True)
-
-
 def test_stl10_and_cifar10_keep_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both check the MD5 of their files, which are others here."""
     for module in (torchvision_datasets.stl10, torchvision_datasets.cifar):

@@ -125,31 +125,3 @@ def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
     shard.write_bytes(b"not a tar file at all" * 100)
     with pytest.raises(ReactClipError, match=r"0\.tar cannot be read"):
         data.load("stl10", root=tmp_path)
-
-
-# ---------------------------------------------------------------------- downloads
-
-
-def test_a_download_fetches_the_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, object] = {}
-
-    def snapshot_download(repository: str, **options: object) -> None:
-        asked.update(options, repository=repository)
-        write_tar(Path(str(options["local_dir"])) / "test" / "0.tar", {"x.png": picture(1), "x.cls": b"4"})
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    for name in ("imagenet_a", "stanford_cars"):
-        assert data.load(name, root=tmp_path, download=True).labels == [4]
-        assert asked["repository"] == data.get(name).hub
-        assert asked["allow_patterns"] == ["test/*.tar", "data/test*.parquet", "classnames.txt"]
-        assert asked["repo_type"] == "dataset"
-
-
-def test_a_failed_download_gives_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(repository: str, **options: object) -> None:
-        raise OSError("401 Client Error\nyou need to be logged in")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    line = r"cannot download ILSVRC/imagenet-1k \(401 Client Error\); run: hf download"
-    with pytest.raises(ReactClipError, match=line):
-        data.load("imagenet", root=tmp_path, download=True)

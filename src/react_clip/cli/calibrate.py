@@ -93,10 +93,8 @@ def _lines(result: rc.Calibration) -> Iterator[str]:
         yield f"{point.eps * 255:>5g}/255{point.mean_drift:>9.3f}{point.best_sigma:>12.3f}{best:>15.1%}"
     for name, fit in result.fits.items():
         yield f"{name:>10}: {fit}{'  <- used' if fit == getattr(result.config, 'mapping', None) else ''}"
-    interval = "" if result.interval is None else " (95 % interval {:g} to {:g})".format(*result.interval)
     threshold = result.drift_threshold if result.threshold is None else result.threshold
-    yield f"threshold {threshold:g}{interval}"
-    yield f"leaves {100 * (result.clean_pass or 0):g} % of {result.photos} clean photos alone"
+    yield f"threshold {threshold:g} leaves {100 * (result.clean_pass or 0):g} % of {result.photos} clean photos alone"
     if result.changed is not None:
         yield f"the answer changes for {share_in_words(len(result.changed), result.photos)} clean photos"
     yield from (f"  changed: {photo}" for photo in result.provenance.get("changed_photos", ()))

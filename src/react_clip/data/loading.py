@@ -1,6 +1,6 @@
 """Load a set by name: from a package outside, a folder of the user, tables, or the official release.
 
-Official releases are read by torchvision, or downloaded by it or from the Hugging Face hub. CIFAR's files are pickles,
+Official releases are read by torchvision; nothing is downloaded, but errors say how. CIFAR's files are pickles,
 torchvision's own format: it checks their MD5 before it opens them.
 """
 
@@ -30,7 +30,6 @@ def load(
     root: Path | None = None,
     split: str = "test",
     limit: int | None = None,
-    download: bool = False,
     seed: int = 0,
 ) -> ImageDataset:
     """Load the photos of a set, always in the same order.
@@ -43,7 +42,6 @@ def load(
         root: folder of the data sets (:func:`default_root`).
         split: ``test``, ``train``, or whatever the set has.
         limit: take a class-balanced subset of this size.
-        download: fetch the set if it is not there.
         seed: chooses the subset.
     """
     if not split or Path(split).name != split:
@@ -51,7 +49,7 @@ def load(
     root = default_root() if root is None else Path(root).expanduser()
     spec = registry().get(name)
     if spec is not None:
-        dataset = _on_disk(root / name, name, root, split, spec) or _official(spec, root, split, download)
+        dataset = _on_disk(root / name, name, root, split, spec) or _official(spec, root, split)
         if split == "test":
             dataset = _as_in_the_paper(dataset, spec, seed)
     elif not name.startswith(_FOLDER) and (function := find_offered(GROUP, name, "data set")) is not None:
@@ -89,21 +87,15 @@ def _on_disk(folder: Path, name: str, root: Path, split: str, spec: DatasetSpec 
     return load_tables(files, name, split, spec) if files else None
 
 
-def _official(spec: DatasetSpec, root: Path, split: str, download: bool) -> ImageDataset:
-    """The published release: read by torchvision, or downloaded as tables or as an archive of class folders."""
+def _official(spec: DatasetSpec, root: Path, split: str) -> ImageDataset:
+    """The published release, read by torchvision."""
     if split not in spec.official_splits:
         raise ReactClipError(
             f"{spec.name} has no official split {split!r} (it has {', '.join(spec.official_splits)}); put your own in "
             f"{root / spec.name / split}/<class>/"
         )
-    if download and spec.hub:
-        download_from_hub(spec, root, split)
-    elif spec.torchvision and not spec.directories:
-        return load_torchvision(spec, root, split, download=download)
-    elif download:
-        construct(spec, root, download=True)
-    if (dataset := _on_disk(root / spec.name, spec.name, root, split, spec)) is not None:
-        return dataset
+    if spec.torchvision and not spec.directories:
+        return load_torchvision(spec, root, split)
     raise ReactClipError(f"{spec.name} has no {split} photos under {root}; {spec.how_to_get(root)}")
 
 
@@ -116,18 +108,20 @@ def _as_in_the_paper(dataset: ImageDataset, spec: DatasetSpec, seed: int) -> Ima
     return dataset.with_note(f"{len(dataset):,} photos here, {spec.test_images:,} in the paper")
 
 
-# ---------------------------------------------------------------------- official releases
-
-
-def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: bool) -> ImageDataset:
+def load_torchvision(spec: DatasetSpec, root: Path, split: str) -> ImageDataset:
     """Read a set through its torchvision class; no photo is decoded."""
+    datasets = require("torchvision.datasets", f"reading {spec.name}", extra="data")
     pets = spec.name == "oxford_pets"
     options: dict[str, Any] = {"split": "trainval" if pets and split == "train" else split}
     if spec.name.startswith("cifar"):
         options = {"train": split == "train"}
     elif spec.name != "stl10" and not pets:
         options["loader"] = Path  # the path stands for the decoded image
-    source: Any = construct(spec, root, download=download, **options)
+    try:
+        source: Any = getattr(datasets, spec.torchvision)(root, **options)
+    except Exception as error:  # torchvision raises almost anything
+        reason = first_line(error).partition(". ")[0].rstrip(".")
+        raise ReactClipError(f"{spec.name} cannot be read from {root} ({reason}); {spec.how_to_get(root)}") from error
     own_names = [str(name) for name in getattr(source, "classes", ())]
     if pets:  # its torchvision class has no ``loader``
         folder = root / "oxford-iiit-pet"
@@ -142,26 +136,3 @@ def load_torchvision(spec: DatasetSpec, root: Path, split: str, *, download: boo
         else:
             rows.append(Labelled(f"{split}/{number:05d}", int(label), np.asarray(photo)))
     return build_dataset(rows, own_names, spec.name, split, spec)
-
-
-def construct(spec: DatasetSpec, root: Path, **options: Any) -> Any:
-    """An object of the set's torchvision class; with ``download=True`` its files are fetched and unpacked first."""
-    datasets = require("torchvision.datasets", f"reading {spec.name}", extra="data")
-    try:
-        if options.get("download"):
-            root.mkdir(parents=True, exist_ok=True)
-        return getattr(datasets, spec.torchvision)(root, **options)
-    except Exception as error:  # torchvision raises almost anything
-        reason = first_line(error).partition(". ")[0].rstrip(".")
-        raise ReactClipError(f"{spec.name} cannot be read from {root} ({reason}); {spec.how_to_get(root)}") from error
-
-
-def download_from_hub(spec: DatasetSpec, root: Path, split: str) -> None:
-    """Download the split's shards or Parquet files from the hub into ``<root>/<name>``."""
-    hub = require("huggingface_hub", f"downloading {spec.hub}", extra="data")
-    hub_split = spec.hub_split if split == "test" else split
-    patterns = [f"{hub_split}/*.tar", f"data/{hub_split}*.parquet", "classnames.txt"]
-    try:
-        hub.snapshot_download(spec.hub, repo_type="dataset", local_dir=root / spec.name, allow_patterns=patterns)
-    except Exception as error:  # network, licence and disk errors of several libraries; all mean the same to the user
-        raise ReactClipError(f"cannot download {spec.hub} ({first_line(error)}); {spec.how_to_get(root)}") from error

@@ -26,27 +26,23 @@ class DatasetSpec:
     """One of the paper's sets; ``classes`` and ``test_images`` are the paper's numbers, not those on disk."""
 
     name: str
-    title: str
     classes: int
     test_images: int
     group: Literal["downstream", "imagenet"]
     page: str
-    split: str = "test"
     templates: tuple[str, ...] = DEFAULT_TEMPLATES
     per_class: int | None = None
     """Photos per class in the test split; None takes all."""
     official_splits: tuple[str, ...] = ("test",)
     """Splits of the official release (the paper's test data is always called ``test`` here)."""
     torchvision: str = ""
-    """Class of ``torchvision.datasets`` that reads the set or, where there are directories, downloads its archive."""
+    """Class of ``torchvision.datasets`` that downloads the set and, where there are no directories, reads it."""
     directories: tuple[str, ...] = ()
     """Folders below the root into which the official archive unpacks its class folders: the ``test`` split."""
-    hub: str = ""
-    """Hugging Face repository of shards or parquet files, fetched into ``<root>/<name>`` on request."""
     hub_split: str = "test"
-    """Name of our ``test`` split in that repository."""
+    """Name of our ``test`` split in tables from the Hugging Face hub, which lie in ``<root>/<name>``."""
     archive: str = ""
-    """Shell command that fetches the official archive, with ``{root}`` for the root folder."""
+    """Shell command that fetches the set, with ``{root}`` for the root folder; torchvision's where it is empty."""
     class_list: str = ""
     """File in ``classes/``, where it is not the set's own."""
     ignored: tuple[str, ...] = ()
@@ -64,10 +60,8 @@ class DatasetSpec:
 
     def how_to_get(self, root: Path) -> str:
         """The command that fetches the set into ``root``, and the page it comes from."""
-        command = (
-            self.archive.format(root=root)
-            or f"python -c \"from react_clip import data; data.load('{self.name}', root='{root}', download=True)\""
-        )
+        program = f"from torchvision.datasets import {self.torchvision} as get; get('{root}', download=True)"
+        command = self.archive.format(root=root) or f'python -c "{program}"'
         return f"run: {command} (about the set: {self.page})"
 
 
