@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from paired import Pair, pair
 
-from react_clip.evaluation.numbers import Row
+from react_clip.evaluation.numbers import Row, attacks_of
 from react_clip.evaluation.recipe import format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.intervals import interval
-from react_clip.report.ranking import informed_table, rank
-from react_clip.report.tables import all_tables, caption, defenses_of, over
+from react_clip.report.compare import Pair, pair
+from react_clip.report.ranking import ALL, informed_table, rank
+from react_clip.report.tables import all_tables, caption, over
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,7 +42,7 @@ def scores(*runs: str) -> str:
     attacks = [row for row in result.means if row.defense == result.means[0].defense]
     header = ["method", *(title_of(row.attack, row.eps) for row in attacks), "passes", "backward passes"]
     lines = []
-    for defense in defenses_of(result):
+    for defense in result.defenses:
         rows = [found for at in attacks for found in result.means if is_at(found, at) and found.defense == defense]
         cells = [_paper_cell(row) for row in rows]
         passes = [f"{rows[0].passes:.1f} / {rows[-1].passes:.1f}"]
@@ -131,7 +131,7 @@ def mean(run: str, defense: str, column: str) -> str:
 def units(run: str, defense: str) -> str:
     """How often ReACT's gate opens if J is taken in nats, in bits, or not at all."""
     result = load(run)
-    tau = defenses_of(result)[defense]["tau"]
+    tau = result.defenses[defense]["tau"]
     images = result.images[
         (result.images["defense"] == defense) & (result.images["label"] == result.images["clean_prediction"])
     ]
@@ -175,7 +175,7 @@ def _success(found: list[tuple[int, float]] | None) -> str:
 def leakage(run: str) -> str:
     """The highest accuracy of each method with leaked answers counted, and the same without them."""
     result = load(run)
-    families = {label: str(entry["family"]) for label, entry in defenses_of(result).items() if entry.get("params")}
+    families = {label: str(entry["family"]) for label, entry in result.defenses.items() if entry.get("params")}
     budgets = sorted({row.eps for row in result.means if row.eps})
     lines = []
     for family in dict.fromkeys(families.values()):
@@ -269,8 +269,21 @@ def means_of(run: str) -> dict[tuple[str, str], Row]:
 
 @cache
 def compared(run: str, first: str, second: str, title: str, column: str = "robust") -> Pair:
-    """Two defences of a run on the same photos."""
-    return pair(load(run), first, second, title, column)
+    """Two defences of a run on the same photos, under one attack or in the worst case over all.
+
+    The column is ``robust`` (right clean and attacked) or ``correct`` (the paper's score).
+    """
+    images = load(run).images
+    images = images[images["defense"].isin([first, second])].astype({column: float})
+    titles = {at: title_of(*at) for at in attacks_of(images)}
+    chosen = [at for at, name in titles.items() if name == title or (title == ALL and at[1])]
+    images = images[pd.MultiIndex.from_frame(images[["attack", "eps"]]).isin(chosen)]
+    if set(images["defense"]) != {first, second}:
+        raise ValueError(f"the run has no answers of {first!r} and {second!r} under {title!r}")
+    photo = ["dataset", "index", "defense"]
+    draws = images.groupby([*photo, "attack", "eps"], observed=True)[column].mean()
+    right = draws.groupby(photo, observed=True).min().unstack("defense")
+    return pair(right[[first, second]].dropna())
 
 
 def label_of(entry: dict[str, Any]) -> str:

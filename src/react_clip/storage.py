@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from platformdirs import user_cache_path
 
 from react_clip.choices import PHOTO_SUFFIXES
-from react_clip.errors import ReactClipError, missing_or_wrong
+from react_clip.errors import MissingFileError, ReactClipError, missing_or_wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,6 +176,18 @@ def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file, read in pieces."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def verified(folder: Path, name: str, digest: str | None) -> Path:
+    """The file ``name`` of ``folder``; raises if it is missing, lies outside, or has another SHA-256."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ReactClipError(f"the manifest names {name}, which is outside of {folder}; use files inside of it")
+    if not path.is_file():
+        raise MissingFileError(f"{path} is missing; get all files of the folder")
+    if sha256_of(path) != digest:
+        raise ReactClipError(f"{path} has another hash than in the manifest; get it again")
+    return path
 
 
 def tensor_digest(tensors: Tensor | Mapping[str, Tensor]) -> str:

@@ -1,8 +1,7 @@
-"""Evaluations against attackers who know the defence, or only another model: runs and sanity checks."""
+"""Evaluations against attackers who know the defence, or only another model: runs and convergence."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from evaluation_toys import (
 )
 
 import react_clip as rc
-from react_clip.attacks import Adaptive, Queries
-from react_clip.evaluation import EvaluationResult, checks
-from react_clip.evaluation.numbers import AttackRow, Row
+from react_clip.attacks import Adaptive
+from react_clip.evaluation import EvaluationResult
 from react_clip.evaluation.store import Pictures
 
 
@@ -52,9 +50,8 @@ def test_every_defence_meets_and_answers_images_of_its_own(attacked: Any, rows_o
 def test_members_and_checks_are_reported(attacked: Any) -> None:
     folder, result = attacked
     assert EvaluationResult.load(folder).checks == result.checks
-    assert all(check.passed for check in result.checks)
-    assert {(check.name, check.defense) for check in result.checks} == {
-        (name, label) for name in ("convergence", "huge budget", "oblivious", "budget", "queries") for label in GUARDS
+    assert {(check.name, check.defense, check.passed) for check in result.checks} == {
+        ("convergence", label, True) for label in GUARDS
     }
     names = ["", *(member.name for member in MEMBERS)]
     parts = {label: sorted(row.part for row in result.attacks if row.defense == label) for label in GUARDS}
@@ -85,25 +82,7 @@ def test_images_of_another_model_are_shared_by_all_defences(tmp_path: Path) -> N
         toy_run(tmp_path / "x", threat="transfer", **options)
 
 
-# ---------------------------------------------------------------------- sanity checks
-
-
-PLAIN: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "seeds": ()}
-
-
-def test_an_attack_weaker_than_an_oblivious_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # An attack that takes no gradients has no steps or budget to probe: only the comparison can catch it.
-    monkeypatch.setattr(Queries, "search", lambda self, problem: problem.x)
-    options: dict[str, Any] = {"attacks": [Queries(eps=4 / 255, queries=1, eot=1)], **PLAIN}
-    line = r"'oblivious' failed for adaptive-square-1 4/255 on 'plain': .* pgd-20.* nothing is reported"
-    with pytest.raises(rc.ReactClipError, match=line) as caught:
-        adaptive_run(tmp_path, **options)
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "images.parquet").exists()
-    assert not (tmp_path / "result.json").exists()
-    result = adaptive_run(tmp_path, self_check=False, **options)
-    assert result.checks == ()
-    assert any("sanity checks of attacks that know the defence were switched off" in note for note in result.notes)
+# ---------------------------------------------------------------------- convergence
 
 
 class Patient(Adaptive):
@@ -114,36 +93,14 @@ class Patient(Adaptive):
 
 
 def test_an_attack_that_has_not_converged_is_refused(tmp_path: Path) -> None:
-    options: dict[str, Any] = {**PLAIN, "data": toy_photos(48)}
-    with pytest.raises(rc.ReactClipError, match=r"sanity check 'convergence' failed .* twice the steps and draws"):
-        adaptive_run(tmp_path / "short", attacks=[Patient(eps=4 / 255, steps=4, eot=1)], **options)
+    options: dict[str, Any] = {"defenses": {"plain": rc.Undefended()}, "seeds": (), "data": toy_photos(48)}
+    short = [Patient(eps=4 / 255, steps=4, eot=1)]
+    with pytest.raises(rc.ReactClipError, match=r"has not converged on 'plain': .* nothing is reported"):
+        adaptive_run(tmp_path, attacks=short, **options)
+    assert (tmp_path / "images.parquet").exists()
+    assert not (tmp_path / "result.json").exists()
+    result = adaptive_run(tmp_path, attacks=short, self_check=False, **options)
+    assert result.checks == ()
+    assert any("the convergence of attacks that know the defence was not checked" in note for note in result.notes)
     result = adaptive_run(tmp_path / "long", attacks=[Patient(eps=4 / 255, steps=8, eot=1)], **options)
-    assert [check.name for check in result.checks if not check.passed] == []
-
-
-def row(eps: float, accuracy: float) -> Row:
-    numbers = dict.fromkeys(Row.__annotations__, 0.0) | {"eps": eps, "paper_accuracy": accuracy, "n": 200}
-    return Row(**{**numbers, "dataset": "data", "attack": "a", "defense": "d"})
-
-
-def attack_row(part: str, success: float) -> AttackRow:
-    return AttackRow("data", "adaptive-suite-2", 4 / 255, 200, success, 0, 1.0, "d", part)
-
-
-WHOLE, SQUARE = attack_row("", 0.9), attack_row("adaptive-square-100", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("found", "failure"),
-    [
-        (checks.budget_checks([row(1 / 255, 0.5), row(4 / 255, 0.3), row(0.0, 0.9)]), ""),
-        (checks.budget_checks([row(1 / 255, 0.5), row(4 / 255, 0.54)]), ""),  # within the intervals
-        (checks.budget_checks([row(4 / 255, 0.7), row(1 / 255, 0.5)]), "'budget' failed .* 70.0 % .* against 50.0 %"),
-        (checks.query_checks([WHOLE, SQUARE, attack_row("adaptive-both-9", 0.8)]), ""),
-        (checks.query_checks([WHOLE, SQUARE, attack_row("adaptive-both-9", 0.1)]), "'queries' failed"),
-        (checks.query_checks([WHOLE, SQUARE]), ""),  # nothing to compare with
-    ],
-)
-def test_larger_budgets_and_gradients_must_not_help_the_defence(found: Any, failure: str) -> None:
-    with pytest.raises(rc.ReactClipError, match=failure) if failure else nullcontext():
-        checks.raise_if_failed(list(found))
+    assert [check.passed for check in result.checks] == [True]

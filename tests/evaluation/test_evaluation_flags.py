@@ -42,6 +42,7 @@ def test_a_sound_cell_has_none() -> None:
         ([rows(), rows("adaptive-square-200", ("1" * 59 + "0" * 41,))], "a black box beats it"),
         ([rows(backward_passes=1.0)], "optimises at inference"),
         ([rows(), rows("pgd-100", ("1" * 57 + "0" * 43,))], "not converged"),
+        ([rows(), rows(draws=("1" * 57 + "0" * 43,)).assign(eps=1 / 255)], "a smaller budget beats it"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

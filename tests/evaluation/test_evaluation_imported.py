@@ -64,13 +64,13 @@ def test_other_images_in_the_same_folder_are_another_attack(folder: Path, tmp_pa
 
 
 def test_what_is_missing_changed_or_not_allowed_is_named(folder: Path, crafted: Any, tmp_path: Path) -> None:
-    with pytest.raises(rc.ReactClipError, match=r"\.png exceeds the budget of 1/255 by 3/255"):
+    with pytest.raises(rc.ReactClipError, match=r"imported-theirs left its budget .* exceeds the budget by 0.01176"):
         imported_run(tmp_path / "a", folder, eps=1 / 255)
     with pytest.raises(rc.ReactClipError, match=r"manifest.json has no image of the photo with SHA-256"):
         toy_run(tmp_path / "b", attacks={"theirs": Imported(folder=str(folder))}, data=toy_photos(16, seed=9), **ALONE)
     for name in sorted(path.name for path in folder.glob("*.png")):
         (folder / name).write_bytes(b"changed")
-    with pytest.raises(rc.ReactClipError, match=r"\d\.png has another hash than in manifest.json"):
+    with pytest.raises(rc.ReactClipError, match=r"\d\.png has another hash than in the manifest"):
         imported_run(tmp_path / "c", folder)
     for path in folder.glob("*.png"):
         path.unlink()
@@ -79,7 +79,7 @@ def test_what_is_missing_changed_or_not_allowed_is_named(folder: Path, crafted: 
     manifest = json.loads((folder / "manifest.json").read_text())
     outside = {digest: f"../{file}" for digest, file in manifest["images"].items()}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "images": outside}))
-    with pytest.raises(rc.ReactClipError, match="which is outside of the folder"):
+    with pytest.raises(rc.ReactClipError, match="which is outside of"):
         imported_run(tmp_path / "e", folder)
     (folder / "manifest.json").write_text("[]")
     with pytest.raises(rc.ReactClipError, match="lacks the mappings 'images' and 'sha256'"):

@@ -58,7 +58,6 @@ def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path) ->
     assert (damaged["eps"] == 0).all()
     assert damaged.sort_values("index")["plain_prediction"].tolist() == plain.tolist()
     assert (damaged["robust"] == damaged["correct"]).all(), "nobody chose not to damage the photo"
-    assert "noise-0.05, " in str(result)
 
 
 def test_draws_have_seeds_of_their_own_and_repeat(tmp_path: Path) -> None:
@@ -135,7 +134,6 @@ def test_rows_are_what_the_parquet_file_says(finished: Any) -> None:
         assert row.accuracy == pytest.approx(group["robust"].mean())
         assert row.paper_accuracy == pytest.approx(group["correct"].mean())
         assert row.worst == pytest.approx((by_image == 1).mean())
-        assert row.majority == pytest.approx((by_image > 0.5).mean())
         assert row.passes == pytest.approx(group["passes"].mean())
         assert row.attacked == group["attacked"].sum() / 2
     assert {row.dataset for row in result.rows} == {"data"}, "no row counts twice"
@@ -188,7 +186,6 @@ def test_attack_all_attacks_everything_and_counts_the_leakage(tmp_path: Path, ro
     for row in result.rows:
         assert row.leakage == leaked[row.attack]
         assert row.leakage_fraction == pytest.approx(row.leakage / COUNT)
-    assert "leaked" in str(result)
 
 
 # ---------------------------------------------------------------------- what a run leaves
@@ -196,9 +193,8 @@ def test_attack_all_attacks_everything_and_counts_the_leakage(tmp_path: Path, ro
 
 def test_the_result_reads_back_and_carries_its_origin(finished: Any) -> None:
     folder, result = finished
-    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json", "run.log"}
+    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json"}
     assert numbers(EvaluationResult.load(folder)) == numbers(result)
-    assert "pgd-10 1/255, undefended: 0.0 [0.0, 8.8] %" in str(result), "both bounds, where they differ"
     written = json.loads((folder / "result.json").read_text())
     assert written["schema"] == 2
     assert not {"rows", "attacks", "images"} & set(written)
@@ -230,9 +226,9 @@ def test_runs_over_the_same_photos_are_joined(finished: Any, tmp_path: Path) -> 
     fewer = two.images[two.images["attack"] != "pgd-3"]
     for other, reason in (
         (replace(two, recipe=changed), "'react' is in several of the results"),
-        (replace(two, sets=(replace(two.sets[0], fingerprint="x"),)), "other photos of data"),
-        (replace(two, recipe={**two.recipe, "seeds": [0]}), r"seeds is \(0, 1\) in one and \(0,\) in the other"),
-        (replace(two, images=fewer), "only one of them has the attacks pgd-3 4/255"),
+        (replace(two, sets=(replace(two.sets[0], fingerprint="x"),)), "data set data: digest is"),
+        (replace(two, recipe={**two.recipe, "seeds": [0]}), r"seeds is \(0, 1\) in the first and \(0,\) in the second"),
+        (replace(two, images=fewer), "only the first has the attack pgd-3 4/255"),
     ):
         with pytest.raises(rc.ReactClipError, match=reason):
             join([whole, other])
@@ -272,8 +268,8 @@ def test_the_self_check_refuses_a_model_that_pgd_does_not_break(tmp_path: Path) 
         ({"attacks": [rc.ReACT()]}, "the attack is ReACT.*; give its kind"),
         ({"data": (torch.rand(4, 3, 32, 32) * 255, torch.zeros(4).long())}, r"\[0, 1\]"),
         ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(3).long())}, "one class index each"),
-        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(4))}, "one class index each"),
-        ({"data": (torch.rand(4, 3, 32, 32), torch.full((4,), 5))}, "they must lie in 0 to 4"),
+        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(4))}, "class indices are integers"),
+        ({"data": (torch.rand(4, 3, 32, 32), torch.full((4,), 5))}, "give some, of 0 to 4"),
         ({"data": [1, 2]}, "no ImageDataset and no pair"),
     ],
 )

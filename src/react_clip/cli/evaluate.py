@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a YAML file such as recipes/table1.yaml: model, data sets, attacks, defences",
     )
     parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
-    validate = "check recipe, data, weights and disk, print the size of the run, stop"
+    validate = "check recipe, data and weights, print the size of the run, stop"
     parser.add_argument("--validate", action="store_true", help=validate)
     group = parser.add_argument_group("instead of what the recipe says")
     group.add_argument("--model", help=options.MODEL_HELP)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     common.notice(args, f"loading {recipe.model}")
     location = {"root": args.data, "heads": args.heads, "device": args.device}
     if args.validate:
-        validation = validate(recipe, folder, **location)
+        validation = validate(recipe, **location)
         common.print_result(args, validation.to_dict(), validation.lines())
         for problem in validation.problems:
             print(f"react-clip: {problem}", file=sys.stderr)

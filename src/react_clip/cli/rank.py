@@ -132,7 +132,7 @@ def _measure(reference: str, args: argparse.Namespace) -> Path:
     recipe = recipe.replace(defenses=(*recipe.defenses, mine))
     folder: Path = args.run_dir or run_folder(type(defense).__name__, recipe)
     location = {"root": args.data, "heads": args.heads, "device": args.device}
-    validation = validate(recipe, folder, **location)
+    validation = validate(recipe, **location)
     if not validation.ok:
         raise ReactClipError(validation.problems[0])
     for line in validation.lines():

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RANDOM, SOFTMAX, ZERO, BLACK_BOX = "random", "softmax output", "zero gradient", "a black box beats it"
-OPTIMISES, UNCONVERGED = "optimises at inference", "not converged"
+OPTIMISES, UNCONVERGED, SMALLER = "optimises at inference", "not converged", "a smaller budget beats it"
 MOVED = 0.02
-"""Largest accuracy that more steps may take away from a converged attack."""
+"""Largest accuracy that more steps or a smaller budget may take away from a converged attack."""
 FLAT = 0.1
 """Largest fraction of attacked images whose first gradient may be zero."""
 _KEY = ["attack", "eps", "defense"]
@@ -31,7 +31,8 @@ def flags(images: pd.DataFrame) -> dict[Cell, tuple[str, ...]]:
     - ``zero gradient``: of more than a tenth of the attacked photos the first gradient was zero;
     - ``a black box beats it``: Square leaves less at the same budget;
     - ``optimises at inference``: the defence takes gradients of its own, which no attack sees through;
-    - ``not converged``: the same attack with more steps leaves 2 points less.
+    - ``not converged``: the same attack with more steps leaves 2 points less;
+    - ``a smaller budget beats it``: the same attack leaves 2 points less at a smaller budget.
 
     Columns ``flat`` and ``softmax`` may be missing; their flags are then not raised.
     """
@@ -53,6 +54,10 @@ def flags(images: pd.DataFrame) -> dict[Cell, tuple[str, ...]]:
             OPTIMISES: bool((rows["backward_passes"] > 0).any()),
             UNCONVERGED: any(
                 _longer(name, attack) and value < others[attack] - MOVED for name, value in others.items()
+            ),
+            SMALLER: any(
+                (name, one) == (attack, defense) and budget < eps and value < others[attack] - MOVED
+                for (name, budget, one), value in left.items()
             ),
         }
         found[cell] = tuple(flag for flag, on in raised.items() if on)

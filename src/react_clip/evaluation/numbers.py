@@ -48,8 +48,6 @@ class Row:
     """Accuracy with each seed of the defences' random draws."""
     worst: float
     """Only images that are right in every draw."""
-    majority: float
-    """Only images that are right in more than half of the draws."""
     leakage: float
     """Label leakage: attacked images that undefended CLIP gets wrong clean and the defence gets right, mean over draws.
 
@@ -105,8 +103,8 @@ def rows_of(images: pd.DataFrame, recipe: Mapping[str, Any]) -> Iterator[Row]:
         draws = table.groupby([*KEY, "draw"], sort=True, observed=True)["robust"].mean()
         sets["by_seed"] = draws.groupby(KEY, sort=False, observed=True).agg(tuple)
         each = table.groupby([*KEY, "index"], sort=False, observed=True).agg({"attacked": "first", "robust": "mean"})
-        each = each.assign(n=1, worst=each["robust"] == 1, majority=each["robust"] > 0.5).groupby(KEY, observed=True)
-        sets = sets.join(each.agg({"n": "sum", "attacked": "sum", "worst": "mean", "majority": "mean"})).reset_index()
+        each = each.assign(n=1, worst=each["robust"] == 1).groupby(KEY, observed=True)
+        sets = sets.join(each.agg({"n": "sum", "attacked": "sum", "worst": "mean"})).reset_index()
         for numbers in sets.rename(columns={"robust": "accuracy", "correct": "paper_accuracy"}).to_dict("records"):
             yield _mean([numbers], numbers["dataset"])
 
@@ -126,7 +124,7 @@ def _mean(sets: Sequence[Mapping[str, Any]], dataset: str) -> Row:
     for prefix in ("", "paper_"):
         estimate = intervals.mean_over_sets([numbers[f"{prefix}accuracy"] for numbers in sets], sizes)
         values |= zip((f"{prefix}accuracy", f"{prefix}low", f"{prefix}high"), estimate, strict=True)
-    for name in ("worst", "majority", "gate_rate", "passes", "backward_passes"):
+    for name in ("worst", "gate_rate", "passes", "backward_passes"):
         measured = [numbers[name] for numbers in sets if not math.isnan(numbers[name])]
         values[name] = math.fsum(measured) / len(measured) if measured else math.nan
     values["by_seed"] = tuple(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from react_clip import defenses as defense_room
 from react_clip import storage
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
-from react_clip.config import Configuration, Count, read_length
+from react_clip.config import Configuration, Count, fields_of, read_length
 from react_clip.defenses import Defense, ReACT, SecondLook
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.yaml import read_yaml
@@ -40,24 +39,14 @@ THREATS = {
     ADAPTIVE: "the attacker knows CLIP and the defence in full except the noise it will draw, and attacks each "
     "defence with images of its own",
 }
-MAX_GRID = 400
-"""Most defences that one entry with a grid may expand to."""
 _NOT_IN_NINE = ("eurosat", "caltech256", "food101")
 
 # ---------------------------------------------------------------------- field types
 
 
-def _check_line(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) > 300 or not value.isprintable():
-        raise ValueError("it must be one line of text, at most 300 characters")
-    return value
-
-
-Line = Annotated[str, BeforeValidator(_check_line)]
+Line = Annotated[str, Field(max_length=300)]
 Label = Annotated[Line, Field(min_length=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
-# YAML reads `none` as text and `null` as nothing; both mean that no image is stored.
-Store = Annotated[Literal["uint8", "none"], BeforeValidator(lambda value: value or "none")]
 RunSeed = Annotated[int, Field(ge=0, lt=2**31)]
 Labels = Annotated[tuple[Label, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Several, or one without brackets."""
@@ -105,7 +94,7 @@ class LabelledDefense(Configuration):
 class Images(Configuration):
     """Storage of adversarial images: ``uint8`` or ``none``."""
 
-    store: Store = "uint8"
+    store: Literal["uint8", "none"] = "uint8"
     """Number format of the pixels; with ``none`` images are not stored."""
 
 
@@ -294,95 +283,84 @@ def _entries(name: str, values: Mapping[str, Any]) -> list[Any]:
         isinstance(item, str | dict | Configuration) for item in entries
     ):
         raise ReactClipError(f"{name} is {entries!r:.80}; it must be a list of names, mappings or objects like ReACT()")
-    plain = [{"kind": entry} if isinstance(entry, str) else entry for entry in entries]
-    return [dict(entry) if isinstance(entry, dict) else entry for entry in plain]
+    return [{"kind": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
 def _attacks(entry: Any) -> list[LabelledAttack]:
     """One attack per budget or severity of the entry; none for ``clean``: clean images are always evaluated."""
-    if isinstance(entry, LabelledAttack):
-        return [entry]
     if not isinstance(entry, dict):
-        return [LabelledAttack(entry.name, entry)]
+        return [entry if isinstance(entry, LabelledAttack) else LabelledAttack(entry.name, entry)]
     if entry == {"kind": CLEAN}:
         return []
-    label = entry.pop("label", None)
-    configs = [entry]
+    config = {name: value for name, value in entry.items() if name != "label"}
+    configs = [config]
     for name in ("eps", "severity"):
-        if entry.get(name) == []:
-            raise ReactClipError(f"attack {entry.get('kind')!r} has an empty list of {name}; give at least one")
-        if isinstance(entry.get(name), list):
-            configs = [{**entry, name: value} for value in entry[name]]
+        if isinstance(several := config.get(name), list) and several:
+            configs = [{**config, name: value} for value in several]
     attacks = [attack_room.from_dict(config) for config in configs]
-    return [LabelledAttack(attack.name if label is None else label, attack) for attack in attacks]
+    return [LabelledAttack(entry.get("label", attack.name), attack) for attack in attacks]
+
+
+class DefenseEntry(Configuration):
+    """What an entry says about a defence, beside its kind and its fields."""
+
+    label: Label | None = None
+    """Its name; fields of the grid in braces, and ``{model}``, are filled in."""
+    calibrated: bool | None = None
+    """Start from the constants for the model (true), or from the defaults whatever the model (false)."""
+    family: Line = ""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """The sweep that the defence belongs to, and its place there; a grid sets both."""
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
+    """Values of fields, of which every combination is a defence."""
 
 
 def _defenses(entry: Any, model: str) -> list[LabelledDefense]:
-    """The defence of an entry, or one per combination of its ``grid``.
-
-    ``calibrated: true`` starts from the constants for the model, ``calibrated: false`` from the defaults whatever the
-    model. ``family`` and ``params`` say which sweep an entry belongs to; a grid sets both.
-    """
-    if isinstance(entry, LabelledDefense):
-        return [entry]
+    """The defence of an entry, or one per combination of its grid."""
     if not isinstance(entry, dict):
-        return [LabelledDefense(entry.name, entry)]
-    kind, label, grid = entry.pop("kind", None), entry.pop("label", None), entry.pop("grid", None)
-    family, params = entry.pop("family", ""), entry.pop("params", {})
-    given = {*entry, *(grid if isinstance(grid, dict) else ())}
-    entry = {**_constants(kind, model, entry.pop("calibrated", None), given), **entry}
-    if isinstance(label, str):
-        # One recipe may run on several models whose results are compared, so each needs its own label.
-        label = label.replace("{model}", model.rstrip("/").rpartition("/")[2])
-    defense = defense_room.from_dict({**entry, "kind": kind})
-    if grid is None:
-        return [LabelledDefense(defense.name if label is None else label, defense, family, params)]
-    family = family or (kind if label is None or "{" in label else label)
+        return [entry if isinstance(entry, LabelledDefense) else LabelledDefense(entry.name, entry)]
+    said = DefenseEntry.from_dict({name: value for name, value in entry.items() if name in fields_of(DefenseEntry)})
+    config = {name: value for name, value in entry.items() if name not in fields_of(DefenseEntry)}
+    constants = _constants(config.get("kind"), model, said.calibrated, {*config, *said.grid})
+    defense = defense_room.from_dict({**constants, **config})
+    # One recipe may run on several models whose results are compared, so each needs its own label.
+    label = None if said.label is None else said.label.replace("{model}", model.rstrip("/").rpartition("/")[2])
+    if not said.grid:
+        return [LabelledDefense(label or defense.name, defense, said.family, said.params)]
+    family = said.family or (label if label and "{" not in label else defense.kind)
     swept = []
-    for point in _grid_points(grid):
-        config = defense.to_dict()
+    for values in itertools.product(*said.grid.values()):
+        point, swept_config = dict(zip(said.grid, values, strict=True)), defense.to_dict()
         for name, value in point.items():
-            _set_at(config, name, value)
-        chosen = defense_room.from_dict(config)
-        values = {name: read_length(value) if "/" in str(value) else value for name, value in point.items()}
-        swept.append(LabelledDefense(_grid_label(label or kind, point), chosen, family, values))
+            _set_at(swept_config, name, value)
+        params = {name: read_length(value) if "/" in str(value) else value for name, value in point.items()}
+        chosen = defense_room.from_dict(swept_config)
+        swept.append(LabelledDefense(_grid_label(label or defense.kind, point), chosen, family, params))
     return swept
 
 
-def _constants(kind: Any, model: str, calibrated: Any, given: set[str]) -> dict[str, Any]:
+def _constants(kind: Any, model: str, calibrated: bool | None, given: set[str]) -> dict[str, Any]:
     """The calibrated constants of a defence; raises where there are none for the model and none are given."""
     calibratable: dict[Any, tuple[type[ReACT | SecondLook], str]] = {
         ReACT.kind: (ReACT, "tau"),
         SecondLook.kind: (SecondLook, "threshold"),
     }
-    if calibrated not in (None, True, False):
-        raise ReactClipError(f"calibrated is {calibrated!r}; it must be true or false")
     if kind not in calibratable:
         if calibrated:
             raise ReactClipError(f"defence {kind!r} cannot be calibrated; {' and '.join(calibratable)} can")
         return {}
     defense, threshold = calibratable[kind]
-    if calibrated:
-        return defense.for_encoder(model).to_dict()
-    if calibrated is None and threshold not in given:
-        try:
-            defense.for_encoder(model)
-        except ReactClipError:
-            raise ReactClipError(
-                f"there is no calibration of {kind!r} for {model!r}; measure it (`react-clip calibrate PHOTOS "
-                f"--defense {kind} --model {model}`) and give its {threshold}, or take the defaults knowingly "
-                "with calibrated: false"
-            ) from None
-    return {}
-
-
-def _grid_points(grid: Any) -> list[dict[str, Any]]:
-    """Every combination of the grid's values."""
-    if not isinstance(grid, dict) or not grid or not all(isinstance(each, list) and each for each in grid.values()):
-        raise ReactClipError(f"grid is {grid!r:.80}; it maps fields to lists of values, such as {{alpha: [1.2, 2.0]}}")
-    if (count := math.prod(map(len, grid.values()))) > MAX_GRID:
-        raise ReactClipError(f"a grid stands for {count} defences; at most {MAX_GRID} are allowed: shorten its lists")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    if calibrated is False or (calibrated is None and threshold in given):
+        return {}
+    try:
+        constants = defense.for_encoder(model).to_dict()
+    except ReactClipError:
+        raise ReactClipError(
+            f"there is no calibration of {kind!r} for {model!r}; measure it (`react-clip calibrate PHOTOS "
+            f"--defense {kind} --model {model}`) and give its {threshold}, or take the defaults knowingly "
+            "with calibrated: false"
+        ) from None
+    return constants if calibrated else {}
 
 
 def _set_at(config: dict[str, Any], name: str, value: Any) -> None:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from react_clip import intervals, storage
+from react_clip import storage
+from react_clip.config import read_length
 from react_clip.errors import MissingFileError, ReactClipError
 from react_clip.evaluation.numbers import KEY, AttackRow, Row, attack_rows, attacks_of, means_of, rows_of
 from react_clip.evaluation.recipe import MEAN, THREATS, title_of
@@ -71,7 +72,7 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """A sanity check of one attack on one defence."""
+    """A check of one attack on one defence."""
 
     name: str
     defense: str
@@ -107,7 +108,7 @@ class EvaluationResult:
     self_check: SelfCheck
     sets: tuple[SetInfo, ...]
     checks: tuple[Check, ...]
-    """Sanity checks of attacks that know the defence; empty where there were none."""
+    """Convergence of attacks that know the defence; empty where there were none."""
     notes: tuple[str, ...]
     """Sentences that a reader of the numbers must know."""
     images: Annotated[Any, Field(exclude=True)] = None
@@ -120,6 +121,12 @@ class EvaluationResult:
     dtype = property(lambda self: str(self.recipe["dtype"]))
     attack_dtype = property(lambda self: str(self.recipe.get("attack_dtype") or self.dtype))
     draws = property(lambda self: len(self.seeds))
+
+    @cached_property
+    def defenses(self) -> dict[str, dict[str, Any]]:
+        """The recipe's entry of each defence, by label."""
+        entries = [dict(entry) for entry in self.recipe["defenses"]]
+        return {str(entry.get("label", entry["kind"])): entry for entry in entries}
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
@@ -148,15 +155,6 @@ class EvaluationResult:
         for name, label in labels.items():
             rows = [row for row in rows if getattr(row, name) == label]
         return rows if eps is None else [row for row in rows if math.isclose(row.eps, eps, rel_tol=1e-6)]
-
-    def __str__(self) -> str:
-        """The means over sets."""
-        lines = [f"{self.title} (threat: {self.threat}, scoring: {self.scoring})"]
-        for row in self.means:
-            accuracy = intervals.interval(100 * row.accuracy, 100 * row.low, 100 * row.high)
-            leaked = f", {row.leakage:g} leaked" if self.scoring == "attack_all" else ""
-            lines.append(f"  {title_of(row.attack, row.eps)}, {row.defense}: {accuracy} %{leaked}")
-        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: what ``result.json`` holds, and the numbers: ``rows``, ``means`` and ``attacks``."""
@@ -235,10 +233,9 @@ def join(results: Sequence[EvaluationResult]) -> EvaluationResult:
         raise ReactClipError("there is nothing to join; give at least one result")
     first, *others = results
     for other in others:
-        if difference := next(_differences(first, other), ""):
-            raise ReactClipError(
-                f"{first.title!r} and {other.title!r} cannot be joined: {difference}; report them apart"
-            )
+        for what, line in differences(first, other):
+            if what in _SHARED:
+                raise ReactClipError(f"{first.title!r} and {other.title!r} cannot be joined: {line}; report them apart")
     known: dict[str, Any] = {}
     tables, checks = [], []
     for result in results:
@@ -261,17 +258,33 @@ def join(results: Sequence[EvaluationResult]) -> EvaluationResult:
 
 
 _TEXTS = ("dataset", "attack", "defense", "threat", "scoring")
+_SHARED = ("scoring", "threat", "seeds", "data set", "attack")
+"""Differences that keep the numbers of two results out of one table."""
 
 
-def _differences(one: EvaluationResult, other: EvaluationResult) -> Iterator[str]:
-    """Reasons why the numbers of two results cannot stand in one table."""
-    for what in ("scoring", "threat", "seeds"):
-        if getattr(one, what) != getattr(other, what):
-            yield f"{what} is {getattr(one, what)!r} in one and {getattr(other, what)!r} in the other"
-    photos = [{info.name: (info.images, info.fingerprint) for info in result.sets} for result in (one, other)]
-    for name in photos[0].keys() | photos[1].keys():
-        if photos[0].get(name) != photos[1].get(name):
-            yield f"they have other photos of {name}"
-    titles = [{title_of(*at) for at in attacks_of(result.images)} for result in (one, other)]
-    if unshared := titles[0] ^ titles[1]:
-        yield f"only one of them has the attacks {', '.join(sorted(unshared))}"
+def differences(first: EvaluationResult, second: EvaluationResult) -> Iterator[tuple[str, str]]:
+    """What does not match in two results, each with a line that says how.
+
+    An attack or a defence that only one of them has is ``attack`` or ``defence``, other settings of one ``settings``.
+    """
+    for what in ("scoring", "threat", "seeds", "model", "dtype", "attack_dtype", "package"):
+        if getattr(first, what) != getattr(second, what):
+            yield what, f"{what} is {getattr(first, what)} in the first and {getattr(second, what)} in the second"
+    for what, one, other in zip(("data set", "attack", "defence"), _parts(first), _parts(second), strict=True):
+        for mine, others, place in ((one, other, "first"), (other, one, "second")):
+            if lost := [name for name in mine if name not in others]:
+                yield what, f"only the {place} has the {what}{'s' * (len(lost) > 1)} {', '.join(lost)}"
+        for name in [name for name in one if name in other]:
+            mine, theirs = one[name], other[name]
+            changed = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+            values = (f"{key} is {mine.get(key)} in the first, {theirs.get(key)} in the second" for key in changed)
+            if changed:
+                yield what if what == "data set" else "settings", f"{what} {name}: {'; '.join(values)}"
+
+
+def _parts(run: EvaluationResult) -> tuple[dict[str, dict[str, Any]], ...]:
+    """Data sets, attacks and defences of a run by name, each with what decides about its numbers."""
+    sets = {info.name: {"number of photos": info.images, "digest": info.fingerprint[:16]} for info in run.sets}
+    entries = {title_of(entry["label"], read_length(entry.get("eps", 0.0))): entry for entry in run.recipe["attacks"]}
+    attacks = {title_of(*at): entries.get(title_of(*at), {}) for at in attacks_of(run.images)}
+    return sets, attacks, run.defenses

@@ -122,7 +122,7 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
             infos.append(subject.info)
             tables.append(SetRunner(recipe, subject, store).run(progress=progress))
             if len(infos) == 1:
-                sanity = checks.sanity_by_attacks(recipe, subject, tables[0], store)
+                converged = checks.convergence(recipe, subject, tables[0], store)
                 unrepeatable = checks.unrepeatable(recipe, subject, store)
         results.write_images(folder / results.IMAGES, tables)
         result = EvaluationResult(
@@ -140,14 +140,12 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
             recipe_hash=recipe.fingerprint(),
             self_check=check,
             sets=tuple(infos),
-            checks=(),
+            checks=tuple(converged),
             notes=(),
             images=results.load(folder),
         )
-        sanity += checks.sanity_by_numbers(recipe, result)
-        checks.raise_if_failed(sanity)
-        notes = (*_notes(recipe, result), *unrepeatable)
-        result = dataclasses.replace(result, checks=tuple(sanity), notes=notes)
+        checks.raise_if_failed(converged)
+        result = dataclasses.replace(result, notes=(*_notes(recipe, result), *unrepeatable))
         result.save(folder)
         log.info("finished: %s", folder / results.RESULT)
         return result
@@ -160,7 +158,7 @@ def _notes(recipe: Recipe, result: EvaluationResult) -> list[str]:
     if not recipe.self_check:
         notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
         if recipe.threat == ADAPTIVE:
-            notes.append("the sanity checks of attacks that know the defence were switched off")
+            notes.append("the convergence of attacks that know the defence was not checked")
     whole = [row for row in result.attacks if not row.part]
     if lost := sum(row.lost for row in whole):
         why = "under the noise that judges it" if recipe.threat == ADAPTIVE else "rounded to 8 bits, as files hold it"

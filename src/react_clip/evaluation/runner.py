@@ -8,7 +8,6 @@ has changed, it is computed again.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,11 +20,10 @@ from tqdm import tqdm
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE
 from react_clip.defenses import Defense
-from react_clip.errors import ReactClipError
 from react_clip.evaluation.numbers import PART
 from react_clip.evaluation.recipe import CLEAN, LabelledAttack, LabelledDefense, Recipe
 from react_clip.evaluation.sets import EvaluationSet
-from react_clip.evaluation.store import CLASSES, PIXELS, Shard, ShardStore, Tensors
+from react_clip.evaluation.store import CLASSES, PIXELS, PLAIN, Shard, ShardStore, Tensors
 from react_clip.optional import require
 from react_clip.preprocess import to_float
 from react_clip.storage import tensor_digest
@@ -61,13 +59,9 @@ class SetRunner:
     def run(self, *, progress: bool = False) -> pd.DataFrame:
         """The answers of the whole set, see :mod:`react_clip.evaluation.results`."""
         pd = require("pandas", "evaluating", extra="eval")
-        answers = (
-            len(self.spans()) * len(self.recipe.defenses) * len(self.recipe.seeds) * (1 + len(self.recipe.attacks))
-        )
-        # In a log file a line every half minute is enough.
-        interval = 0.5 if sys.stderr.isatty() else 30.0
-        options: dict[str, Any] = {"desc": self.subject.name, "unit": "batch", "mininterval": interval}
-        with tqdm(total=answers, disable=not progress, **options) as self.bar:
+        recipe = self.recipe
+        batches = len(self.spans()) * len(recipe.defenses) * len(recipe.seeds) * (1 + len(recipe.attacks))
+        with tqdm(desc=self.subject.name, total=batches, disable=not progress, unit="batch") as self.bar:
             if self.recipe.images.store != "none":
                 about, features = {"work": "class features"}, {"features": self.subject.clf.class_features}
                 self._shard("classes", (CLEAN, CLASSES), (0, len(self.subject)), about, lambda: features)
@@ -129,7 +123,7 @@ class SetRunner:
         if self.recipe.images.store != "none":
             self._shard("clean", (CLEAN, PIXELS), span, about, lambda: stored)
         pixels = partial(self.subject.batch, slice(*span))
-        shard = self._shard("clean", (CLEAN, "plain"), span, about, lambda: {"prediction": self._plain(pixels())})
+        shard = self._shard("clean", (CLEAN, PLAIN), span, about, lambda: {"prediction": self.plain(pixels())})
         return ShardImages(torch.arange(span[1] - span[0]), pixels, shard)
 
     def _attacked_images(
@@ -173,15 +167,10 @@ class SetRunner:
 
     def _craft(self, attack: Attack, defense: Defense, clean: Tensor, labels: Tensor) -> Tensors:
         """Adversarial images in 8 bits, and the outcome of the attack."""
-
-        def show(done: int) -> None:
-            self.bar.set_postfix_str(f"step {done}", refresh=False)
-            self.bar.update(0)
-
         target = attack.target(self.subject.attack_clf, defense)
-        result = attack(target, clean, labels.to(clean.device), seed=self.recipe.seed, progress=show)
+        result = attack(target, clean, labels.to(clean.device), seed=self.recipe.seed)
         images = result.images.mul(255.0).round().byte()
-        prediction = self._plain(to_float(images))
+        prediction = self.plain(to_float(images))
         return {
             PIXELS: images.cpu(),
             "plain_prediction": prediction,
@@ -219,20 +208,14 @@ class SetRunner:
 
         def work() -> Tensors:
             self.bar.set_description(f"{self.subject.name}: {stage}", refresh=False)
-            try:
-                return compute()
-            except torch.cuda.OutOfMemoryError as error:
-                raise ReactClipError(
-                    f"the device has too little memory for a batch of {self.recipe.batch}; use a smaller --batch with "
-                    "another --out"
-                ) from error
+            return compute()
 
         protocol = {"set": self.subject.name, "span": span, "seed": self.recipe.seed, "scoring": self.recipe.scoring}
         path = (self.subject.name, *labels, f"{span[0]:06d}")
         return self.store.get(path, {**protocol, **self.subject.identity, **about}, work)
 
     @torch.no_grad()
-    def _plain(self, images: Tensor) -> Tensor:
+    def plain(self, images: Tensor) -> Tensor:
         """Undefended predictions ``[B]`` on pixels ``[B, 3, S, S]``."""
         logits: Tensor = self.subject.clf(images)
         return logits.argmax(-1).int().cpu()

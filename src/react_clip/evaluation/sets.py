@@ -14,6 +14,7 @@ from torch import Tensor
 from react_clip import data as data_room
 from react_clip import encoders
 from react_clip.attacks.base import TRANSFER
+from react_clip.attacks.problem import check_input
 from react_clip.data import ClassFeatures, ImageDataset, Photo, load_class_features
 from react_clip.encoders import Encoder
 from react_clip.environment import device_name
@@ -160,14 +161,9 @@ def _checked_photos(clf: ZeroShotClassifier, data: tuple[Tensor, Tensor]) -> tup
         raise ReactClipError("data is no ImageDataset and no pair of tensors; give (pixels [N, 3, S, S], labels [N])")
     pixels, labels = (part.detach().cpu() for part in data)
     clf.encoder.check(pixels)
-    if labels.shape != (len(pixels),) or labels.is_floating_point() or labels.dtype == torch.bool or not len(pixels):
-        raise ReactClipError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; {len(pixels)} images need one class index each"
-        )
-    if int(labels.min()) < 0 or int(labels.max()) >= len(clf.names):
-        raise ReactClipError(
-            f"labels span {int(labels.min())} to {int(labels.max())}; they must lie in 0 to {len(clf.names) - 1}"
-        )
+    check_input(pixels, labels)
+    if not len(labels) or int(labels.max()) >= len(clf.names):
+        raise ReactClipError(f"labels are {labels.tolist()!r:.60}; give some, of 0 to {len(clf.names) - 1}")
     arrays = pixels.mul(255.0).round().byte().permute(0, 2, 3, 1).numpy()
     return tuple(Photo(str(row), int(label), arrays[row]) for row, label in enumerate(labels))
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its recipe, its log, and its shards, the finished pieces of work.
+"""The folder of a run: its recipe and its shards, the finished pieces of work.
 
 A shard is a safetensors file that is written whole or not at all. Its header (one JSON text, ``react-clip``) says what
 it was computed from and holds the SHA-256 of its tensors. Reading compares both: a truncated file, a flipped bit or a
@@ -35,6 +35,8 @@ PIXELS = "images"
 """Name of shards that hold pixels, and of the pixels in them."""
 CLASSES = "classes"
 """Name of shards that hold class features."""
+PLAIN = "plain"
+"""Name of shards that hold the answers of undefended CLIP on clean photos."""
 
 Tensors = dict[str, Tensor]
 _HEADER = "react-clip"
@@ -47,7 +49,7 @@ def run_folder(name: str, recipe: Recipe) -> Path:
 
 @contextmanager
 def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
-    """Lock the folder for this process, check or write its recipe, write its log, and give the store of its shards.
+    """Lock the folder for this process, check or write its recipe, and give the store of its shards.
 
     Packages that the end of a run needs are imported first: a missing one must not show after hours of work.
     """
@@ -58,21 +60,7 @@ def open_run(folder: Path, recipe: Recipe) -> Iterator[ShardStore]:
         _check_or_write_recipe(folder, recipe)
         for leftover in store.folder.rglob(".*.part"):  # of processes that were killed
             leftover.unlink(missing_ok=True)
-        handler = _LogFile(folder / "run.log", encoding="utf-8", delay=True)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        try:
-            yield store
-        finally:
-            log.removeHandler(handler)
-
-
-class _LogFile(logging.FileHandler):
-    """A log file whose write errors (a full disk) are ignored."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        """Drop the line."""
+        yield store
 
 
 _GROWING = ("datasets", "attacks", "defenses", "seeds")

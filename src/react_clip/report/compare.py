@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from react_clip.config import read_length
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.numbers import attacks_of
 from react_clip.evaluation.recipe import title_of
-from react_clip.evaluation.results import EvaluationResult
-from react_clip.intervals import bootstrap_difference, mcnemar
-from react_clip.report.tables import Cell, Table, defenses_of
-
-_PROTOCOL = ("model", "dtype", "attack_dtype", "scoring", "threat", "seeds", "package")
+from react_clip.evaluation.results import EvaluationResult, differences
+from react_clip.intervals import Estimate, bootstrap_difference, mcnemar
+from react_clip.report.tables import Cell, Table
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,33 @@ class Comparison:
     differences: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two answers about each of the same photos."""
+
+    photos: int
+    first: float
+    second: float
+    """Accuracy, mean over data sets."""
+    won: int
+    """Photos that only the second gets right (in more than half of the draws)."""
+    lost: int
+    """Photos that only the first gets right."""
+    difference: Estimate
+    """Second minus first: mean over data sets, with a bootstrap interval over the photos of each set."""
+    p: float
+    """McNemar's exact test, two-sided."""
+
+
+def pair(right: pd.DataFrame) -> Pair:
+    """Compare the two columns: the fraction of draws that are right, for each photo, indexed by ``dataset``."""
+    first, second = (right[name] for name in right)
+    lost, won = int(((first > 0.5) & (second <= 0.5)).sum()), int(((second > 0.5) & (first <= 0.5)).sum())
+    gains = [gain.to_numpy() for _, gain in (second - first).groupby("dataset", observed=True)]
+    means = right.groupby("dataset", observed=True).mean().mean().tolist()
+    return Pair(len(right), means[0], means[1], won, lost, bootstrap_difference(gains), mcnemar(won, lost))
+
+
 def compare(first: EvaluationResult, second: EvaluationResult) -> Comparison:
     """Compare two runs; raises if they have no photo under the same attack and defence.
 
@@ -34,23 +57,20 @@ def compare(first: EvaluationResult, second: EvaluationResult) -> Comparison:
     content. Accuracy is strict. McNemar's test takes a photo as right if more than half of the draws are; the
     difference takes the fraction of draws, and resamples photos within each set.
     """
-    differences = tuple(_differences(first, second))
+    unlike = tuple(line for _, line in differences(first, second))
     by_pixels = all("photo" in run.images for run in (first, second))
     answers = [_fractions_right(run, by_pixels) for run in (first, second)]
     paired = pd.concat(answers, axis="columns", keys=["first", "second"], join="inner")
     if paired.empty:
-        raise ReactClipError(f"the runs share no photo under the same attack and defence: {'; '.join(differences[:3])}")
+        raise ReactClipError(f"the runs share no photo under the same attack and defence: {'; '.join(unlike[:3])}")
     sets = paired.groupby("dataset").size().index
     rows = []
     for (attack, label), own in paired.groupby(["attack", "defense"], sort=False):
-        groups = [group for _, group in own.groupby("dataset")]
-        value, low, high = bootstrap_difference([(group["second"] - group["first"]).to_numpy() for group in groups])
-        right = own > 0.5
-        only = [int((right[one] & ~right[other]).sum()) for one, other in (("first", "second"), ("second", "first"))]
-        means = [Cell(100 * float(own.groupby("dataset")[name].mean().mean())) for name in own]
-        counts = [Cell(number, digits=0) for number in (len(own), *only)]
-        cells = (counts[0], *means, Cell(100 * value, 100 * low, 100 * high), *counts[1:])
-        rows.append(((str(attack), str(label)), (*cells, Cell(mcnemar(*only), digits=4))))
+        one = pair(own)
+        value, low, high = (100 * bound for bound in one.difference)
+        means = [Cell(100 * one.first), Cell(100 * one.second), Cell(value, low, high)]
+        counts = [Cell(number, digits=0) for number in (one.photos, one.lost, one.won)]
+        rows.append(((str(attack), str(label)), (counts[0], *means, *counts[1:], Cell(one.p, digits=4))))
     caption = (
         f"{first.title} (1) and {second.title} (2) on the photos that both have, of {', '.join(sets)}. Accuracy in %, "
         "mean over data sets; an attacked photo counts as right if the defence is right about it clean and attacked. "
@@ -58,7 +78,7 @@ def compare(first: EvaluationResult, second: EvaluationResult) -> Comparison:
         "not corrected for the number of rows."
     )
     header = ("attack", "defence", "photos", "accuracy 1", "accuracy 2", "2 − 1", "only 1 right", "only 2 right", "p")
-    return Comparison(Table("comparison", caption, header, tuple(rows)), differences)
+    return Comparison(Table("comparison", caption, header, tuple(rows)), unlike)
 
 
 def _fractions_right(run: EvaluationResult, by_pixels: bool) -> pd.Series[float]:
@@ -75,29 +95,3 @@ def _fractions_right(run: EvaluationResult, by_pixels: bool) -> pd.Series[float]
     return (
         images["robust"].groupby([pd.Series(value, images.index, name=name) for name, value in columns.items()]).mean()
     )
-
-
-def _differences(first: EvaluationResult, second: EvaluationResult) -> Iterator[str]:
-    """What does not match, one line each."""
-    for what in _PROTOCOL:
-        if getattr(first, what) != getattr(second, what):
-            yield f"{what} is {getattr(first, what)} in the first and {getattr(second, what)} in the second"
-    for what, one, other in zip(("data set", "attack", "defence"), _parts(first), _parts(second), strict=True):
-        for mine, others, place in ((one, other, "first"), (other, one, "second")):
-            if lost := [name for name in mine if name not in others]:
-                yield f"only the {place} has the {what}{'s' * (len(lost) > 1)} {', '.join(lost)}"
-        for name, mine in one.items():
-            theirs = other.get(name, mine)
-            if changed := [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]:
-                values = (f"{key} is {mine.get(key)} in the first, {theirs.get(key)} in the second" for key in changed)
-                yield f"{what} {name}: {'; '.join(values)}"
-
-
-def _parts(run: EvaluationResult) -> tuple[dict[str, dict[str, Any]], ...]:
-    """Data sets, attacks and defences of a run by name, each with what decides about its numbers."""
-    sets = {
-        info.name: {"number of photos": info.images, "digest of the photos": info.fingerprint[:16]} for info in run.sets
-    }
-    entries = {title_of(entry["label"], read_length(entry.get("eps", 0.0))): entry for entry in run.recipe["attacks"]}
-    attacks = {title_of(*at): entries.get(title_of(*at), {}) for at in attacks_of(run.images)}
-    return sets, attacks, defenses_of(run)

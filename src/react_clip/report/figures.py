@@ -36,7 +36,6 @@ from react_clip.report.style import (
     save_figure,
     style_axes,
 )
-from react_clip.report.tables import defenses_of
 
 if TYPE_CHECKING:
     from react_clip.calibration import Calibration
@@ -105,7 +104,7 @@ def _over_budget(result: EvaluationResult, column: str, name: str) -> Figure:
     clean = means[means["attack"] == CLEAN]
     counts = attacked.groupby("attack", sort=False)["eps"].nunique()
     attacks = [str(attack) for attack in counts.index if counts[attack] > 1 or counts.max() == 1]
-    lines = lines_of(defenses_of(result))
+    lines = lines_of(result.defenses)
 
     def draw(axes: Axes, attack: str) -> None:
         rows = pd.concat([clean, attacked[attacked["attack"] == attack]])
@@ -136,7 +135,7 @@ def accuracy_over_passes(result: EvaluationResult) -> Figure:
     figure = new_figure(height=3.8)
     x = "encoder passes per attacked image, forward + 2 × backward, log scale"
     axes = style_axes(figure.add_subplot(), x, "accuracy under the worst attack in %")
-    for label, line in lines_of(defenses_of(result)).items():
+    for label, line in lines_of(result.defenses).items():
         row = 100 * worst.loc[label, _INTERVAL]
         axes.vlines(work[label], row["low"], row["high"], color=line["color"], alpha=0.6)
         point = {**line, "linestyle": "none", "markersize": 7, "markerfacecolor": scale.to_rgba(lost[label])}
@@ -180,7 +179,7 @@ def diagnostics_of(result: EvaluationResult) -> list[tuple[str, str]]:
     """
     found, kinds = [], set()
     numeric = [name for name in result.images.select_dtypes("number") if name not in _ANSWERS]
-    for label, entry in defenses_of(result).items():
+    for label, entry in result.defenses.items():
         images = result.images[result.images["defense"] == label]
         own: list[str] = []
         for name in sorted(numeric, key=lambda name: (name == "score", name)):
@@ -204,7 +203,7 @@ def scores_clean_and_attacked(result: EvaluationResult) -> Figure:
     images = result.images
     counted = (images["clean_prediction"] == images["label"]) & (images["attacked"] | (images["attack"] == CLEAN))
     budgets = [0.0, *sorted(images.loc[images["eps"] > 0, "eps"].unique())]
-    entries = defenses_of(result)
+    entries = result.defenses
 
     def draw(axes: Axes, panel: str) -> None:
         label, name = panels[panel]
@@ -240,7 +239,7 @@ def sigma_over_drift(result: EvaluationResult, calibration: Calibration | None) 
         raise MissingDataError("no defence of it maps a drift to an anchor scale")
     figure = new_figure()
     axes = style_axes(figure.add_subplot(), "relative cross-noise drift r", "anchor scale σ (pixels in [0, 1])")
-    for label, line in lines_of(defenses_of(result)).items():
+    for label, line in lines_of(result.defenses).items():
         own = known[known["defense"] == label].iloc[:2000]
         if len(own):
             point = {"marker": line["marker"], "markersize": 3, "linestyle": "none", "color": line["color"]}
@@ -282,7 +281,7 @@ def leakage(result: EvaluationResult) -> Figure:
     if result.scoring != "attack_all":
         raise MissingDataError("only images that undefended CLIP gets right were attacked; use `scoring: attack_all`")
     means = _attacked(_means(result))
-    families = {label: str(entry.get("family", label)) for label, entry in defenses_of(result).items()}
+    families = {label: str(entry.get("family", label)) for label, entry in result.defenses.items()}
     means["family"] = means["defense"].map(families)
     means["kept"] = means["paper_accuracy"] - means["leakage_fraction"]
 

@@ -25,7 +25,7 @@ from react_clip.evaluation.numbers import attack_rows, attacks_of, distinct_atta
 from react_clip.evaluation.recipe import CLEAN, format_eps
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.report.page import Section, write_page
-from react_clip.report.tables import Cell, Table, caption, conditions, defenses_of, over
+from react_clip.report.tables import Cell, Table, caption, conditions, over
 
 ALL = "all attacks"
 """Title of the column by which defences are ranked: the worst case per image over every attack that does not know the
@@ -95,7 +95,7 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
     columns |= _passes(images[OBLIVIOUS])
     columns |= dict(_milliseconds(base, path) for path in timings)
     entries = []
-    for label, entry in defenses_of(base).items():
+    for label, entry in base.defenses.items():
         cells = tuple(values.get(label, Cell(math.nan)) for values in columns.values())
         constants = json.dumps(entry, indent=2, default=str)
         entries.append(Entry(label, cells, _per_set(images[OBLIVIOUS], label), constants))
@@ -126,7 +126,7 @@ def _by_threat(runs: Sequence[EvaluationResult]) -> dict[str, EvaluationResult]:
             "no run has attackers who do not know the defence (threat: oblivious), whose photos and defences the "
             "ranking starts from; add one, such as a run of recipes/standard.yaml"
         )
-    models = {run.model for run in runs if any(entry["kind"] != "undefended" for entry in defenses_of(run).values())}
+    models = {run.model for run in runs if any(entry["kind"] != "undefended" for entry in run.defenses.values())}
     if len(models) > 1:
         raise ReactClipError(f"the runs defend {' and '.join(sorted(models))}; rank runs of one model together")
     groups = {threat: [run for run in runs if run.threat == threat] for threat in _PREFIX}
@@ -135,8 +135,8 @@ def _by_threat(runs: Sequence[EvaluationResult]) -> dict[str, EvaluationResult]:
 
 def _named_as_in(base: EvaluationResult, run: EvaluationResult) -> pd.DataFrame:
     """Rows of a run, its defences under the labels that the same configurations have in ``base``."""
-    names = {_configuration(entry): label for label, entry in defenses_of(base).items()}
-    own = {label: entry for label, entry in defenses_of(run).items() if label not in defenses_of(base)}
+    names = {_configuration(entry): label for label, entry in base.defenses.items()}
+    own = {label: entry for label, entry in run.defenses.items() if label not in base.defenses}
     labels = {label: names.get(_configuration(entry), label) for label, entry in own.items()}
     return run.images.assign(defense=run.images["defense"].astype(str).replace(labels))
 
@@ -249,7 +249,7 @@ def _milliseconds(base: EvaluationResult, path: Path) -> tuple[str, Cells]:
     measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
     if report["model"] != base.model:
         raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {base.model}; time that one")
-    known = {label: measured.get(_configuration(entry)) for label, entry in defenses_of(base).items()}
+    known = {label: measured.get(_configuration(entry)) for label, entry in base.defenses.items()}
     cells = {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
     return f"ms, {100 * report['attacked']:g} % attacked", cells
 

@@ -213,9 +213,3 @@ def over(result: EvaluationResult) -> str:
     names, images = ", ".join(info.name for info in result.sets), sum(info.images for info in result.sets)
     many = f"mean over {len(result.sets)} data sets ({names}; {images:,} images)"
     return many if len(result.sets) > 1 else f"{names} ({images:,} images)"
-
-
-def defenses_of(result: EvaluationResult) -> dict[str, dict[str, Any]]:
-    """The recipe's entry of each defence, by label."""
-    entries = [dict(entry) for entry in result.recipe["defenses"]]
-    return {str(entry.get("label", entry["kind"])): entry for entry in entries}
