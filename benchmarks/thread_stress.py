@@ -1,5 +1,7 @@
 """Eight threads share an encoder and its defences: every answer must have the bits that it has in one thread.
 
+A GPU adds up gradients in no fixed order, so there these may differ by rounding.
+
     python benchmarks/thread_stress.py --count 20
 
 The result is the entry "threads" of benchmarks/results/serve.json.
@@ -28,6 +30,8 @@ from torch import Tensor
 import react_clip as rc
 
 THREADS = 8
+GRADIENTS = {"gradients": False, "gradients with checkpoints": True}
+"""Jobs that differentiate, and whether activations are computed again instead of kept."""
 Job = Callable[[], list[Tensor]]
 
 
@@ -56,10 +60,14 @@ def jobs(clf: rc.ZeroShotClassifier) -> dict[str, Job]:
     return {
         **{f"features of {count}": partial(features, count) for count in images},
         **{f"{name}, {count}": partial(answers, guard, count) for name, guard in guards.items() for count in images},
-        "gradients": partial(gradients, False),
-        "gradients with checkpoints": partial(gradients, True),
+        **{name: partial(gradients, differentiable) for name, differentiable in GRADIENTS.items()},
         "fingerprint": lambda: [torch.tensor(int(encoder.fingerprint(), 16) % 2**62)],
     }
+
+
+def alike(one: Tensor, other: Tensor, rounding: float) -> bool:
+    """Same shape, and values that differ by at most ``rounding`` times the largest."""
+    return one.shape == other.shape and bool((one - other).abs().max() <= rounding * other.abs().max())
 
 
 def stress(clf: rc.ZeroShotClassifier, count: int) -> tuple[Counter[str], Counter[str]]:
@@ -70,12 +78,11 @@ def stress(clf: rc.ZeroShotClassifier, count: int) -> tuple[Counter[str], Counte
     calls, wrong = Counter[str](), Counter[str]()
 
     def check(name: str) -> tuple[str, bool]:
-        found = work[name]()
-        same = all(
-            one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-            for one, other in zip(found, expected[name], strict=True)
+        rounding = 1e-4 if clf.device.type == "cuda" and name in GRADIENTS else 0.0
+        pairs = zip(work[name](), expected[name], strict=True)
+        return name, all(
+            alike(one.double().nan_to_num(), other.double().nan_to_num(), rounding) for one, other in pairs
         )
-        return name, same
 
     with ThreadPoolExecutor(THREADS) as threads:
         for name, same in threads.map(check, count * list(work)):
