@@ -15,7 +15,7 @@ from react_clip import linf, noise
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 
-VIEWS = 128
+VIEWS = 256
 """Most views made for one encoder call, if it has several images: bounds the memory. Images alone may be twice that."""
 VIEWS_WITH_GRADIENTS = 64
 """The same where the encoder keeps activations for a backward pass."""
