@@ -118,7 +118,7 @@ def test_a_wrong_value_is_named_in_one_line(make: Any, values: dict[str, Any], s
         ({"eps": 0.1}, "the camera has no kind; choose one of pinhole, or write module:Class for your own"),
         (3, "the camera is 3; give its kind, or a mapping with one"),
         ("no.such:Thing", "camera 'no.such:Thing' cannot be imported: No module named 'no'"),
-        ("json:loads", "json:loads is no camera; derive the class from the family's base class"),
+        ("json:loads", "json:loads is no camera: it needs the family's base class and a kind of its own"),
     ],
 )
 def test_an_unknown_kind_lists_the_known_ones(value: Any, says: str) -> None:
@@ -169,7 +169,9 @@ def test_a_defence_of_another_package(tmp_path: Path, monkeypatch: pytest.Monkey
     out = guard(toy_classifier(), toy_images(3))
     assert (out.labels == out.labels[0]).all(), "all images are the same grey"
     assert defenses.from_dict("fading:Fade") == type(guard)()
-    with pytest.raises(rc.ReactClipError, match="wrong has no kind of its own that fits; write kind = 'wrong'"):
+    with pytest.raises(
+        rc.ReactClipError, match="wrong is no defence: it needs the family's base class and a kind of its own"
+    ):
         defenses.from_dict("wrong")
 
 

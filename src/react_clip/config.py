@@ -297,10 +297,9 @@ class Registry(Generic[C]):
         return cls.kind if ours or cls.kind in offered(self._group) else _reference(cls)
 
     def _checked(self, found: Any, kind: str) -> type[C]:
-        if not (isinstance(found, type) and issubclass(found, Registered) and found.registry is self):
-            raise ReactClipError(f"{kind} is no {self._family}; derive the class from the family's base class")
-        if "kind" not in vars(found) or kind not in (found.kind, _reference(found)):
-            raise ReactClipError(f"{kind} has no kind of its own that fits; write kind = {kind.split(':')[-1]!r}")
+        ours = isinstance(found, type) and issubclass(found, Registered) and found.registry is self
+        if not ours or "kind" not in vars(found) or kind not in (found.kind, _reference(found)):
+            raise ReactClipError(f"{kind} is no {self._family}: it needs the family's base class and a kind of its own")
         return cast("type[C]", found)
 
 

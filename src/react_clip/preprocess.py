@@ -45,9 +45,9 @@ class Limits:
 
     max_bytes: int = 64 * 2**20
     max_pixels: int = 64_000_000
-    formats: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 DEFAULT_LIMITS = Limits()
 
 
@@ -95,7 +95,7 @@ def open_image(source: Path | str | bytes | io.BytesIO, limits: Limits = DEFAULT
     if len(data) > limits.max_bytes:
         raise ReactClipError(f"{name} has {len(data):,} bytes; the limit is {limits.max_bytes:,}; scale it down first")
     with _decoding(name, limits):
-        image = Image.open(io.BytesIO(data), formats=limits.formats)
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
     width, height = image.size
     if width * height > limits.max_pixels:
         raise ReactClipError(
@@ -116,9 +116,7 @@ def _decoding(name: str, limits: Limits) -> Iterator[None]:
     except ReactClipError:
         raise
     except UnidentifiedImageError:
-        raise ReactClipError(
-            f"{name} is not an image we read; convert it to one of {', '.join(limits.formats)}"
-        ) from None
+        raise ReactClipError(f"{name} is not an image we read; convert it to one of {', '.join(_FORMATS)}") from None
     except Image.DecompressionBombError:
         raise ReactClipError(f"{name} has more than {limits.max_pixels:,} pixels; scale it down first") from None
     except Exception as error:  # decoders raise almost anything on a damaged file

@@ -42,19 +42,13 @@ def was_drawn(seed: Seed) -> bool:
 @cache
 def read_secret(path: str | Path) -> bytes:
     """The secret in a file, without white space around it; read once per process."""
+    way_out = f"write one with openssl rand -hex 32 > {path}"
     try:
         secret = Path(path).expanduser().read_bytes().strip()
     except OSError as error:
-        raise ReactClipError(f"the secret cannot be read from {path}: {error.strerror}; {_WAY_OUT} {path}") from None
-    if len(secret) < SHORTEST_SECRET:
-        raise ReactClipError(
-            f"the secret in {path} has {len(secret)} bytes, which can be guessed; give at least {SHORTEST_SECRET} "
-            f"random ones: {_WAY_OUT} {path}"
-        )
+        raise ReactClipError(f"the secret cannot be read from {path}: {error.strerror}; {way_out}") from None
+    check_seed(secret, f"the secret in {path}", way_out)
     return secret
-
-
-_WAY_OUT = "write one with openssl rand -hex 32 >"
 
 
 def seed_or_secret(seed: Seed | None, secret: bytes | None = None) -> Seed:
@@ -66,20 +60,19 @@ def seed_or_secret(seed: Seed | None, secret: bytes | None = None) -> Seed:
     True
     """
     if secret is None:
-        check_seed(seed := process_secret() if seed is None else seed)
-        return seed
-    if seed is not None:
+        key = process_secret() if seed is None else seed
+    elif seed is not None:
         raise ReactClipError(
             "seed and secret are both given; a secret makes the noise unpredictable, a seed makes it repeatable: "
             "choose one"
         )
-    if not isinstance(secret, bytes):
+    elif not isinstance(key := secret, bytes):
         raise ReactClipError(
             f"the secret is of type {type(secret).__name__}; give bytes, such as secrets.token_bytes(32) or "
             "react_clip.secret.read_secret(FILE); a number that everybody may know is seed="
         )
-    check_seed(secret)
-    return secret
+    check_seed(key)
+    return key
 
 
 def described(seed: Seed) -> int | str:
@@ -95,16 +88,14 @@ def described(seed: Seed) -> int | str:
     return "random secret" if was_drawn(seed) else f"secret {hashlib.blake2b(seed, digest_size=8).hexdigest()}"
 
 
-def check_seed(seed: object) -> None:
+def check_seed(seed: object, name: str = "the secret", way_out: str = "such as secrets.token_bytes(32)") -> None:
     """Refuse what is neither a number nor a secret that nobody can guess."""
-    if isinstance(seed, bytes):
-        if len(seed) < SHORTEST_SECRET:
-            raise ReactClipError(
-                f"the secret has {len(seed)} bytes, which can be guessed; give at least {SHORTEST_SECRET} random ones, "
-                "such as secrets.token_bytes(32)"
-            )
-    elif not isinstance(seed, SupportsIndex):
+    if not isinstance(seed, bytes | SupportsIndex):
         raise ReactClipError(
             f"seed is of type {type(seed).__name__}; give a whole number, or a secret as bytes, such as "
             "secrets.token_bytes(32)"
+        )
+    if isinstance(seed, bytes) and len(seed) < SHORTEST_SECRET:
+        raise ReactClipError(
+            f"{name} has {len(seed)} bytes, which can be guessed; give {SHORTEST_SECRET} or more random ones: {way_out}"
         )

@@ -8,7 +8,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ from react_clip.errors import MissingFileError, ReactClipError, missing_or_wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_LOCK = ".lock"
 
 
 def cache_dir() -> Path:
@@ -57,32 +55,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
-    """Lock a run's folder for this process; a second process gets an error that names the first.
+    """Lock a run's folder for this process; a second process gets an error.
 
-    The kernel's lock ends with the process, however it ends. Temporary files of a killed process are removed. (filelock
-    would do, but some of its versions erase the holder's process id when a second process tries the lock.)
+    The kernel's lock ends with the process, however it ends. Temporary files of a killed process are removed.
     """
-    import fcntl  # not on Windows, where the rest of the package is still of use
+    from filelock import FileLock, Timeout
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Opened for appending: the file may belong to a run in progress, whose pid must stay readable.
-        lock = (folder / _LOCK).open("a+", encoding="ascii")
+        lock = FileLock(folder / ".lock").acquire(blocking=False)
+    except Timeout:
+        line = f"{folder} is in use by another process; wait for it to finish, or choose another --out"
+        raise ReactClipError(line) from None
     except OSError as error:
         raise ReactClipError(f"cannot use {folder} for a run: {error.strerror}; choose another --out") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read(20).strip() or "unknown"
-            raise ReactClipError(
-                f"{folder} is in use by process {holder}; wait for it to finish, or choose another --out"
-            ) from None
-        # The pid is for the message to others; the lock works without, so a full disk does not matter here.
-        with suppress(OSError):
-            os.ftruncate(lock.fileno(), 0)
-            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         for leftover in folder.glob(".*.part"):
             leftover.unlink(missing_ok=True)
         yield

@@ -1,4 +1,4 @@
-"""Photos on disk: class folders, and tables (Parquet, ``save_to_disk``, webdataset shards) read by ``datasets``.
+"""Photos on disk: class folders, and tables (Parquet, webdataset shards) read by ``datasets``.
 
 Every photo comes with a label: the name of its folder, or what the table says. Photos stay encoded until they are
 opened. ``datasets`` keeps a copy of shards in the cache; no code of a data set is ever run.
@@ -20,11 +20,8 @@ from react_clip.optional import require
 from react_clip.storage import cache_dir, class_folders
 from react_clip.zeroshot import DEFAULT_TEMPLATES
 
-TABLES = (
-    *("{split}/*.tar", "{split}/state.json"),
-    *("{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet"),
-)
-"""Patterns of tables below a set's folder; ``save_to_disk`` writes a ``state.json``."""
+TABLES = ("{split}/*.tar", "{split}/*.parquet", "data/{split}*.parquet", "{split}*.parquet")
+"""Patterns of tables below a set's folder."""
 SHARD_SUFFIXES = (".tar", ".parquet")
 """Endings of files that hold several photos."""
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
@@ -114,7 +111,7 @@ def find_tables(folder: Path, splits: Sequence[str]) -> list[Path]:
 
 
 def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | None) -> ImageDataset:
-    """Read Parquet files, a ``save_to_disk`` folder, or shards with labels in ``.cls`` or ``.json`` members."""
+    """Read Parquet files, or shards with labels in ``.cls`` or ``.json`` members."""
     datasets = require("datasets", f"reading {files[0]}", extra="data")
     table = open_tables(datasets, files)
     photo_column = next((c for c, kind in table.features.items() if isinstance(kind, datasets.Image)), None)
@@ -137,8 +134,6 @@ def load_tables(files: list[Path], name: str, split: str, spec: DatasetSpec | No
 def open_tables(datasets: Any, files: list[Path]) -> Any:
     """One ``datasets.Dataset`` of all files."""
     try:
-        if files[0].suffix == ".json":
-            return datasets.load_from_disk(str(files[0].parent))
         kind = "webdataset" if files[0].suffix == ".tar" else "parquet"
         cache = str(cache_dir() / "tables")
         return datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", cache_dir=cache)
