@@ -13,43 +13,20 @@ import pytest
 import react_clip
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "react_clip"
-ROOMS = [
-    *("environment", "errors", "optional", "choices", "storage", "config", "functional", "mappings", "secret", "noise"),
-    *(
-        "augment",
-        "accelerate",
-        "preprocess",
-        "encoders",
-        "label_table",
-        "zeroshot",
-        "linf",
-        "defenses",
-        "attacks",
-    ),
-    *(
-        "intervals",
-        "calibration",
-        "data",
-        "evaluation",
-        "finetune",
-        "bench",
-        "report",
-        "check",
-        "integrations",
-        "serve",
-        "scale",
-        "cli",
-    ),
-    "__main__",
-]
+_IN_ORDER = """
+environment errors optional choices storage config functional mappings secret noise augment accelerate preprocess
+encoders label_table zeroshot linf defenses attacks intervals calibration data evaluation finetune bench report check
+integrations serve scale cli __main__
+"""
+ROOMS = _IN_ORDER.split()
 SHORTCUTS = {"defenses": {"calibration"}}
 """Functions that call a lower room for the user's convenience: ``SecondLook.calibrate``."""
 FORBIDDEN = {"serve": {"attacks", "evaluation"}, "data": {"defenses", "attacks", "calibration"}}
-OPTIONAL = {
-    *("open_clip", "torchvision", "onnx", "transformers", "skimage", "sklearn", "yaml", "pyarrow", "matplotlib"),
-    *("datasets", "webdataset", "scipy", "fastapi", "uvicorn", "ray", "pyautoattack", "chromadb", "langchain_core"),
-    *("fsspec", "onnxruntime", "onnxscript", "pandas", "zmq"),
-}
+_OPTIONAL = """
+open_clip torchvision onnx transformers skimage sklearn yaml pyarrow matplotlib datasets webdataset scipy fastapi
+uvicorn ray pyautoattack chromadb langchain_core fsspec onnxruntime onnxscript pandas zmq
+"""
+OPTIONAL = set(_OPTIONAL.split())
 ON_FIRST_USE = {
     "serve": {"fastapi", "uvicorn", "zmq"},
     "integrations": {"transformers"},

@@ -160,17 +160,6 @@ def test_a_full_disk_is_known_before_the_work(
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_embed_leaves_nothing_when_no_photo_can_be_read(
-    run: Run, photos: Path, tiny: list[str], tmp_path: Path
-) -> None:
-    for path in photos.iterdir():
-        path.write_bytes(b"")
-    code, _, err = run("embed", photos, *tiny, "--out", tmp_path / "out.npy")
-    assert code == 2
-    assert "none of the 3 files could be read; nothing was written" in err
-    assert not list(tmp_path.glob("out*"))
-
-
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_failed_write_keeps_both_old_files(
     failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,12 +179,12 @@ def test_a_failed_write_keeps_both_old_files(
 
 
 @pytest.mark.parametrize(
-    ("options", "guard", "line"),
+    ("options", "guard"),
     [
-        ([], rc.SecondLook(), "the defence is SecondLook"),
-        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16"), "the defence is ReACT"),
-        (["--config", "paper"], rc.ReACT(), "the defence is ReACT"),
-        (["--config", "mine.json"], rc.SecondLook(threshold=0), "the defence is SecondLook"),
+        ([], rc.SecondLook()),
+        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16")),
+        (["--config", "paper"], rc.ReACT()),
+        (["--config", "mine.json"], rc.SecondLook(threshold=0)),
     ],
 )
 def test_the_defence_is_second_look_unless_another_is_asked_for(
@@ -205,7 +194,6 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
     guard: rc.Defense,
-    line: str,
 ) -> None:
     encoder = patch_encoder()
     encoder.name = encoder.weights = "clip-vit-b-16"
@@ -219,7 +207,7 @@ def test_the_defence_is_second_look_unless_another_is_asked_for(
     expected = guard(clf, sorted(photos.iterdir()), seed=0)
     code, _, err = run("embed", photos, "--photos", "classes", *options, "--seed", 0, "--out", "features.npy")
     assert code == 0, err
-    assert err.count(line) == err.count("the defence is") == 1
+    assert err.count(f"the defence is {type(guard).label}") == 1
     files = json.loads(Path("features.files.json").read_text())["files"]
     assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
@@ -329,17 +317,15 @@ def test_what_is_finished_is_kept_when_a_command_is_stopped(
         assert "photo0.png" in (tmp_path / "page" / "index.html").read_text()
 
 
-def test_stopped_before_anything_is_finished(
-    run: Run, photos: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_continues_says_so_when_it_is_stopped(
+    run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("react_clip.cli.common.load_encoder", stop)
-    code, _, err = run("embed", photos, *tiny, "--out", tmp_path / "f.npy")
-    assert (code, err) == (130, "react-clip: stopped\n")
     monkeypatch.setattr("react_clip.evaluation.Recipe.load", stop)
-    assert run("evaluate", photos / "photo0.png")[2] == "react-clip: stopped; the same command continues\n"
+    code, _, err = run("evaluate", photos / "photo0.png")
+    assert (code, err) == (130, "react-clip: stopped; the same command continues\n")
 
 
 # ---------------------------------------------------------------------- bad input
@@ -354,33 +340,23 @@ QUICK = {
     "classify empty": "empty holds no photos (.jpg, ",
     "classify empty --top 0": "--top: '0': Input should be greater than or equal to 1",
     "classify empty --seed my-secret": "--seed: invalid int value: 'my-secret'",
-    "classify empty --secret-file nowhere": "--secret-file: nowhere does not exist; check the path",
     "classify empty --seed 1 --secret-file empty": "--secret-file: not allowed with argument --seed",
     "classify empty --labels cat --photos empty": "--photos: not allowed with argument --labels",
-    "classify empty --labels-file nowhere.txt": "--labels-file: nowhere.txt does not exist",
-    "classify empty --config nowhere.json": "--config: nowhere.json does not exist",
     "classify empty --config paper --defense react": "--defense: not allowed with argument --config",
     "classify empty --shadow magic": "--shadow: invalid choice: 'magic'",
     "classify empty --shadow --defense react": "--shadow second_look runs beside plain CLIP; leave out --defense react",
     "classify empty --out page": "--out is page, the folder for the page of --shadow; add --shadow too",
     "embed nowhere --out f.npy": "nowhere does not exist",
-    "embed nowhere --out folder": "nowhere does not exist",
     "embed empty --out f.npy --resume": "--resume and --engine ray are for Parquet files; give --out a folder",
     "embed empty --out f.txt": "must end in .npy, or be a folder",
     "embed empty --out folder --workers 2": "--workers is 2, but the engine is local; add --engine ray",
     "attack empty --out adv --eps four": "--eps: 'four': it must be a number such as 4/255",
     "attack empty --out adv --eps 4": "--eps: '4': pixels lie in [0, 1], so write 4/255",
-    "evaluate nowhere.yaml": "nowhere.yaml does not exist",
-    "check my-clip nowhere": "nowhere does not exist; check the path",
     "check my-clip empty": "empty holds no photos (.jpg, ",
-    "check my-clip empty --limit 0": "--limit: '0': Input should be greater than or equal to 1",
     "calibrate folder:nowhere": "nowhere does not exist",
     "calibrate empty --clean-pass 97": "--clean-pass: '97': Input should be less than or equal to 1",
-    "calibrate empty --defense react --mapping cubic": "--mapping: invalid choice: 'cubic'",
-    "report nowhere": "nowhere does not exist",
     "evaluate empty --seeds 0,-1": "--seeds: '0,-1': Input should be greater than or equal to 0",
     "rank empty --out z.xlsx": "--out: 'z.xlsx' must end in one of .html, .csv, .md",
-    "bench empty --attacked 1.5": "--attacked: '1.5': Input should be less than or equal to 1",
     "finetune magic folder:empty --out f --quiet": "method 'magic' does not exist; choose one of clip-ft, fare",
     "export clip-vit-b-16 --out .": ". is there already; remove it, or choose another --out",
 }
@@ -467,21 +443,3 @@ def test_a_missing_package_is_one_line(run: Run, tmp_path: Path, monkeypatch: py
         assert code == 2, command
         assert "needs pandas, which is missing; in the checkout of react-clip: pip install -e '.[eval]'" in err
         assert err.count("\n") == 1
-
-
-# ---------------------------------------------------------------------- rank
-
-
-def test_the_json_of_a_ranking_has_intervals() -> None:
-    from react_clip.report.tables import Cell
-
-    assert Cell(61.0, 59.5, 62.5).to_dict() == {"value": 61.0, "low": 59.5, "high": 62.5}
-    assert Cell(float("nan")).to_dict() == {"value": None, "low": None, "high": None}
-
-
-def test_a_quick_and_a_full_measurement_have_folders_of_their_own() -> None:
-    from react_clip.evaluation import Recipe, run_folder
-
-    recipes = Path(rc.__file__).parent / "assets" / "recipes"
-    quick, full = (Recipe.load(recipes / f"{name}.yaml") for name in ("standard-quick", "standard"))
-    assert run_folder("Mine", quick) == run_folder("Mine", quick) != run_folder("Mine", full)

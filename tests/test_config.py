@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import react_clip as rc
-from react_clip import attacks, defenses
+from react_clip import defenses
 from react_clip.config import Configuration, Count, Fraction, PixelLength, PositiveLength, Range, Registered, Registry
 from toys import install, toy_classifier, toy_images
 
@@ -86,7 +86,6 @@ FIELDS = "; the fields of pinhole are eps, shots, lens, delay, step, film"
     ("values", "says"),
     [
         ({"shots": True}, f"shots is True: Input should be a valid integer{FIELDS}"),
-        ({"shots": "3"}, f"shots is '3': Input should be a valid integer{FIELDS}"),
         ({"shots": 0}, f"shots is 0: Input should be greater than or equal to 1{FIELDS}"),
         ({"shots": 37}, "shots is 37; a film has 36"),
         ({"eps": float("nan")}, f"eps is nan: Input should be a finite number{FIELDS}"),
@@ -100,7 +99,6 @@ FIELDS = "; the fields of pinhole are eps, shots, lens, delay, step, film"
         ),
         ({"lens": {"glass": 1}}, "lens: glass is 1: Unexpected keyword argument; the fields of Lens are zoom, share"),
         ({"lens": 3}, "lens: 3 is not a mapping of Lens; the fields of Lens are zoom, share"),
-        ({"zoom": 1}, f"zoom is 1: Unexpected keyword argument{FIELDS}"),
     ],
     ids=str,
 )
@@ -149,13 +147,6 @@ class Fade(Defense):
     def defend(self, x):
         return x.encode(x.changed(lambda images: images * (1 - self.fraction) + self.fraction / 2)), {}
 """
-ATTACK = """
-from react_clip.attacks import PGD
-
-class Gentle(PGD):
-    kind = "gentle"
-    steps: int = 1
-"""
 
 
 @pytest.mark.usefixtures("no_new_classes")
@@ -173,14 +164,3 @@ def test_a_defence_of_another_package(tmp_path: Path, monkeypatch: pytest.Monkey
         rc.ReactClipError, match="wrong is no defence: it needs the family's base class and a kind of its own"
     ):
         defenses.from_dict("wrong")
-
-
-@pytest.mark.usefixtures("no_new_classes")
-def test_an_attack_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "gentle_attacks", ATTACK, "[react_clip.attacks]\ngentle = gentle_attacks:Gentle\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    attack = attacks.from_dict({"kind": "gentle", "eps": "1/255"})
-    clf, images = toy_classifier(), toy_images(3)
-    found = attack(clf, images, clf(images).argmax(1), seed=0).images
-    assert 0 < (found - images).abs().max() <= 1 / 255 + 1e-6
-    assert attack.to_dict()["kind"] == "gentle"

@@ -31,7 +31,6 @@ VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")
         ({"cpu.max": "900000 100000\n"}, None),
         ({"cpu.max": "250000 100000\n"}, "2"),
         ({"cpu.max": "50000 100000\n"}, "1"),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "3"),
     ],
 )

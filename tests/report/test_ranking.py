@@ -225,6 +225,7 @@ def test_a_defence_of_ones_own_is_measured_and_ranked(
     assert main(["rank", *words]) == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document["defenses"]) == {"CLIP", "Mine"}
+    assert {*document["defenses"]["CLIP"][0]} == {"value", "low", "high"}
     [run_dir] = Path("runs").iterdir()
     assert main(["rank", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == document
