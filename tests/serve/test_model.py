@@ -26,27 +26,27 @@ Check = Callable[[ModelClient], Awaitable[None]]
 
 
 class Held:
-    """A model on a thread that can be held; ``batches`` are the sizes of its batches."""
+    """A model on a thread that can be held; ``computed`` are the numbers of images and prompts, in order."""
 
     def __init__(self, encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         values = {"queue": 32, "batch": 4, "deadline": 60.0, "max_labels": 200, **fields}
         self.settings = Settings.model_validate(values)
         preset = rc.ZeroShotClassifier(encoder, LABELS)
         self.model = Model(SECOND_LOOK, preset, self.settings)
-        self.free, self.batches, self.prompts = threading.Event(), list[int](), list[int]()
+        self.free, self.computed = threading.Event(), list[tuple[str, int]]()
         self.address = f"inproc://held-{id(self)}"
         run, encode_text, self.fails = self.model._run, encoder.encode_text, False
 
         def held(pixels: torch.Tensor, *rest: Any, **options: Any) -> rc.Defended:
             assert self.free.wait(60)
-            self.batches.append(len(pixels))
+            self.computed.append(("images", len(pixels)))
             if self.fails:
                 raise RuntimeError("of the test")
             return run(pixels, *rest, **options)
 
         def counted(prompts: list[str]) -> torch.Tensor:
             assert self.free.wait(60)
-            self.prompts.append(len(prompts))
+            self.computed.append(("prompts", len(prompts)))
             return encode_text(prompts)
 
         monkeypatch.setattr(self.model, "_run", held)
@@ -101,7 +101,9 @@ def test_the_queue_takes_a_request_whole_or_not_at_all(hold: Any) -> None:
             client.admit(1)
         held.free.set()
         assert [len(await task) for task in tasks] == [16, 12, 4]
-        assert sorted(held.batches) == [4, 12, 16], "requests larger than --batch have batches of their own"
+        assert sorted(held.computed) == [("images", size) for size in (4, 12, 16)], (
+            "requests larger than --batch have batches of their own"
+        )
 
     held.check(check)
 
@@ -122,64 +124,39 @@ def test_abandoned_images_free_their_places_and_are_not_computed(hold: Any) -> N
         await asyncio.sleep(0.2)
         held.free.set()
         await asyncio.gather(first, kept)
-        assert sum(held.batches) == 3
+        assert held.computed == [("images", 1), ("images", 2)]
 
     held.check(check)
 
 
-def test_prompts_of_new_labels_take_places_end_with_their_callers_and_let_images_pass(hold: Any) -> None:
+@pytest.mark.parametrize("what", ["new labels", "texts"])
+def test_prompts_take_places_let_images_pass_and_end_with_their_callers(hold: Any, what: str) -> None:
     held = hold(queue=64)
 
     async def check(client: ModelClient) -> None:
-        first = ask(client)
-        await asyncio.sleep(0.2)
-        lists = [[f"thing {number} {place}" for number in range(200)] for place in range(4)]
-        tasks = [ask(client, 1, labels) for labels in lists]
-        await asyncio.sleep(0.3)
-        image = ask(client, 16)
-        held.free.set()
-        await asyncio.gather(first, image)
-        # Half of the 64 places are for prompts: 13 of each list, so that two lists fit.
-        refused = [task for task in tasks if task.done()]
-        assert len(refused) == 2
-        for task in refused:
-            with pytest.raises(RequestError, match="of new labels wait"):
-                task.result()
-        assert sum(held.prompts) <= 200, "images are answered first"
-        computed = sum(held.prompts)
-        await forget(*[task for task in tasks if not task.done()])
-        await ask(client, 16)
-        assert sum(held.prompts) <= computed + 32, "nobody waits for the rest"
-
-    held.check(check)
-
-
-def test_texts_wait_as_prompts_do_and_end_with_their_callers(hold: Any) -> None:
-    held = hold(queue=64)
-
-    async def check(client: ModelClient) -> None:
-        def embed(number: int) -> asyncio.Task[Any]:
-            texts = [f"text {number} {place}" for place in range(200)]
+        def prompts(number: int) -> asyncio.Task[Any]:
+            texts = [f"thing {number} {place}" for place in range(200)]
+            if what == "new labels":
+                return ask(client, 1, texts)
             return asyncio.create_task(client.submit(torch.empty(0), [], None, texts))
 
         first = ask(client)
         await asyncio.sleep(0.2)
-        tasks = [embed(number) for number in range(4)]
-        await asyncio.sleep(0.3)
+        tasks = [prompts(number) for number in range(4)]
+        await asyncio.sleep(0.2)
         image = ask(client, 16)
+        await asyncio.sleep(0.2)
+        await forget(tasks[0])
         held.free.set()
         await asyncio.gather(first, image)
-        refused = [task for task in tasks if task.done()]
-        assert len(refused) == 2, "half of the 64 places are for prompts, and 13 for each of these"
-        for task in refused:
-            with pytest.raises(RequestError, match="of texts wait"):
-                task.result()
-        last, kept = [task for task in tasks if not task.done()][::-1]
-        await forget(last)
-        answers = await kept
-        assert [tuple(each.feature.shape) for each in answers] == [(client.info.dim,)] * 200
-        await ask(client, 16)
-        assert sum(held.prompts) <= 232, "nobody waits for the rest"
+        # Half of the 64 places are for prompts: 13 of each list, so that two lists fit.
+        for refused in tasks[2:]:
+            with pytest.raises(RequestError, match=f"of {what} wait"):
+                await refused
+        answers = await tasks[1]
+        assert [len(each.feature) for each in answers] == [client.info.dim] * (1 if what == "new labels" else 200)
+        assert sum(each for kind, each in held.computed if kind == "prompts") == 200, "nobody waits for the others"
+        assert held.computed[1] == ("images", 16) or held.computed[2] == ("images", 16), "images are answered first"
 
     held.check(check)
 
@@ -193,23 +170,7 @@ def test_label_lists_are_computed_once(hold: Any) -> None:
         await asyncio.gather(*(ask(client, 1, names) for _ in range(3)))
         answers = await ask(client, 1, names)
         assert len(answers[0].probs) == 2
-        assert held.prompts == [2]
-
-    held.check(check)
-
-
-def test_images_that_waited_too_long_are_refused(hold: Any) -> None:
-    held = hold(deadline=1.0)
-
-    async def check(client: ModelClient) -> None:
-        first = ask(client)
-        await asyncio.sleep(0.2)
-        late = ask(client)
-        await asyncio.sleep(0.8)
-        held.free.set()
-        await first
-        with pytest.raises(RequestError, match="not ready within 1 s"):
-            await late
+        assert [each for each in held.computed if each[0] == "prompts"] == [("prompts", 2)]
 
     held.check(check)
 

@@ -9,16 +9,7 @@ import pytest
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
 from react_clip.cli.serve import settings_of
-from react_clip.serve.settings import (
-    DROPPED,
-    Secrets,
-    Settings,
-    allowed_hosts,
-    digest,
-    read_secrets,
-    read_settings,
-    variable,
-)
+from react_clip.serve.settings import Secrets, Settings, allowed_hosts, digest, read_secrets
 
 
 def parsed(*flags: str) -> Settings:
@@ -43,12 +34,9 @@ def test_there_are_few_settings_and_each_is_a_flag_and_a_variable(monkeypatch: p
         parsed()
 
 
-@pytest.mark.parametrize("name", DROPPED)
-def test_settings_of_earlier_versions_say_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ReactClipError, match="is no setting any more; "):
-        read_settings({name: "1"})
-    monkeypatch.setenv(variable(name), "1")
-    with pytest.raises(ReactClipError, match=rf"^\${variable(name)} is no setting any more; "):
+def test_a_variable_that_is_no_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REACT_CLIP_SERVE_API_KEY_FILE", "keys")
+    with pytest.raises(ReactClipError, match=r"^\$REACT_CLIP_SERVE_API_KEY_FILE is no setting"):
         parsed()
 
 
@@ -60,14 +48,13 @@ def test_settings_of_earlier_versions_say_what_to_do(name: str, monkeypatch: pyt
         (["--deadline", "nan"], "--deadline is 'nan'; it should be a finite number"),
         (["--queue", "4"], "--queue is 4, which could never take a request of --max-images 16"),
         (["--defense", "react", "--config", "paper"], "--config paper and --defense react are both given; choose one"),
-        (["--labels", "a", "--photos", "b"], "--labels and --photos are both given; choose one"),
-        (["--labels", " , "], "--labels is empty"),
+        (["--labels", "a", "--photos", "b"], "--labels a and --photos b are both given; choose one"),
         (["--defense", "aom"], "--defense is 'aom'; it should be 'second_look', 'react' or 'none'"),
         (["--shadow-share", "0"], "--shadow-share is '0'; it should be greater than 0"),
         (["--log-level", "loud"], "--log-level is 'loud'; it should be 'debug', 'info'"),
         (["--secrets-dir", "nowhere"], "--secrets-dir nowhere is no folder"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
-        (["--demo", "--workers", "2"], "--workers is 2, but only the process that runs a demo attack knows"),
+        (["--demo", "--workers", "2"], "--workers is 2, but the demo attacks the model in its own process"),
         (["--port", "0", "--model", "no-such-model"], "no model is called 'no-such-model'"),
     ],
 )

@@ -34,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         text = f"{setting.description}{default} [${serve.variable(name)}]".replace("%", "%%")
         parser.add_argument(serve.flag(name), action=action, default=argparse.SUPPRESS, help=text)
-    for name in serve.DROPPED:
-        parser.add_argument(serve.flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> serve.Settings:
     """Settings from the flags that were given and from the environment."""
-    names = serve.Settings.model_fields.keys() | serve.DROPPED.keys()
-    return serve.read_settings({name: value for name, value in vars(args).items() if name in names})
+    fields = serve.Settings.model_fields
+    return serve.read_settings({name: value for name, value in vars(args).items() if name in fields})
 
 
 def application(flags: dict[str, Any]) -> Any:
@@ -103,14 +101,12 @@ def load_model(settings: serve.Settings) -> serve.Model:
 
 
 def demo_attack(
-    clf: rc.ZeroShotClassifier, pixels: Tensor, index: int, eps: float, progress: Callable[[int, int], None]
+    clf: rc.ZeroShotClassifier, pixels: Tensor, index: int, eps: float, advance: Callable[[int], None]
 ) -> Tensor:
     """The demo's attack: PGD with 10 steps on plain CLIP, which does not know the defence."""
     import torch
 
-    steps, label = 10, torch.tensor([index])
-    attack = rc.attacks.PGD(eps=eps, steps=steps)
-    return attack(clf, pixels, label, progress=lambda done: progress(done, steps)).images
+    return rc.attacks.PGD(eps=eps, steps=10)(clf, pixels, torch.tensor([index]), progress=advance).images
 
 
 def set_threads(settings: serve.Settings) -> None:

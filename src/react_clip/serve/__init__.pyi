@@ -2,7 +2,6 @@ from .app import create_app as create_app
 from .model import Model as Model
 from .server import log_to_stderr as log_to_stderr
 from .server import run as run
-from .settings import DROPPED as DROPPED
 from .settings import Secrets as Secrets
 from .settings import Settings as Settings
 from .settings import flag as flag

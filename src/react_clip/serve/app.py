@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -15,30 +13,25 @@ import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from react_clip.environment import __version__
-from react_clip.serve import openapi, requests, responses
+from react_clip.serve import openapi, responses
 from react_clip.serve.callers import Rates, check_caller
 from react_clip.serve.client import ModelClient
-from react_clip.serve.errors import RequestError, answer_http_error, busy, quote
-from react_clip.serve.limits import RequestLimits
+from react_clip.serve.errors import RequestError, answer_http_error, busy
 from react_clip.serve.log import RequestLog
 from react_clip.serve.metrics import Metrics
-from react_clip.serve.settings import LABEL_LENGTH, Secrets, Settings, allowed_hosts
+from react_clip.serve.reading import read
+from react_clip.serve.requests import Asked, ClassifyRequest, EmbeddingsRequest
+from react_clip.serve.settings import Secrets, Settings, allowed_hosts
 
 if TYPE_CHECKING:
     from react_clip.serve.model import Model
 
 _STATIC = Path(__file__).with_name("static")
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""Content-Security-Policy of the page: scripts and styles of this server only, and none inside the HTML."""
 
 
 class Service:
@@ -48,41 +41,9 @@ class Service:
         self.settings, self.secrets, self.client, self.metrics = settings, secrets, client, metrics
         self.rates = Rates(settings.rate_limit) if settings.rate_limit else None
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
-        self.started = int(time.time())
-        self.handling = 0
-        """Requests being handled whose body has arrived."""
+        self.handling = self.buffered = 0
+        """Requests whose bodies have arrived, and bytes of all bodies."""
         self.stopping = False
-
-
-def read(model: type[requests.Request]) -> Callable[[Request], Coroutine[Any, Any, requests.Asked[requests.Request]]]:
-    """The dependency that reads the body of a request, which is JSON or a form, and decodes its photos in a thread."""
-
-    async def read_body(request: Request) -> requests.Asked[requests.Request]:
-        service: Service = request.app.state.service
-        settings, client = service.settings, service.client
-        client.admit(1)  # before its body is read
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-            line = f"content-encoding is {quote(encoding)}; send the body as it is"
-            raise RequestError(415, line, field="content-encoding")
-        content: bytes | dict[str, Any]
-        if kind == "application/json":
-            content = await request.body()
-        elif kind == "multipart/form-data":
-            # Four bytes a character at most, and a comma and a space between two labels.
-            longest = max(2**20, settings.max_labels * (4 * LABEL_LENGTH + 2))
-            form = await request.form(max_files=1000, max_fields=settings.max_labels + 100, max_part_size=longest)
-            content = {}
-            for name, value in form.multi_items():
-                part = await value.read() if isinstance(value, UploadFile) else value
-                content.setdefault(name.removesuffix("[]"), []).append(part)
-        else:
-            line = f"content-type is {quote(request.headers.get('content-type', ''))}; send application/json or "
-            raise RequestError(415, line + "multipart/form-data", field="content-type")
-        words = (model, content, client.info, client.preprocessing, settings, service.secrets.noise)
-        return await asyncio.get_running_loop().run_in_executor(service.threads, requests.prepare, *words)
-
-    return read_body
 
 
 _KEYED = [Security(check_caller)]
@@ -91,12 +52,11 @@ about = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(40
 state = APIRouter(responses=openapi.errors(400, 503))
 site = APIRouter(include_in_schema=False)
 
-ClassifyBody = Annotated[requests.Asked[requests.ClassifyRequest], Depends(read(requests.ClassifyRequest))]
-EmbeddingsBody = Annotated[requests.Asked[requests.EmbeddingsRequest], Depends(read(requests.EmbeddingsRequest))]
 
-
-@api.post("/classify", openapi_extra=openapi.request_body(requests.ClassifyRequest, top_k=3))
-async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyResponse:
+@api.post("/classify", openapi_extra=openapi.request_body(ClassifyRequest, top_k=3))
+async def classify(
+    request: Request, asked: Annotated[Asked[ClassifyRequest], read(ClassifyRequest)]
+) -> responses.ClassifyResponse:
     """Classify photos, defended. A photo that cannot be read has an error of its own, unless all are like that."""
     client: ModelClient = request.app.state.service.client
     body = asked.body
@@ -116,32 +76,31 @@ async def classify(request: Request, asked: ClassifyBody) -> responses.ClassifyR
                 probability=best[0].probability,
                 answers=best,
                 diagnostics=responses.Diagnostics.of(answer.numbers) if client.info.diagnostics else None,
-                suspicious=bool(answer.numbers["suspicious"]) if body.suspicious else None,
             )
         )
     return responses.ClassifyResponse(model=client.info.model, results=results)
 
 
-@api.post("/embed", include_in_schema=False)
-@api.post("/embeddings", openapi_extra=openapi.request_body(requests.EmbeddingsRequest, encoding_format="float"))
-async def embeddings(request: Request, asked: EmbeddingsBody) -> responses.EmbeddingsResponse:
+@api.post("/embeddings", openapi_extra=openapi.request_body(EmbeddingsRequest, encoding_format="float"))
+async def embeddings(
+    request: Request, asked: Annotated[Asked[EmbeddingsRequest], read(EmbeddingsRequest)]
+) -> responses.EmbeddingsResponse:
     """Defended unit features of images, and features of texts, in the shape of OpenAI's; the gate uses the labels."""
     client: ModelClient = request.app.state.service.client
-    body, texts = asked.body, list(dict.fromkeys(asked.texts.values()))
+    body, texts = asked.body, [*asked.texts.values()]
     answers = await client.submit(asked.pixels, asked.keys, asked.label_list) if asked.keys else []
     of_texts = await client.submit(torch.empty(0), [], None, texts) if texts else []
     request.scope["answers"] = answers
-    images, known = iter(answers), dict(zip(texts, of_texts, strict=True))
+    of_image, of_text = iter(answers), iter(of_texts)
     data = list[responses.Embedding]()
     for index in range(len(body.images)):
-        answer = known[asked.texts[index]] if index in asked.texts else next(images)
+        answer = next(of_text if index in asked.texts else of_image)
         numbers = answer.numbers  # none of a text
         data.append(
             responses.Embedding(
                 index=index,
                 embedding=responses.encode_feature(answer.feature, body.encoding_format),
                 diagnostics=responses.Diagnostics.of(numbers) if numbers and client.info.diagnostics else None,
-                suspicious=bool(numbers["suspicious"]) if numbers and body.suspicious else None,
             )
         )
     usage = responses.Usage(images=len(answers))
@@ -159,7 +118,7 @@ async def info(request: Request) -> responses.Info:
 async def models(request: Request) -> dict[str, Any]:
     """The served model, in the shape of OpenAI's list."""
     service: Service = request.app.state.service
-    one = {"id": service.client.info.model, "object": "model", "created": service.started, "owned_by": "react-clip"}
+    one = {"id": service.client.info.model, "object": "model", "created": 0, "owned_by": "react-clip"}
     return {"object": "list", "data": [one]}
 
 
@@ -200,13 +159,13 @@ async def metrics(request: Request) -> Response:
 @site.get("/docs")
 async def docs() -> FileResponse:
     """Every route with an example to run."""
-    return FileResponse(_STATIC / "docs.html", headers={"content-security-policy": _POLICY})
+    return FileResponse(_STATIC / "docs.html")
 
 
 @site.get("/")
 async def page() -> FileResponse:
     """The page to try the service."""
-    return FileResponse(_STATIC / "page.html", headers={"content-security-policy": _POLICY})
+    return FileResponse(_STATIC / "page.html")
 
 
 def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = None, address: str = "") -> FastAPI:
@@ -231,12 +190,10 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        generate_unique_id_function=lambda route: route.path_format.strip("/").replace("/", "_"),
     )
     app.state.service = service
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(settings, secrets), www_redirect=False)
-    app.add_middleware(RequestLimits, service=service)
-    if settings.cors_origin:  # outside of the limits, so that pages can read refusals too
+    if settings.cors_origin:
         shared: Any = {"allow_methods": ["GET", "POST"], "expose_headers": ["retry-after", "x-request-id"]}
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_headers=["*"], **shared)
     app.add_middleware(RequestLog, service=service)

@@ -56,15 +56,16 @@ class ModelClient:
         self._seconds = self._heard = 0.0
 
     async def connect(self) -> None:
-        """Reach the model and learn what it is; waits until it is loaded."""
+        """Reach the model and learn what it is."""
         self._socket: Any = zmq.asyncio.Context(zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = _MESSAGES
         self._socket.connect(self._address)
-        self._known = asyncio.get_running_loop().create_future()
-        self._listening = asyncio.create_task(self._listen())
         self._tell({"hello": True})
-        await asyncio.wait([self._known, self._listening], return_when=asyncio.FIRST_COMPLETED)
+        known = json.loads(await self._socket.recv())
+        self.info, self.preprocessing = Info.model_validate(known["info"]), Preprocessing(**known["preprocessing"])
+        self._heard = time.monotonic()
+        self._listening = asyncio.create_task(self._listen())
 
     def close(self) -> None:
         """Leave the model."""
@@ -89,8 +90,7 @@ class ModelClient:
         """
         self.admit(len(keys))
         number = next(self._numbers)
-        expires = time.monotonic() + (1 - BATCH_FRACTION) * self.settings.deadline
-        message = {"id": number, "keys": list(keys), "labels": labels, "texts": list(texts), "expires": expires}
+        message = {"id": number, "keys": list(keys), "labels": labels, "texts": list(texts)}
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._asked += len(keys)
@@ -130,11 +130,7 @@ class ModelClient:
             self._heard = time.monotonic()
             message = json.loads(text)
             self._told, self._seconds = message["waiting"], message["seconds"]
-            if "hello" in message:
-                self.info = Info.model_validate(message["hello"])
-                self.preprocessing = Preprocessing(**message["preprocessing"])
-                self._known.set_result(None)
-            elif "id" in message:
+            if "id" in message:
                 answer = self._waiting.get(message["id"])
                 if answer is None or answer.done():
                     continue

@@ -10,8 +10,8 @@ KINDS = {
     400: ("malformed_body", "The body cannot be parsed, or the Host header is not allowed."),
     401: ("unauthorized", "The API key is missing or unknown."),
     403: ("forbidden", "Metrics need an API key or --diagnostics, or the request comes from the page of another site."),
-    404: ("not_found", "There is nothing at this path."),
-    405: ("method_not_allowed", "The path has another method."),
+    404: ("not_found", "There is nothing at this path; see /docs."),
+    405: ("method_not_allowed", "The path has another method; see the header Allow."),
     408: ("timeout", "The body came too slowly."),
     413: ("too_large", "The body is too large."),
     415: ("unsupported_media_type", "The media type of the body, or the format of an image, is not supported."),
@@ -20,6 +20,11 @@ KINDS = {
     503: ("overloaded", "Too busy, or stopping; Retry-After says when to try again."),
 }
 """Type and description of the errors of each status."""
+
+
+def kind_of(status: int) -> str:
+    """Type of the errors of a status."""
+    return KINDS.get(status, ("error", ""))[0]
 
 
 class RequestError(HTTPException):
@@ -35,7 +40,7 @@ class RequestError(HTTPException):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(status, " ".join(message.split()), headers)
-        self.kind, self.field = kind or KINDS.get(status, ("error",))[0], field
+        self.kind, self.field = kind or kind_of(status), field
 
     def response(self) -> JSONResponse:
         """``{"error": {"message", "type", "param"}}`` with this status."""
@@ -48,11 +53,6 @@ def busy(message: str, *, kind: str = "overloaded", retry: int = 1) -> RequestEr
     return RequestError(503, message, kind=kind, headers={"retry-after": str(retry)})
 
 
-def late(deadline: float) -> RequestError:
-    """503 for an answer that is not ready in time."""
-    return busy(f"the answer was not ready within {deadline:g} s; try again, or send fewer images", kind="deadline")
-
-
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     """Any HTTP error in the shape of all errors."""
     assert isinstance(error, HTTPException)
@@ -61,11 +61,7 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
         if error.status_code == 422 and request.url.path.startswith("/v1/embed"):
             error.status_code = 400  # as OpenAI's clients know it
         return error.response()
-    line = error.detail
-    if error.status_code == 404:
-        line = "there is nothing at this path; see /docs"
-    elif error.status_code == 405:
-        line = f"{request.method} is not offered here; use {(error.headers or {}).get('Allow', 'another method')}"
+    line = KINDS[error.status_code][1] if error.status_code in (404, 405) else error.detail
     return RequestError(error.status_code, line, headers=dict(error.headers or {})).response()
 
 

@@ -8,17 +8,16 @@ lists, and encodes some prompts of new label lists.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,18 +29,19 @@ from react_clip.defenses.result import Defended
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_float
 from react_clip.serve import admission
-from react_clip.serve.errors import RequestError, busy, late
+from react_clip.serve.client import LabelList
+from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import BEAT, GRACE, Settings, prompt_slots
+from react_clip.serve.settings import BEAT, GRACE, PROMPTS_PER_SLOT, Settings, prompt_slots
 from react_clip.serve.shadow import Shadow
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
 
 logger = logging.getLogger("react_clip.serve")
 
-DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int, int], None]], Tensor]
-"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1], progress) -> attacked pixels``, where
-``progress(done, steps)`` is called after every step and raises if the caller is gone."""
+DemoAttack = Callable[[ZeroShotClassifier, Tensor, int, float, Callable[[int], None]], Tensor]
+"""``(classifier, pixels [1, 3, S, S], index of the class to leave, eps in [0, 1], advance) -> attacked pixels``, where
+``advance`` is called after every step and raises if the caller is gone."""
 
 _PROMPTS = 32
 """Prompts encoded in one turn."""
@@ -49,9 +49,6 @@ _LABEL_LISTS = 64
 """Label lists whose class features are kept."""
 _GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Sizes of batches on a GPU, which records a graph for each; images beyond such a size wait for the next batch."""
-
-_TRIM_SECONDS = 10.0
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 @dataclass(eq=False)
@@ -73,8 +70,6 @@ class _Ask:
     pixels: Tensor
     """``[N, 3, S, S]`` in 8 bits."""
     keys: list[int]
-    expires: float
-    """Time (monotonic) at which images that still wait are dropped: a batch may take the rest of the deadline."""
     labels: _Labels
     arrived: float = field(default_factory=time.monotonic)
 
@@ -106,11 +101,11 @@ class Model:
         self._largest = settings.batch or (64 if self._on_gpu else 32)
         self._keep([])
         self._preset = _Labels(preset.names, classes=preset)
-        self._lists: dict[str, _Labels] = {}  # the one that was used last is at the end
+        self._labels = lru_cache(_LABEL_LISTS)(self._new_labels)
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
         self._stopped = False
-        self._last_end = self._prompts_until = self._trimmed = self._told = 0.0
+        self._last_end = self._told = 0.0
         # The middle one of three batches, so that one hiccup does not count.
         self._rates = deque([self._warm_up(defense)], maxlen=3)
         self._seconds = self._rates[0]
@@ -146,22 +141,19 @@ class Model:
         shadow = self._shadow if self._shadow and self._shadow.waiting else None
         self._receive(0.0 if self._queue or self._computing or shadow else BEAT)
         if shadow and not self._queue and not self._computing:
-            try:
-                shadow.run(self._run, most=4 if self._on_gpu else 1)  # a request that comes now waits for no more
-            except Exception as error:
-                logger.error("the shadow failed: %s", type(error).__name__)
+            shadow.run(self._run, most=4 if self._on_gpu else 1)  # a request that comes now waits for no more
         earlier, self._computing = self._computing, None
-        # As much time for prompts as for images, so that neither waits longer for the other kind than for its own.
-        rests = self._prompts and time.monotonic() < self._prompts_until
-        ready = [ask for ask in self._queue if ask.labels.classes is not None and not rests]
+        ready = [ask for ask in self._queue if ask.labels.classes is not None]
         # A GPU gets a full batch while it computes the last one, so that it need not wait for the next.
         if ready and (earlier is None or _images(ready) >= self._batch_limit):
             batch = self._start(self._take_batch(ready))
             earlier, self._computing = (earlier, batch) if self._on_gpu else (batch, None)
         if earlier is not None:
             self._finish(earlier)
-        if new := self._new:
-            self._encode_prompts(new[0])
+        # As much time for prompts as for images, so that neither waits longer for the other kind than for its own.
+        for _ in range(max(1, len(earlier.rows) * PROMPTS_PER_SLOT // _PROMPTS if earlier else 1)):
+            if new := self._new:
+                self._encode_prompts(new[0])
         self._tell()
 
     # ------------------------------------------------------------------ requests
@@ -197,54 +189,48 @@ class Model:
             elif "hello" in message:
                 self._callers.add(caller)
                 how = asdict(self.encoder.preprocessing)
-                self._send(caller, {"hello": self.info.model_dump(), "preprocessing": how})
+                self._send(caller, {"info": self.info.model_dump(), "preprocessing": how})
 
     def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
         """Queue a request, or refuse it: 503 where the queue is full, 422 where its labels have no features."""
-        size, keys, labels = self.encoder.image_size, message["keys"], message["labels"]
+        size, keys, texts = self.encoder.image_size, message["keys"], message["texts"]
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, 3, size, size) if keys else torch.empty(0)
         try:
             # Texts to embed are prompts without images and names.
-            wanted = _Labels((), message["texts"]) if message["texts"] else self._labels(labels)
-            ask, prompts = _Ask(caller, message["id"], images, keys, message["expires"], wanted), 0
+            labels = _Labels((), texts) if texts else self._known(message["labels"])
+            ask, prompts = _Ask(caller, message["id"], images, keys, labels), 0
             admission.admit(len(ask), self._waiting, self._seconds, self.settings)
-            if ask.labels.classes is None and ask.labels not in self._new:
+            if labels.classes is None and labels not in self._new:
                 # Prompts get half of the time and of the places: images must find room beside any label lists.
-                prompts, waiting = _slots([ask.labels]), 2 * self._prompts
-                what = "texts" if message["texts"] else "new labels"
+                prompts, waiting = _slots([labels]), 2 * self._prompts
+                what = "texts" if texts else "new labels"
                 admission.admit(2 * prompts, waiting, self._seconds, self.settings, what=what)
         except RequestError as error:
             self._refuse(caller, message["id"], error)
             return
         self._queue.append(ask)
         self._images, self._prompts = self._images + len(ask), self._prompts + prompts
-        if labels is not None:
-            self._lists.pop(key := json.dumps(labels), None)
-            self._lists[key] = ask.labels
-            if len(self._lists) > _LABEL_LISTS:
-                del self._lists[next(iter(self._lists))]
 
-    def _labels(self, labels: list[list[str]] | None) -> _Labels:
-        """The label list with these names and templates, or the preset one."""
-        if labels is None:
-            return self._preset
-        if (known := self._lists.get(json.dumps(labels))) is not None:
-            return known
-        names, templates = labels
+    def _known(self, labels: LabelList | None) -> _Labels:
+        """The label list of a request, or the preset one."""
+        return self._preset if labels is None else self._labels(*map(tuple, labels))
+
+    def _new_labels(self, names: tuple[str, ...], templates: tuple[str, ...]) -> _Labels:
+        """A label list, whose prompts are not encoded yet."""
         if label_source(self.encoder) == "bank":
             try:
-                return _Labels(tuple(names), classes=ZeroShotClassifier(self.encoder, names))
+                return _Labels(names, classes=ZeroShotClassifier(self.encoder, names))
             except ReactClipError as error:
                 # The rest of the library's message is for programmers; a caller can only choose other names.
                 line = str(error).partition("; use one of its names")[0] + "; choose other labels"
                 raise RequestError(422, line, field="labels") from None
         # Not str.format, which would give a caller's template access to attributes.
         prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
-        return _Labels(tuple(names), prompts)
+        return _Labels(names, prompts)
 
-    def classes(self, labels: tuple[list[str], list[str]] | None) -> ZeroShotClassifier:
+    def classes(self, labels: LabelList | None) -> ZeroShotClassifier:
         """Classes of a request that was answered just now."""
-        classes = (self._preset if labels is None else self._lists[json.dumps(labels)]).classes
+        classes = self._known(labels).classes
         assert classes is not None, "they were needed for the answer"
         return classes
 
@@ -263,10 +249,6 @@ class Model:
             self._told = now
             for caller in self._callers:
                 self._send(caller, {})
-        if _malloc_trim and now - self._trimmed > _TRIM_SECONDS:
-            # glibc would keep what each thread has freed for later requests of that thread.
-            self._trimmed = now
-            _malloc_trim(0)
 
     # ------------------------------------------------------------------ images
 
@@ -276,7 +258,7 @@ class Model:
         return max(1, min(self._largest, int(admission.BATCH_FRACTION * self.settings.deadline / self._seconds)))
 
     def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
-        """Take the requests of a batch from the queue; those that have waited too long are refused."""
+        """Take the requests of a batch from the queue."""
         batch, images = list[_Ask](), 0
         most = min(self._batch_limit, _images(ready))
         if self._on_gpu:
@@ -284,19 +266,13 @@ class Model:
         for ask in ready:
             if batch and images + len(ask) > most:
                 break
-            self._queue.remove(ask)
-            if time.monotonic() < ask.expires:
-                batch.append(ask)
-                images += len(ask)
-            else:
-                self._refuse(ask.caller, ask.number, late(self.settings.deadline))
-        self._keep(self._queue)
+            batch.append(ask)
+            images += len(ask)
+        self._keep([ask for ask in self._queue if ask not in batch])
         return batch
 
     def _start(self, asks: list[_Ask]) -> _Batch | None:
-        """Give requests to the model; None if there is none or it fails, which their callers are told."""
-        if not asks:
-            return None
+        """Give requests to the model; None if it fails, which their callers are told."""
         began, copied = time.monotonic(), None
         try:
             classes = [ask.labels.classes for ask in asks for _ in ask.keys]
@@ -320,14 +296,10 @@ class Model:
         streams = torch.tensor(keys).to(device)
         return guard.run(self.encoder, to_float(on_device), streams, classes, skip_unneeded=lazy)
 
-    def numbers(self, out: Defended) -> dict[str, Tensor]:
-        """What the defence measured, one value per image."""
-        opened = out.diagnostics.get("gate_open", out.gated)
-        return out.diagnostics | {"gated": out.gated, "passes": out.passes, "suspicious": opened}
-
     def _rows(self, out: Defended) -> tuple[list[str], Tensor]:
         """One row of numbers per image, ``[B, D + numbers + K]``: feature, numbers with their names, probabilities."""
-        numbers = self.numbers(out)
+        numbers = {"gated": out.gated, "passes": out.passes} | out.diagnostics
+        numbers["suspicious"] = numbers.pop("gate_open", out.gated)
         columns = torch.stack([values.float() for values in numbers.values()], 1)
         return list(numbers), torch.cat([out.features.float(), columns, out.probs.float()], 1)
 
@@ -346,7 +318,6 @@ class Model:
         seconds, self._last_end = end - max(batch.began, self._last_end), end
         self._rates.append(seconds / images)
         self._seconds = statistics.median_low(self._rates)
-        self._prompts_until = end + images * self._seconds
         # Before the answers: a caller that has its answer must find it counted in the metrics.
         numbers = batch.rows[:, dim : dim + len(names)]
         gated, passes = (numbers[:, names.index(name)] for name in ("gated", "passes"))

@@ -6,6 +6,7 @@ JSON and forms use the same models; in JSON the types are strict.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -21,18 +22,10 @@ from react_clip.serve.responses import Info, Schema
 from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, TEXT_LENGTH, Settings
 from react_clip.zeroshot import check_names
 
-# The text of an error follows the field's name.
-
-
-def _check_label(text: str) -> str:
-    if len(text) > LABEL_LENGTH:
-        raise ValueError(f"has {len(text)} characters; the limit is {LABEL_LENGTH}; shorten it")
-    return text
-
 
 def _check_template(text: str) -> str:
     if text.count("{}") != 1:
-        raise ValueError(f"is {quote(text)}; it needs exactly one {{}} where the label goes")
+        raise ValueError("it needs exactly one {} where the label goes")
     return text
 
 
@@ -40,7 +33,7 @@ _FILE = "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URL; address
 _IMAGE_SCHEMA = {"type": "string", "contentEncoding": "base64", "description": _FILE}
 Images = Annotated[list[Annotated[Any, WithJsonSchema(_IMAGE_SCHEMA)]], Field(min_length=1)]
 Inputs = Annotated[Images, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
-Label = Annotated[str, AfterValidator(_check_label)]
+Label = Annotated[str, Field(max_length=LABEL_LENGTH)]
 Template = Annotated[Label, AfterValidator(_check_template)]
 
 
@@ -57,8 +50,6 @@ class ImageRequest(Schema):
     """Prompts with {} for the name; several are averaged. Needs a text tower."""
     model: str | None = None
     """If given, it must be the served model's name."""
-    suspicious: bool = False
-    """Tell for each photo whether it counts as attacked; the server must allow it (--diagnostics)."""
 
 
 class ClassifyRequest(ImageRequest):
@@ -137,8 +128,6 @@ def prepare(
         raise _request_error(model, error) from None
     if body.model not in (None, "", info.model):
         raise _invalid("model", f"model is {quote(body.model)}; this service has {info.model!r}")
-    if body.suspicious and not info.diagnostics:
-        raise _invalid("suspicious", "this service does not tell what is suspicious (its operator: --diagnostics)")
     if body.labels is None and body.templates is not None:
         raise _invalid("templates", "templates are given without labels; give both or neither")
     own = None if body.labels is None else _label_list(body, info, settings)
@@ -175,15 +164,11 @@ def _texts(body: EmbeddingsRequest, info: Info, settings: Settings) -> dict[int,
         line = "input has what is no image and no text; send no tokens (LangChain: check_embedding_ctx_length=False)"
         raise _invalid("input", line)
     texts = {index: entry for index, entry in enumerate(body.images) if isinstance(entry, str) and _is_text(entry)}
-    for index, text in texts.items():
-        field = f"input[{index}]"
+    for field, text in ((f"input[{index}]", text) for index, text in texts.items()):
         if not text.strip():
             raise _invalid(field, f"{field} is empty; send an image or a text")
         if not info.text:
-            line = (
-                f"{field} is no image as base64 or data URL, and this model has no text tower for a text; send images"
-            )
-            raise _invalid(field, line)
+            raise _invalid(field, f"{field} is no image, and this model has no text tower; send base64 or data URLs")
     return texts
 
 
@@ -224,49 +209,35 @@ def _label_list(body: ImageRequest, info: Info, settings: Settings) -> tuple[lis
 
 def _of_form(fields: dict[str, list[Any]]) -> dict[str, Any]:
     """Fields as the models take them: lists of images, labels and templates, the last of every other field."""
-    values: dict[str, Any] = {}
-    for name, given in fields.items():
-        if name == "labels":
-            values[name] = [label for text in given for label in _labels(text)]
-        else:
-            values[name] = given if name in ("images", "input", "templates") else given[-1]
-    return values
+    lists: dict[str, Callable[[list[Any]], list[Any]]]
+    lists = {"images": list, "input": list, "templates": list, "labels": _labels}
+    return {name: lists[name](given) if name in lists else given[-1] for name, given in fields.items()}
 
 
-def _labels(text: Any) -> list[Any]:
-    """Labels of a form's field: a JSON list, or separated by commas.
+def _labels(given: list[Any]) -> list[Any]:
+    """Labels of a form's fields: each a JSON list, or separated by commas.
 
-    >>> _labels('["cat", "dog, wet"]'), _labels("cat, dog")
-    (['cat', 'dog, wet'], ['cat', 'dog'])
+    >>> _labels(['["cat", "dog, wet"]']), _labels(["cat, dog", "teapot"])
+    (['cat', 'dog, wet'], ['cat', 'dog', 'teapot'])
     """
-    if not isinstance(text, str):
-        return [text]
-    if text.lstrip().startswith("["):
+    labels = list[Any]()
+    for text in map(str, given):
         try:
-            return list(json.loads(text))
+            labels += json.loads(text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",")]
         except (ValueError, RecursionError):
             raise _invalid("labels", "labels starts like a JSON list and is none; check it") from None
-    return [part.strip() for part in text.split(",")]
+    return labels
 
 
 def _request_error(model: type[ImageRequest], error: ValidationError) -> RequestError:
     """One line about the first wrong field of a request, as status 422; 400 where the body is no JSON at all."""
     problem = error.errors(include_url=False)[0]
-    context = problem.get("ctx", {})
     if problem["type"] == "json_invalid":
-        return RequestError(400, f"the body is no valid JSON ({context['error']}); check how it is written")
-    # Behind the field and the index pydantic names branches of unions, which mean nothing to callers.
+        return RequestError(400, f"the body is no valid JSON ({problem['ctx']['error']}); check how it is written")
     name, *rest = [str(part) for part in problem["loc"]] or ["body"]
-    index = next((part for part in rest if part.isdecimal()), None)
-    field = name[:60] + (f"[{index}]" if index else "")
-    fields = model.model_json_schema()["properties"]  # by the names that callers use
-    known = f"the fields are {', '.join(fields)}"
-    lines = {
-        "missing": f"{field} is missing; {known}",
-        "extra_forbidden": f"{quote(name)} is no field of this request; {known}",
-        "too_short": f"{field} is empty; give at least one",
-        "value_error": f"{field} {context.get('error')}",
-    }
-    otherwise = f"{field} is {quote(problem['input'])}; {problem['msg'].replace('Input should', 'it should')}"
-    line = lines.get(problem["type"], otherwise)
-    return RequestError(422, line, field=field.encode("ascii", "replace").decode())
+    field = name[:60].encode("ascii", "replace").decode() + "".join(f"[{part}]" for part in rest)
+    line = f"{field} is {quote(problem['input'])}; {problem['msg'].removeprefix('Value error, ')}"
+    if problem["type"] in ("missing", "extra_forbidden"):
+        fields = model.model_json_schema()["properties"]  # by the names that callers use
+        line = f"{field}: {problem['msg']}; the fields are {', '.join(fields)}"
+    return RequestError(422, line, field=field)

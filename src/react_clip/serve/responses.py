@@ -50,36 +50,22 @@ def encode_feature(feature: Tensor, encoding: Literal["float", "base64"]) -> lis
 
 
 class Diagnostics(Schema):
-    """Measurements of the defence for one photo; null where a value was not measured. A defence may add its own."""
+    """Measurements of the defence for one photo, under its own names beside these."""
 
     model_config = ConfigDict(extra="allow")
 
-    r: float | None = None
-    """Drift. SecondLook: distance between the features of photo and small copy. ReACT: between two probe noises."""
-    J: float | None = None
-    """ReACT: instability, the divergence of the predictions for two views; null where r alone decided."""
-    lead: float | None = None
-    """SecondLook: how far its answer lies beyond the boundary to plain CLIP's; 0 where both are the same."""
-    score: float | None = None
-    """The value that the gate compares with its threshold."""
-    sigma: float | None = None
-    """ReACT: scale of the anchor's noise."""
-    drift_low: float | None = None
-    drift_high: float | None = None
     gated: bool
     """True if the photo was corrected: the feature of the answer is not plain CLIP's."""
+    suspicious: bool
+    """True if the photo counts as attacked."""
     passes: float
     """Encoder passes; a view of another size counts as its fraction of a photo's tokens."""
-    gate_open: bool | None = None
-    """True if the gate takes the photo for attacked, where the defence has a gate."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Diagnostics:
-        """From the numbers that a defence measured, by name; NaN was not measured."""
-        names = {"drift": "r", "instability": "J"}
-        values = {names.get(name, name): value for name, value in numbers.items() if value == value}
-        del values["suspicious"]
-        return cls.model_validate(values | {"passes": round(numbers["passes"], 4)})
+        """From the numbers that a defence measured; NaN was not."""
+        measured = {name: value for name, value in numbers.items() if value == value}
+        return cls.model_validate(measured | {"passes": round(numbers["passes"], 4)})
 
 
 class Result(Schema):
@@ -91,8 +77,6 @@ class Result(Schema):
     answers: list[Scored] = []
     diagnostics: Diagnostics | None = None
     """Null unless the server was started with --diagnostics."""
-    suspicious: bool | None = None
-    """True if the photo counts as attacked; null unless the request asked for it."""
     error: str | None = None
     """One line about a photo that could not be read; all else is null then."""
 
@@ -111,7 +95,6 @@ class Embedding(Schema):
     index: int
     embedding: list[float] | str
     diagnostics: Diagnostics | None = None
-    suspicious: bool | None = None
 
 
 class Usage(Schema):

@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
-from asyncio import TimerHandle, Transport
+from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,42 +43,26 @@ Load: TypeAlias = "Callable[[Settings], Model]"
 class Connection(HttpToolsProtocol):
     """uvicorn's connection with limits on the time and length of heads: nobody can hold one that asks for nothing."""
 
-    _head_timer: TimerHandle | None = None
-    """Runs while the head of a request is awaited."""
-    _head_bytes = 0
-
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Await the first head."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(_HEAD_SECONDS, transport.close)
-
-    def on_message_begin(self) -> None:
-        """Await the rest of a head."""
-        super().on_message_begin()
-        self._head_bytes = 0
-        self._head_timer = self._head_timer or self.loop.call_later(_HEAD_SECONDS, self.transport.close)
-
-    def on_headers_complete(self) -> None:
-        """End the time of a head."""
-        super().on_headers_complete()
-        self._end_timer()
+        self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a head that is too long."""
+        """Limit a head that is not complete yet: uvicorn knows the method when it is."""
         super().data_received(data)
+        if "method" in (self.scope or {}):
+            self._head_timer.cancel()
+            return
+        if self._head_timer.cancelled():
+            self._await_head()
         self._head_bytes += len(data)
-        if self._head_timer is not None and self._head_bytes > _HEAD_BYTES:
+        if self._head_bytes > _HEAD_BYTES:
             self.send_400_response(f"The head of the request has more than {_HEAD_BYTES:,} bytes.")
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
-        self._end_timer()
-        super().connection_lost(exc)
-
-    def _end_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+        self._head_bytes = 0
 
 
 def open_socket(settings: Settings) -> socket.socket:

@@ -130,15 +130,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
-        given = [flag(name) for name in ("labels", "labels_file", "photos") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ReactClipError(f"{' and '.join(given)} are both given; choose one of them")
-        if self.labels is not None and not self.labels.replace(",", "").strip():
-            raise ReactClipError("--labels is empty; give names such as --labels 'cat, dog, teapot'")
-        if self.config is not None and self.defense is not None:
-            raise ReactClipError(
-                f"--config {self.config} and --defense {self.defense} are both given; choose one of them"
-            )
+        for names in (("labels", "labels_file", "photos"), ("config", "defense")):
+            given = [f"{flag(name)} {value}" for name in names if (value := getattr(self, name)) is not None]
+            if len(given) > 1:
+                raise ReactClipError(f"{' and '.join(given)} are both given; choose one of them")
         if self.queue < (least := max(self.max_images, 2 * prompt_slots(self.max_labels))):
             raise ReactClipError(
                 f"--queue is {self.queue}, which could never take a request of --max-images {self.max_images} and "
@@ -146,8 +141,7 @@ class Settings(BaseSettings):
             )
         if self.workers > 1 and self.demo:
             raise ReactClipError(
-                f"--workers is {self.workers}, but only the process that runs a demo attack knows its steps; leave "
-                "--workers or --demo out"
+                f"--workers is {self.workers}, but the demo attacks the model in its own process; leave one of them out"
             )
         return self
 
@@ -164,24 +158,6 @@ def prompt_slots(prompts: int) -> int:
     (0, 1, 63)
     """
     return -(-prompts // PROMPTS_PER_SLOT)
-
-
-_FIXED = (
-    *("max_wait", "demo_deadline", "grace", "max_buffered", "max_label_length", "max_connections", "label_cache"),
-    *("decoders", "body_timeout", "keep_alive", "constant_work"),
-)
-DROPPED = dict.fromkeys(_FIXED, "it has a fixed value now, so leave it out") | {
-    "processes": "it is --workers now",
-    "name": "callers see the model's own name, without folders",
-    "calibrate_on": "run `react-clip calibrate` on these photos and give its file to --config",
-    "api_key_file": "name the file react_clip_serve_api_keys and give its folder to --secrets-dir",
-    "open_metrics": "/metrics needs an API key, or --diagnostics where there are none",
-    "suspicious": "it is part of --diagnostics now",
-    "address": "Ray reads $RAY_ADDRESS",
-    "replicas": "--workers is the number of replicas now",
-    "max_replicas": "--workers is the number of replicas now",
-}
-"""Settings of earlier versions, and what to do instead."""
 
 
 def public_name(name: str) -> str:
@@ -214,11 +190,10 @@ def variable(name: str) -> str:
 
 
 def read_settings(flags: Mapping[str, Any]) -> Settings:
-    """Settings from ``flags`` and the environment; one line about the first wrong value as ``ReactClipError``."""
-    for name, reason in DROPPED.items():
-        if name in flags or os.environ.get(variable(name)):
-            source = flag(name) if name in flags else f"${variable(name)}"
-            raise ReactClipError(f"{source} is no setting any more; {reason}")
+    """Settings from ``flags`` and the environment; one line about the first wrong name or value."""
+    known = {variable(name) for name in (*Settings.model_fields, *_SecretFiles.model_fields)}
+    if unknown := [name for name in os.environ if name.startswith(PREFIX) and name not in known]:
+        raise ReactClipError(f"${unknown[0]} is no setting of `react-clip serve`; see its --help")
     try:
         return Settings(**flags)
     except ValidationError as error:
@@ -255,14 +230,14 @@ class Secrets:
 
 
 def read_secrets(settings: Settings) -> Secrets:
-    """Secret and API keys (by lines or commas, # starts a comment) from ``secrets_dir`` or the environment."""
+    """Secret and API keys (between commas or white space, # starts a comment), from ``secrets_dir`` or variables."""
     if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
         raise ReactClipError(f"--secrets-dir {settings.secrets_dir} is no folder; check the path")
     found = _SecretFiles(_secrets_dir=settings.secrets_dir)  # type: ignore[call-arg]
     secret = found.secret.get_secret_value().encode() if found.secret else None
     text = found.api_keys.get_secret_value() if found.api_keys else ""
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    keys = [key.strip().encode() for line in lines for key in line.split(",") if key.strip()]
+    lines = (line.partition("#")[0].replace(",", " ") for line in text.splitlines())
+    keys = [key.encode() for line in lines for key in line.split()]
     if found.api_keys and not keys:
         raise ReactClipError("the API keys are empty; write one a line, or leave them out")
     for name, value in (("the secret", secret), *(("an API key", key) for key in keys)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from react_clip.defenses.base import Defense
 from react_clip.defenses.result import Defended
 from react_clip.intervals import wilson
+from react_clip.serve.log import logger
 from react_clip.serve.metrics import Metrics
 from react_clip.storage import tensor_digest
 from react_clip.zeroshot import ZeroShotClassifier
@@ -49,7 +50,11 @@ class Shadow:
         """Compare the answers for ``most`` of the photos with those that the callers got."""
         photos = [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
         pixels, keys, classes, answers = map(list, zip(*photos, strict=True))
-        out = run(torch.stack(pixels), keys, classes, self.defense)
+        try:
+            out = run(torch.stack(pixels), keys, classes, self.defense)
+        except Exception as error:
+            logger.error("the shadow failed: %s", type(error).__name__)
+            return
         self._counts["corrected"] += int(out.gated.sum())
         self._passes += out.passes.sum().item()
         for image, before, after, names in zip(pixels, answers, out.labels.tolist(), out.class_names, strict=True):

@@ -279,23 +279,10 @@ async function ask(value, signal) {
     return;
   }
   body.append("eps", value);
-  const watch = watchAttack(signal);
-  const told = await call("v1/demo/attack", signal, body).finally(watch.end);
-  const { clean, attacked, attacked_label: target, perturbation, amplification } = told;
+  const { clean, attacked, attacked_label: target, perturbation, amplification } = await call("v1/demo/attack", signal, body);
   const base = { target, photo: clean.image };
   if (!answers.has(0)) answers.set(0, { eps: 0, ...base, ...clean });
   answers.set(value, { eps: value, ...base, ...attacked, perturbation, amplification });
-}
-
-/** Shows the steps of a long attack until `end` is called. */
-function watchAttack(signal) {
-  const timer = setInterval(async () => {
-    const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    const told = await fetch("v1/demo/progress", { signal, headers }).then((response) => response.json()).catch(() => null);
-    if (told?.steps && watching) say(`Attacking: step ${told.done} of ${told.steps}.`);
-  }, 2000);
-  let watching = true;
-  return { end: () => { watching = false; clearInterval(timer); } };
 }
 
 by("eps").addEventListener("input", () => { begin(); move(Number(by("eps").value)); soon(); });
@@ -372,7 +359,7 @@ function gateWords({ score, gated }) {
 }
 
 function explain(diagnostics) {
-  const { r, J, score, sigma, gated, passes } = diagnostics;
+  const { drift, instability, score, sigma, gated, passes } = diagnostics;
   const { tau, name, passes: cost } = info.defence;
   const words = gateWords(diagnostics);
   const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}.`;
@@ -380,19 +367,19 @@ function explain(diagnostics) {
   const reach = Math.max(2, 1.25 * (tau ?? 0));
   const line = (title, about, value, text, low, high, mark) => make("div", {},
     make("dt", { textContent: title }, make("small", { textContent: about })),
-    make("dd", { textContent: text }), make("dd", { className: "drawn" }, value === null ? "" : scale(title, value, text, low, high, mark)));
+    make("dd", { textContent: text }), make("dd", { className: "drawn" }, scale(title, value, text, low, high, mark)));
   const measured = [
-    r !== null && line("r", "drift of the feature", r, number(r), 0, reach, null),
-    J !== null && line("J", "unsteadiness of the answer", J, number(J), 0, Math.LN2, null),
-    score !== null && line("score", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
-    sigma !== null && line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma), null),
+    drift !== undefined && line("drift", "how far the feature moves", drift, number(drift), 0, reach, null),
+    instability !== undefined && line("instability", "how far the answer moves", instability, number(instability), 0, Math.LN2, null),
+    score !== undefined && line("score", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
+    sigma !== undefined && line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma), null),
   ].filter(Boolean);
   by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, cost.most, null));
 }
 
 function scale(name, value, text, low, high, tau) {
   const place = (number) => 6 + 228 * Math.min(1, Math.max(0, high > low ? (number - low) / (high - low) : 0.5));
-  const ends = name === "J" ? ["0", "ln 2"] : [short(low), short(high)];
+  const ends = name === "instability" ? ["0", "ln 2"] : [short(low), short(high)];
   const words = `${name} is ${text} on a scale from ${ends[0]} to ${ends[1]}${tau === null ? "" : `, threshold tau ${short(tau)}`}`;
   const parts = [drawn("line", { x1: 6, x2: 234, y1: 18, y2: 18, class: "axis" }),
     drawn("text", { x: 2, y: 36 }, ends[0]), drawn("text", { x: 238, y: 36, "text-anchor": "end" }, ends[1])];
