@@ -46,9 +46,7 @@ def start(encoder: rc.Encoder) -> Iterator[Start]:
         settings = Settings.model_validate({"deadline": 60.0, "shadow": shadow and "a file", **fields})
         secrets = Secrets(SECRET.encode(), frozenset(digest(key.encode()) for key in keys))
         preset = preset or rc.ZeroShotClassifier(encoder, LABELS)
-        model = Model(defense, preset, settings, demo_attack if settings.demo else None)
-        if shadow is not None:
-            model.add_shadow(shadow)
+        model = Model(defense, preset, settings, demo_attack if settings.demo else None, shadow)
         clients.append(TestClient(create_app(settings, secrets, model=model), base_url="http://localhost"))
         clients[-1].__enter__()
         return clients[-1]

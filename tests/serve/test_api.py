@@ -46,16 +46,13 @@ def test_classify_returns_the_librarys_answers(client: Any, direct: Direct, phot
         assert result["diagnostics"] is None, "diagnostics are off by default"
 
 
-def test_labels_and_templates_of_a_request(client: Any, direct: Direct, photos: list[bytes]) -> None:
+def test_labels_of_a_request(client: Any, direct: Direct, photos: list[bytes]) -> None:
     names = ("zebra", "a red car", "Über-Kater")
     as_list = '["zebra", "a red car", "Über-Kater"]'
     for write, labels in ((as_json, list(names)), (as_form, ", ".join(names)), (as_form, as_list)):
         answer = client.post("/v1/classify", **write(photos[:4], labels=labels, top_k=1))
         assert [result["label"] for result in answer.json()["results"]] == direct(photos[:4], names).names
         assert all(len(result["answers"]) == 1 for result in answer.json()["results"])
-    templates = ["a sketch of a {}.", "{} at night"]
-    answer = client.post("/v1/classify", **as_json(photos[:4], labels=list(names), templates=templates))
-    assert answer.status_code == 200
     comma = client.post("/v1/classify", **as_form(photos[:1], labels='["cat, wet", "dog"]')).json()
     assert {scored["label"] for scored in comma["results"][0]["answers"]} == {"cat, wet", "dog"}
 
@@ -131,9 +128,9 @@ def test_health_info_and_heads(client: Any) -> None:
     for path in ("/healthz", "/readyz"):
         assert client.head(path).status_code == 200
     info = client.get("/v1/info").json()
-    assert info["labels"] == {"preset": ["cat", "dog", "teapot"], "free": True, "source": "text", "templates": True}
+    assert info["labels"] == {"preset": ["cat", "dog", "teapot"], "free": True, "source": "text"}
     assert (info["defence"]["name"], info["defence"]["tau"]) == ("react", 1.48)
-    assert (info["diagnostics"], info["demo"], info["limits"]["images"]) == (False, None, 16)
+    assert (info["diagnostics"], info["demo"], info["limits"]["max_images"]) == (False, None, 16)
     assert info["formats"] == [f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats]
     assert "/" not in info["model"], "the model's folder is not shown to callers"
 
@@ -243,7 +240,7 @@ def test_sizes(guarded: Any, photos: list[bytes]) -> None:
     check_error(wide, 422, "images[0]", "101 x 100 = 10,100 pixels", "limit is 10,000")
     check_error(guarded.post("/v1/classify", **as_form(photos[:1], labels="cat, dog")), 422, "its own only")
     assert guarded.post("/v1/classify", **as_form(photos[:1])).status_code == 200, "bodies are forgotten"
-    assert guarded.app.state.service.handling == 0
+    assert guarded.app.state.service.buffered == 0
 
 
 def test_slow_bodies_slow_answers_and_callers_that_leave_end(
@@ -253,7 +250,7 @@ def test_slow_bodies_slow_answers_and_callers_that_leave_end(
     monkeypatch.setattr(reading, "_BODY_SECONDS", 0.2)
     service = client.app.state.service
     monkeypatch.setattr(service, "settings", service.settings.model_copy(update={"deadline": 0.2}))
-    monkeypatch.setattr(service.client, "submit", lambda *_: asyncio.sleep(60))
+    monkeypatch.setattr(service.client, "ask", lambda *_, **__: asyncio.sleep(60))
     body = json.dumps(as_json(photos[:1])["json"]).encode()
 
     async def answer(*, ends: bool, leaves: bool = False) -> list[dict[str, Any]]:
@@ -279,7 +276,7 @@ def test_slow_bodies_slow_answers_and_callers_that_leave_end(
         assert line in json.loads(sent[1]["body"])["error"]["message"]
     for ends in (False, True):
         assert client.portal.call(lambda ends=ends: answer(ends=ends, leaves=True)) == []
-    assert (service.handling, service.buffered) == (0, 0)
+    assert service.buffered == 0
 
 
 # ---------------------------------------------------------------------- pages, headers, wrong requests
@@ -330,8 +327,6 @@ def test_headers_and_unknown_routes(client: Any) -> None:
         ({"labels": []}, ("labels is a list", "at least 1 item")),
         ({"labels": ["a", "x" * 101]}, ("labels[1] is 'xx", "at most 100 characters")),
         ({"labels": [f"label {i}" for i in range(1001)]}, ("1001 prompts", "limit is 1000")),
-        ({"templates": ["a {}"]}, ("without labels",)),
-        ({"labels": ["cat"], "templates": ["a {} {0.__class__} {}"]}, ("templates[0]", "exactly one {}")),
         ({"model": "gpt"}, ("'gpt'",)),
         ({"images": []}, ("images",)),
         ({"images": ["%%%"]}, ("images[0]", "base64")),

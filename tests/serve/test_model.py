@@ -76,8 +76,7 @@ def hold(encoder: rc.Encoder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def ask(client: ModelClient, images: int = 1, labels: list[str] | None = None) -> asyncio.Task[Any]:
     pixels = torch.randint(0, 255, (images, 3, 32, 32), dtype=torch.uint8)
-    names = None if labels is None else (labels, [])
-    return asyncio.create_task(client.submit(pixels, list(range(images)), names))
+    return asyncio.create_task(client.ask(pixels, keys=list(range(images)), labels=labels))
 
 
 async def forget(*tasks: asyncio.Task[Any]) -> None:
@@ -138,7 +137,7 @@ def test_prompts_take_places_let_images_pass_and_end_with_their_callers(hold: An
             texts = [f"thing {number} {place}" for place in range(200)]
             if what == "new labels":
                 return ask(client, 1, texts)
-            return asyncio.create_task(client.submit(torch.empty(0), [], None, texts))
+            return asyncio.create_task(client.ask(texts=texts))
 
         first = ask(client)
         await asyncio.sleep(0.2)

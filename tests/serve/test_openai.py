@@ -75,7 +75,7 @@ def test_the_openai_client_shows_our_line(official: openai.OpenAI, model: str, p
         ({"input": ["text", " "]}, "input[1]", "input[1] is empty"),
         ({"input": [url, "word " * 300]}, "input[1]", "is no valid base64"),
         ({"input": [[1, 2, 3]]}, "input", "check_embedding_ctx_length=False"),
-        ({"input": []}, "input", "input is empty; give at least one"),
+        ({"input": []}, "input", "at least 1 item"),
         ({"input": [url], "dimensions": 3}, "dimensions", "dimensions is 3; this model has 32"),
         ({"input": [url], "model": "text-embedding-3-small"}, "model", f"this service has '{model}'"),
     ]
@@ -108,13 +108,10 @@ def test_langchain_and_chroma(server: Any, model: str, direct: Direct, photos: l
 # ---------------------------------------------------------------------- without these programs
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/embed"])
-def test_forms_labels_and_the_path_of_earlier_versions(
-    client: Any, direct: Direct, photos: list[bytes], path: str
-) -> None:
+def test_forms_and_labels(client: Any, direct: Direct, photos: list[bytes]) -> None:
     wanted = direct(photos[:2], ("zebra", "boat")).features
     for sent in (as_form(photos[:2], labels="zebra, boat"), as_json(photos[:2], labels=["zebra", "boat"])):
-        rows = client.post(path, **sent).json()["data"]
+        rows = client.post("/v1/embeddings", **sent).json()["data"]
         assert torch.allclose(torch.tensor([row["embedding"] for row in rows]), wanted, atol=1e-5)
 
 

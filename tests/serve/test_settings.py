@@ -46,7 +46,6 @@ def test_a_variable_that_is_no_setting_is_refused(monkeypatch: pytest.MonkeyPatc
         (["--port", "70000"], "--port is '70000'; it should be less than or equal to 65535"),
         (["--batch", "0"], "--batch is '0'; it should be greater than or equal to 1"),
         (["--deadline", "nan"], "--deadline is 'nan'; it should be a finite number"),
-        (["--queue", "4"], "--queue is 4, which could never take a request of --max-images 16"),
         (["--defense", "react", "--config", "paper"], "--config paper and --defense react are both given; choose one"),
         (["--labels", "a", "--photos", "b"], "--labels a and --photos b are both given; choose one"),
         (["--defense", "aom"], "--defense is 'aom'; it should be 'second_look', 'react' or 'none'"),

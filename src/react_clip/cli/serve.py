@@ -94,10 +94,7 @@ def load_model(settings: serve.Settings) -> serve.Model:
         shadow = build_guard(args, preset.encoder)
         notice(args, f"{type(shadow).label} runs beside the answers; GET /v1/shadow has what it would change")
     preset.encoder.accelerate()
-    model = serve.Model(defense, preset, settings, demo_attack if settings.demo else None)
-    if shadow is not None:
-        model.add_shadow(shadow)
-    return model
+    return serve.Model(defense, preset, settings, demo_attack if settings.demo else None, shadow)
 
 
 def demo_attack(

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -41,8 +40,8 @@ class Service:
         self.settings, self.secrets, self.client, self.metrics = settings, secrets, client, metrics
         self.rates = Rates(settings.rate_limit) if settings.rate_limit else None
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="react-clip-decode")
-        self.handling = self.buffered = 0
-        """Requests whose bodies have arrived, and bytes of all bodies."""
+        self.buffered = 0
+        """Bytes of all bodies that have arrived and are not answered yet."""
         self.stopping = False
 
 
@@ -60,7 +59,7 @@ async def classify(
     """Classify photos, defended. A photo that cannot be read has an error of its own, unless all are like that."""
     client: ModelClient = request.app.state.service.client
     body = asked.body
-    answers = await client.submit(asked.pixels, asked.keys, asked.label_list)
+    answers = await client.ask(asked.pixels, keys=asked.keys, labels=asked.body.labels)
     request.scope["answers"] = answers
     rows, results = iter(answers), list[responses.Result]()
     for index in range(len(body.images)):
@@ -88,8 +87,8 @@ async def embeddings(
     """Defended unit features of images, and features of texts, in the shape of OpenAI's; the gate uses the labels."""
     client: ModelClient = request.app.state.service.client
     body, texts = asked.body, [*asked.texts.values()]
-    answers = await client.submit(asked.pixels, asked.keys, asked.label_list) if asked.keys else []
-    of_texts = await client.submit(torch.empty(0), [], None, texts) if texts else []
+    answers = await client.ask(asked.pixels, keys=asked.keys, labels=body.labels) if asked.keys else []
+    of_texts = await client.ask(texts=texts) if texts else []
     request.scope["answers"] = answers
     of_image, of_text = iter(answers), iter(of_texts)
     data = list[responses.Embedding]()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -21,13 +19,6 @@ from react_clip.serve.admission import BATCH_FRACTION, admit
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.responses import Info
 from react_clip.serve.settings import BEAT, Settings
-
-_MESSAGES = 64
-"""Requests on their way to a model that does not read; later ones are refused."""
-
-
-LabelList = tuple[list[str], list[str]]
-"""Names and templates of a request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +41,7 @@ class ModelClient:
     def __init__(self, address: str, settings: Settings) -> None:
         self.settings = settings
         self._address = address
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting = dict[int, asyncio.Future[Any]]()
         self._numbers = count()
         self._told = self._asked = 0
         self._seconds = self._heard = 0.0
@@ -59,9 +50,8 @@ class ModelClient:
         """Reach the model and learn what it is."""
         self._socket: Any = zmq.asyncio.Context(zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.sndhwm = _MESSAGES
         self._socket.connect(self._address)
-        self._tell({"hello": True})
+        await self._socket.send(b'{"hello": true}')
         known = json.loads(await self._socket.recv())
         self.info, self.preprocessing = Info.model_validate(known["info"]), Preprocessing(**known["preprocessing"])
         self._heard = time.monotonic()
@@ -81,48 +71,26 @@ class ModelClient:
         if waiting := max(self._told, self._asked):
             admit(images, waiting, self._seconds, self.settings, min(silence, BATCH_FRACTION * self.settings.deadline))
 
-    async def submit(
-        self, pixels: Tensor, keys: Sequence[int], labels: LabelList | None, texts: Sequence[str] = ()
-    ) -> list[Answer]:
-        """Answers for 8-bit pixels ``[N, 3, S, S]``; ``labels`` are names and templates, None for the server's own.
+    async def ask(self, pixels: Tensor | None = None, **fields: Any) -> Any:
+        """Send a message with its fields to the model, and return its answer; cancelling this frees its places.
 
-        With ``texts``, and no images, the answers have their features. Cancelling this frees the places in the queue.
+        A list of :class:`Answer` for 8-bit pixels ``[N, 3, S, S]`` with ``keys`` and ``labels`` (None for the service's
+        own), or for ``texts``; a table for ``shadow``.
         """
-        self.admit(len(keys))
-        number = next(self._numbers)
-        message = {"id": number, "keys": list(keys), "labels": labels, "texts": list(texts)}
-        answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        self._asked += len(keys)
+        images, number = len(fields.get("keys", ())), next(self._numbers)
+        self.admit(images)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._asked += images
         try:
-            # It returns at once; a model that has not read for long is Again.
-            self._socket.send_multipart([json.dumps(message).encode(), pixels.numpy()], zmq.NOBLOCK).result()
+            frames = [] if pixels is None else [pixels.numpy()]
+            await self._socket.send_multipart([json.dumps({"id": number, **fields}).encode(), *frames])
             return await answer
-        except zmq.Again:
-            raise busy("the model does not answer; try again soon", kind="unavailable") from None
         except asyncio.CancelledError:
-            self._tell({"cancel": number})
+            self._socket.send(json.dumps({"cancel": number}).encode())
             raise
         finally:
             del self._waiting[number]
-            self._asked -= len(keys)
-
-    async def shadow(self) -> dict[str, Any]:
-        """The table of the shadow, which the model owns."""
-        number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._tell({"id": number, "shadow": True})
-        try:
-            return dict(await asyncio.wait_for(self._waiting[number], self.settings.deadline))
-        except TimeoutError:
-            raise busy("the model does not answer; try again soon", kind="unavailable") from None
-        finally:
-            del self._waiting[number]
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Send a message that may be lost where the model has not read for long."""
-        with suppress(zmq.Again):
-            self._socket.send(json.dumps(message).encode(), zmq.NOBLOCK).result()
+            self._asked -= images
 
     async def _listen(self) -> None:
         while True:

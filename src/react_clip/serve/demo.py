@@ -40,13 +40,14 @@ def routes(model: Model, secret: bytes) -> APIRouter:
         """Attack a photo and compare the answers of plain and defended CLIP; slows down all other requests."""
         client: ModelClient = request.app.state.service.client
         eps, labels, left = asked.body.eps, asked.labels, Event()
-        answers = await client.submit(asked.pixels, asked.keys, asked.label_list)  # its labels are known now
+        answers = await client.ask(asked.pixels, keys=asked.keys, labels=asked.body.labels)  # its labels are known now
         try:
             attack = asyncio.get_running_loop().run_in_executor(thread, attacked_with_answers, model, asked, left)
             photos, plain = await attack
         finally:
             left.set()  # the page's slider leaves many attacks behind
-        answers += await client.submit(photos[1:], [noise.secret_key(photos[1], secret)], asked.label_list)
+        key = noise.secret_key(photos[1], secret)
+        answers += await client.ask(photos[1:], keys=[key], labels=asked.body.labels)
         versions: list[dict[str, Any]] = [
             {
                 "image": data_uri(to_image(to_float(photo))),  # as the model sees it
@@ -72,7 +73,7 @@ def routes(model: Model, secret: bytes) -> APIRouter:
 
 def attacked_with_answers(model: Model, asked: Asked[AttackRequest], left: Event) -> tuple[Tensor, Tensor]:
     """The photo before and after the attack, ``[2, 3, S, S]`` in 8 bits, and plain CLIP's probabilities for both."""
-    classes, eps = model.classes(asked.label_list), asked.body.eps / 255
+    classes, eps = model.classes(asked.body.labels), asked.body.eps / 255
     clean = to_float(asked.pixels.to(model.encoder.device))
 
     def advance(_: int) -> None:

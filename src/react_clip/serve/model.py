@@ -29,13 +29,12 @@ from react_clip.defenses.result import Defended
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_float
 from react_clip.serve import admission
-from react_clip.serve.client import LabelList
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
 from react_clip.serve.settings import BEAT, GRACE, PROMPTS_PER_SLOT, Settings, prompt_slots
 from react_clip.serve.shadow import Shadow
-from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier
+from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier, fill_template
 
 logger = logging.getLogger("react_clip.serve")
 
@@ -92,11 +91,16 @@ class Model:
     """An encoder, its defence and the classes of requests without labels; :meth:`running` answers requests."""
 
     def __init__(
-        self, defense: Defense, preset: ZeroShotClassifier, settings: Settings, attack: DemoAttack | None = None
+        self,
+        defense: Defense,
+        preset: ZeroShotClassifier,
+        settings: Settings,
+        attack: DemoAttack | None = None,
+        shadow: Defense | None = None,
     ) -> None:
         self.encoder, self.defense, self.settings, self.attack = preset.encoder, defense, settings, attack
         self.metrics = Metrics(shared=settings.workers > 1)
-        self._shadow: Shadow | None = None
+        self._shadow = Shadow(shadow, settings.shadow_share, self.metrics) if shadow else None
         self._on_gpu = self.encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
         self._keep([])
@@ -109,14 +113,11 @@ class Model:
         # The middle one of three batches, so that one hiccup does not count.
         self._rates = deque([self._warm_up(defense)], maxlen=3)
         self._seconds = self._rates[0]
+        if shadow:
+            self._warm_up(shadow)
         size = self.encoder.image_size
         everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], defense, lazy=False)
         self.info = Info.of(self.encoder, defense, list(preset.names), everything.passes.max().item(), settings)
-
-    def add_shadow(self, defense: Defense) -> None:
-        """Let a defence run beside the answers, before :meth:`running`."""
-        self._warm_up(defense)
-        self._shadow = Shadow(defense, self.settings.shadow_share, self.metrics)
 
     @contextmanager
     def running(self, address: str) -> Iterator[None]:
@@ -179,8 +180,8 @@ class Model:
             timeout = 0.0
             caller, text, *frames = self._socket.recv_multipart(copy=False)
             message, caller = json.loads(text.bytes), caller.bytes
-            if "keys" in message:
-                self._take(caller, message, frames[0].buffer)
+            if "keys" in message or "texts" in message:
+                self._take(caller, message, *frames)
             elif "cancel" in message:
                 # Prompts that nobody else waits for are forgotten with it.
                 self._keep([ask for ask in self._queue if (ask.caller, ask.number) != (caller, message["cancel"])])
@@ -191,10 +192,12 @@ class Model:
                 how = asdict(self.encoder.preprocessing)
                 self._send(caller, {"info": self.info.model_dump(), "preprocessing": how})
 
-    def _take(self, caller: bytes, message: dict[str, Any], pixels: memoryview) -> None:
+    def _take(self, caller: bytes, message: dict[str, Any], pixels: zmq.Frame | None = None) -> None:
         """Queue a request, or refuse it: 503 where the queue is full, 422 where its labels have no features."""
-        size, keys, texts = self.encoder.image_size, message["keys"], message["texts"]
-        images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, 3, size, size) if keys else torch.empty(0)
+        size, keys, texts = self.encoder.image_size, message.get("keys", []), message.get("texts")
+        images = torch.empty(0)
+        if pixels is not None:
+            images = torch.frombuffer(pixels.buffer, dtype=torch.uint8).view(-1, 3, size, size)
         try:
             # Texts to embed are prompts without images and names.
             labels = _Labels((), texts) if texts else self._known(message["labels"])
@@ -211,11 +214,11 @@ class Model:
         self._queue.append(ask)
         self._images, self._prompts = self._images + len(ask), self._prompts + prompts
 
-    def _known(self, labels: LabelList | None) -> _Labels:
+    def _known(self, names: list[str] | None) -> _Labels:
         """The label list of a request, or the preset one."""
-        return self._preset if labels is None else self._labels(*map(tuple, labels))
+        return self._preset if names is None else self._labels(tuple(names))
 
-    def _new_labels(self, names: tuple[str, ...], templates: tuple[str, ...]) -> _Labels:
+    def _new_labels(self, names: tuple[str, ...]) -> _Labels:
         """A label list, whose prompts are not encoded yet."""
         if label_source(self.encoder) == "bank":
             try:
@@ -224,13 +227,12 @@ class Model:
                 # The rest of the library's message is for programmers; a caller can only choose other names.
                 line = str(error).partition("; use one of its names")[0] + "; choose other labels"
                 raise RequestError(422, line, field="labels") from None
-        # Not str.format, which would give a caller's template access to attributes.
-        prompts = [template.replace("{}", name) for template in templates or DEFAULT_TEMPLATES for name in names]
-        return _Labels(names, prompts)
+        templates = self.settings.template or DEFAULT_TEMPLATES
+        return _Labels(names, [fill_template(template, name) for template in templates for name in names])
 
-    def classes(self, labels: LabelList | None) -> ZeroShotClassifier:
+    def classes(self, names: list[str] | None) -> ZeroShotClassifier:
         """Classes of a request that was answered just now."""
-        classes = self._known(labels).classes
+        classes = self._known(names).classes
         assert classes is not None, "they were needed for the answer"
         return classes
 
@@ -268,7 +270,8 @@ class Model:
                 break
             batch.append(ask)
             images += len(ask)
-        self._keep([ask for ask in self._queue if ask not in batch])
+        taken = set(batch)
+        self._keep([ask for ask in self._queue if ask not in taken])
         return batch
 
     def _start(self, asks: list[_Ask]) -> _Batch | None:

@@ -22,8 +22,6 @@ _BODY_SECONDS = 30.0
 """Time for a body to arrive."""
 _BUFFERED_BODIES = 8
 """All bodies together may be this many times as long as the longest one."""
-_MOST_REQUESTS = 256
-"""Requests handled at once; those whose body has not arrived yet keep nobody out."""
 
 _JSON, _FORM = "application/json", "multipart/form-data"
 
@@ -33,8 +31,8 @@ def read(model: type[requests.Request], deadlines: int = 1) -> Any:
 
     async def read_request(request: Request) -> AsyncIterator[requests.Asked[requests.Request]]:
         service: Service = request.app.state.service
-        settings, client, loop = service.settings, service.client, asyncio.get_running_loop()
-        client.admit(1)  # before its body is read
+        settings, loop = service.settings, asyncio.get_running_loop()
+        service.client.admit(1)  # before its body is read
         sent = request.headers.get("content-type", "")
         if (kind := sent.partition(";")[0].strip().lower()) not in (_JSON, _FORM):
             line = f"content-type is {quote(sent)}; send {_JSON} or {_FORM}"
@@ -78,11 +76,7 @@ def read(model: type[requests.Request], deadlines: int = 1) -> Any:
                         content.setdefault(name.removesuffix("[]"), []).append(part)
                 leaving = asyncio.create_task(end_with_caller())
                 clock.reschedule(loop.time() + deadline)
-                service.handling += 1
-                if service.handling > _MOST_REQUESTS:
-                    raise busy(f"{_MOST_REQUESTS} requests are being handled; try again soon")
-                words = (model, content, client.info, client.preprocessing, settings, service.secrets.noise)
-                yield await loop.run_in_executor(service.threads, requests.prepare, *words)
+                yield await loop.run_in_executor(service.threads, requests.prepare, model, content, service)
         except TimeoutError:
             if leaving is None:
                 line = f"{size:,} bytes of the body came within {_BODY_SECONDS:g} s; send it faster or send less"
@@ -95,6 +89,5 @@ def read(model: type[requests.Request], deadlines: int = 1) -> Any:
             service.buffered -= size
             if leaving is not None:
                 leaving.cancel()
-                service.handling -= 1
 
     return Depends(read_request, scope="function")  # it ends before the answer is sent

@@ -8,33 +8,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from torch import Tensor
 
 from react_clip import noise
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Limits, Preprocessing, from_data_uri, open_image, to_8bit
+from react_clip.preprocess import Limits, from_data_uri, open_image, to_8bit
 from react_clip.serve.errors import RequestError, quote
 from react_clip.serve.responses import Info, Schema
 from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, TEXT_LENGTH, Settings
-from react_clip.zeroshot import check_names
+from react_clip.zeroshot import DEFAULT_TEMPLATES, check_names
 
-
-def _check_template(text: str) -> str:
-    if text.count("{}") != 1:
-        raise ValueError("it needs exactly one {} where the label goes")
-    return text
-
+if TYPE_CHECKING:
+    from react_clip.serve.app import Service
 
 _FILE = "A JPEG, PNG, WebP, GIF, BMP or TIFF file as base64 or data URL; addresses are not fetched."
 _IMAGE_SCHEMA = {"type": "string", "contentEncoding": "base64", "description": _FILE}
 Images = Annotated[list[Annotated[Any, WithJsonSchema(_IMAGE_SCHEMA)]], Field(min_length=1)]
 Inputs = Annotated[Images, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 Label = Annotated[str, Field(max_length=LABEL_LENGTH)]
-Template = Annotated[Label, AfterValidator(_check_template)]
 
 
 class ImageRequest(Schema):
@@ -46,8 +41,6 @@ class ImageRequest(Schema):
     """The photos."""
     labels: Annotated[list[Label], Field(min_length=1)] | None = None
     """Names to choose from; by default the server's own. In a form: comma-separated, or a JSON list."""
-    templates: Annotated[list[Template], Field(min_length=1)] | None = None
-    """Prompts with {} for the name; several are averaged. Needs a text tower."""
     model: str | None = None
     """If given, it must be the served model's name."""
 
@@ -99,23 +92,15 @@ class Asked(Generic[Request]):
     """One line about each photo that could not be read, by its place in the request."""
     texts: dict[int, str]
     """Texts among the entries of a request for embeddings, by their place."""
-    label_list: tuple[list[str], list[str]] | None
-    """Names and templates of the request, None for the service's own."""
 
 
-def prepare(
-    model: type[Request],
-    content: bytes | dict[str, Any],
-    info: Info,
-    how: Preprocessing,
-    settings: Settings,
-    secret: bytes,
-) -> Asked[Request]:
+def prepare(model: type[Request], content: bytes | dict[str, Any], service: Service) -> Asked[Request]:
     """Validate a JSON document, or the fields of a form (lists of texts and files, by name), and decode its photos.
 
     It runs on a thread. What bounds its time is checked first: the number of JSON values, of photos and of labels, the
     format of a photo by its first bytes, its pixels by its header.
     """
+    info, settings = service.client.info, service.settings
     values = sum(map(content.count, (b",", b":", b"[", b"{"))) if isinstance(content, bytes) else 0
     if values > (most := settings.max_images + settings.max_labels * (LABEL_LENGTH + 1) + 100):
         raise RequestError(422, f"the body has about {values:,} values; the limit is {most:,}; send fewer")
@@ -128,9 +113,8 @@ def prepare(
         raise _request_error(model, error) from None
     if body.model not in (None, "", info.model):
         raise _invalid("model", f"model is {quote(body.model)}; this service has {info.model!r}")
-    if body.labels is None and body.templates is not None:
-        raise _invalid("templates", "templates are given without labels; give both or neither")
-    own = None if body.labels is None else _label_list(body, info, settings)
+    if body.labels is not None:
+        _check_labels(body.labels, info, settings)
     name, texts = "images", dict[int, str]()
     if isinstance(body, EmbeddingsRequest):
         name, texts = "input", _texts(body, info, settings)
@@ -142,16 +126,17 @@ def prepare(
         try:
             if not isinstance(image, bytes | str):
                 raise ReactClipError(f"the image is {quote(image)}; send a file, or its bytes as base64")
-            pixels.append(to_8bit(from_data_uri(image) if isinstance(image, str) else image, how, limits))
+            source = from_data_uri(image) if isinstance(image, str) else image
+            pixels.append(to_8bit(source, service.client.preprocessing, limits))
         except ReactClipError as error:
             errors[index] = str(error).replace("the image", f"{name}[{index}]", 1)
     # Embeddings go to programs that expect one for every entry.
     if errors and (not pixels or name == "input"):
         index, line = next(iter(errors.items()))
         raise _invalid(f"{name}[{index}]", f"{line} ({len(errors)} wrong of {len(body.images)})")
-    keys = [noise.secret_key(image, secret) for image in pixels]
+    keys = [noise.secret_key(image, service.secrets.noise) for image in pixels]
     stacked = torch.stack(pixels) if pixels else torch.empty(0)
-    return Asked(body, body.labels or info.labels["preset"], stacked, keys, errors, texts, own)
+    return Asked(body, body.labels or info.labels["preset"], stacked, keys, errors, texts)
 
 
 def _texts(body: EmbeddingsRequest, info: Info, settings: Settings) -> dict[int, str]:
@@ -191,26 +176,22 @@ def _invalid(field: str, line: str) -> RequestError:
     return RequestError(422, line, field=field)
 
 
-def _label_list(body: ImageRequest, info: Info, settings: Settings) -> tuple[list[str], list[str]]:
-    """Names and templates of a request, if it may have these."""
-    names, templates = body.labels or [], body.templates or []
+def _check_labels(names: list[str], info: Info, settings: Settings) -> None:
     if not info.labels["free"]:
         raise _invalid("labels", "labels are given, but this service answers for its own only; leave them out")
-    if templates and not info.labels["templates"]:
-        raise _invalid("templates", "templates are given, but this model has no text tower; leave them out")
-    if (prompts := len(names) * max(1, len(templates))) > (most := settings.max_labels):
+    prompts, most = len(names) * len(settings.template or DEFAULT_TEMPLATES), settings.max_labels
+    if prompts > most:
         raise _invalid("labels", f"labels times templates makes {prompts} prompts; the limit is {most}; send fewer")
     try:
         check_names(names)
     except ReactClipError as error:
         raise _invalid("labels", str(error)) from None
-    return names, templates
 
 
 def _of_form(fields: dict[str, list[Any]]) -> dict[str, Any]:
-    """Fields as the models take them: lists of images, labels and templates, the last of every other field."""
+    """Fields as the models take them: lists of images and labels, the last of every other field."""
     lists: dict[str, Callable[[list[Any]], list[Any]]]
-    lists = {"images": list, "input": list, "templates": list, "labels": _labels}
+    lists = {"images": list, "input": list, "labels": _labels}
     return {name: lists[name](given) if name in lists else given[-1] for name, given in fields.items()}
 
 

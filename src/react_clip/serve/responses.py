@@ -11,7 +11,7 @@ from torch import Tensor
 
 from react_clip.environment import __version__
 from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.settings import LABEL_LENGTH, MAX_EPS, Settings, public_name
+from react_clip.serve.settings import MAX_EPS, Settings, public_name
 
 if TYPE_CHECKING:
     from react_clip.defenses.base import Defense
@@ -126,11 +126,11 @@ class Info(Schema):
     """True if /v1/embeddings takes texts."""
     labels: dict[str, Any]
     """``preset``: the names for requests without labels; ``free``: whether requests may send names; ``source``: text
-    tower, label bank (its names only) or neither; ``templates``: whether requests may send prompt templates."""
+    tower, label bank (its names only) or neither."""
     formats: list[str]
     """Media types of images."""
     limits: dict[str, float]
-    """Of one request; ``pixels`` are those of one image, ``labels`` counts labels times templates."""
+    """Of one request, by the names of the settings."""
     diagnostics: bool
     """True if answers carry diagnostics."""
     demo: dict[str, int] | None
@@ -144,17 +144,16 @@ class Info(Schema):
         """The description of a model and its defence; ``passes`` are the most that an image takes."""
         source = "preset" if settings.fixed_labels else label_source(encoder)
         tau = getattr(defense, "tau", getattr(defense, "threshold", None))
-        limits = {"body_bytes": settings.max_body, "images": settings.max_images, "pixels": settings.max_pixels}
-        limits |= {"labels": settings.max_labels, "label_length": LABEL_LENGTH}
+        names = ("max_body", "max_images", "max_pixels", "max_labels", "deadline")
         return cls(
             version=__version__,
             model=public_name(encoder.name),
             image_size=encoder.image_size,
             dim=encoder.dim,
             text=encoder.has_text,
-            labels={"preset": preset, "free": source != "preset", "source": source, "templates": source == "text"},
+            labels={"preset": preset, "free": source != "preset", "source": source},
             formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
-            limits=limits | {"deadline_seconds": settings.deadline},
+            limits={name: getattr(settings, name) for name in names},
             diagnostics=settings.sends_diagnostics,
             demo={"eps_least": 0, "eps_most": MAX_EPS} if settings.demo else None,
             defence={

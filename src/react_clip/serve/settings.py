@@ -134,11 +134,6 @@ class Settings(BaseSettings):
             given = [f"{flag(name)} {value}" for name in names if (value := getattr(self, name)) is not None]
             if len(given) > 1:
                 raise ReactClipError(f"{' and '.join(given)} are both given; choose one of them")
-        if self.queue < (least := max(self.max_images, 2 * prompt_slots(self.max_labels))):
-            raise ReactClipError(
-                f"--queue is {self.queue}, which could never take a request of --max-images {self.max_images} and "
-                f"--max-labels {self.max_labels}; make it at least {least}, or lower these"
-            )
         if self.workers > 1 and self.demo:
             raise ReactClipError(
                 f"--workers is {self.workers}, but the demo attacks the model in its own process; leave one of them out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from collections import Counter, deque
@@ -87,7 +88,8 @@ router = APIRouter(prefix="/v1")
 @router.get("/shadow")
 async def shadow(request: Request, format: Literal["json", "csv"] = "json") -> Response:
     """What the shadow would have changed, with the newest changed answers; as CSV only these, one a row."""
-    table = await request.app.state.service.client.shadow()
+    service = request.app.state.service
+    table = await asyncio.wait_for(service.client.ask(shadow=True), service.settings.deadline)
     if format == "json":
         return JSONResponse(table)
     # Callers choose labels, and a spreadsheet takes some beginnings for formulas.

@@ -106,7 +106,7 @@ async function add(files) {
   const count = photos.length;
   for (const file of info ? files : []) {
     // Read now: the file may be gone when the slider moves. What is too large, or a folder, is refused when asked about.
-    const small = file.size <= info.limits.body_bytes;
+    const small = file.size <= info.limits.max_body;
     const blob = small ? await file.arrayBuffer().then((bytes) => new Blob([bytes], { type: file.type }), () => file) : file;
     const photo = { name: file.name || "photo", blob, url: URL.createObjectURL(blob) };
     const button = make("button", { type: "button", title: photo.name }, make("img", { src: photo.url, alt: photo.name }), make("span"));
@@ -266,7 +266,7 @@ async function run(strengths) {
 
 async function ask(value, signal) {
   const answers = found();
-  const [size, most] = [chosen.blob.size, info.limits.body_bytes];
+  const [size, most] = [chosen.blob.size, info.limits.max_body];
   if (size > most) throw new Refusal(`images[0] has ${size.toLocaleString("en")} bytes; this server takes ${most.toLocaleString("en")}`, 413);
   const body = new FormData();
   body.append("images", chosen.blob, "photo");
