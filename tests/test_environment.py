@@ -104,6 +104,7 @@ def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path) -> 
         lambda: read_image(tmp_path / "nowhere.jpg"),
         lambda: rc.ZeroShotClassifier.from_folder(ToyEncoder(), tmp_path / "nowhere"),
         lambda: rc.ReACT.load(tmp_path / "nowhere.json"),
+        lambda: rc.load(tmp_path / "nowhere"),
     ):
         with pytest.raises(FileNotFoundError, match="nowhere") as raised:
             call()

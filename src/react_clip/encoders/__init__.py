@@ -16,7 +16,7 @@ from react_clip.encoders import checkpoints, exported, offline, openclip
 from react_clip.encoders.base import Encoder
 from react_clip.encoders.hf import load_hf
 from react_clip.encoders.loading import resolve_device, resolve_dtype
-from react_clip.errors import ReactClipError
+from react_clip.errors import MissingFileError, ReactClipError
 
 __all__ = ["OPENAI_VIT_B_16", "Encoder", "fastest_dtype", "load", "pull"]
 
@@ -125,6 +125,8 @@ def _hub_id(name: str | Path) -> tuple[str, str | None]:
     if plus:
         raise ReactClipError(f"{str(name)!r} asks for {base!r} with the checkpoint {file!r}, which is no file here")
     source, _, revision = str(name).partition("@")
-    if isinstance(name, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
+    if isinstance(name, Path) or source.count("/") > 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
+        raise MissingFileError(f"{name} does not exist; check the path of the model")
+    if "/" not in source:
         raise ReactClipError(f"no model is called {str(name)!r} and no such folder exists; choose {_WHAT_EXISTS}")
     return source, revision or None

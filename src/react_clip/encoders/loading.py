@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import MissingFileError, ReactClipError, first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,6 +97,9 @@ def loading(name: str, *, from_hub: bool) -> Iterator[None]:
         reason = first_line(error)
         if Path(name).is_dir():
             raise ReactClipError(f"{name} cannot be loaded ({reason}); the folder is incomplete or damaged") from None
+        if "/" in name and Path(name).parent.is_dir():
+            line = f"{name} does not exist, and is no model that can be loaded ({reason}); check the path"
+            raise MissingFileError(line) from None
         raise ReactClipError(
             f"{name!r} is no folder here, and as a model of the hub neither cached nor reachable ({reason}); check the "
             f"path, with a network run `react-clip pull {name}`, without one use the offline tower: run "

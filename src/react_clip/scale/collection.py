@@ -81,7 +81,7 @@ def _read_tar(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes]
 
 def _read_parquet(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes | None]]:
     """The column holds bytes, or structs with a field ``bytes``, as Hugging Face writes them."""
-    table = require("pyarrow.parquet", "reading Parquet", extra="scale").ParquetFile(stream)
+    table = require("pyarrow.parquet", "reading Parquet", extra="eval").ParquetFile(stream)
     if column not in (names := table.schema_arrow.names):
         raise ReactClipError(f"it has no column {column!r}; choose --column among {', '.join(names)}")
     batches = table.iter_batches(batch_size=32, columns=[column])

@@ -168,7 +168,7 @@ class Defender:
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
         """A pyarrow table with one row per image: feature, answers and diagnostics, or an error."""
-        pa = require("pyarrow", "writing Parquet", extra="scale")
+        pa = require("pyarrow", "writing Parquet", extra="eval")
         good = np.flatnonzero(batch["error"] == "")
         # All parts must have the same columns, so an empty image is defended where none is good.
         pixels = torch.tensor(batch["pixels"][good if len(good) else [0]])

@@ -39,7 +39,7 @@ class OutputFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.root = file_system(self.url)
-        self._parquet = require("pyarrow.parquet", "writing Parquet", extra="scale")
+        self._parquet = require("pyarrow.parquet", "writing Parquet", extra="eval")
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes out of a local folder; object stores have no lock."""
@@ -91,7 +91,7 @@ class OutputFolder:
         """Counts over all parts."""
         if not (parts := self._parts()):
             raise ReactClipError("there is no image in the sources; give other folders or files")
-        dataset = require("pyarrow.dataset", "reading Parquet", extra="scale").dataset(parts, filesystem=self.fs)
+        dataset = require("pyarrow.dataset", "reading Parquet", extra="eval").dataset(parts, filesystem=self.fs)
         table = dataset.to_table(["file", "key", "error", "gated", "passes"])
         failed = table.filter(table["error"].is_valid()).to_pylist()
         sums = table.select(["gated", "passes"]).group_by([]).aggregate([("gated", "sum"), ("passes", "sum")])
