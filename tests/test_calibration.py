@@ -201,7 +201,7 @@ def test_photos_that_cannot_calibrate_are_refused() -> None:
     photos: Any
     for photos, fraction, says in (
         (alike.clamp(0, 1), 0.97, "the photos are all alike"),
-        (noisy, 0.97, "differ from their smaller copies as attacked ones do"),
+        (noisy, 0.97, "the photos look attacked"),
         (smooth_photos(19), 0.97, "19 photos are too few to calibrate on; give at least 20"),
         (smooth_photos(40), 97.0, r"clean_pass is 97\.0; it is a fraction"),
         ("nowhere.jpg", 0.97, "1 photos are too few to calibrate on; give at least 20"),

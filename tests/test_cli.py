@@ -156,7 +156,7 @@ def test_a_full_disk_is_known_before_the_work(
     monkeypatch.setattr(rc.ReACT, "__call__", lambda *args, **options: pytest.fail("nothing is computed"))
     monkeypatch.setattr(os, "posix_fallocate", full)
     code, _, err = run("embed", photos, *tiny, "--out", tmp_path / "new" / "f.npy")
-    assert (code, "f.npy, " in err, "No space left on device; free some space" in err) == (2, True, True)
+    assert (code, "f.npy, " in err, "No space left on device; choose another place" in err) == (2, True, True)
     assert not list((tmp_path / "new").iterdir())
 
 

@@ -145,7 +145,7 @@ def png_header(width: int, height: int) -> bytes:
         (encoded(photo(), "PNG")[:200], "truncated or damaged"),
         (
             png_header(60_000, 60_000),
-            r"60000 x 60000 = 3,600,000,000 pixels; the limit is 64,000,000|more than 64,000,000",
+            r"3,600,000,000 pixels; the limit is 64,000,000|more than 64,000,000",
         ),
         (png_header(9_000, 9_000), "81,000,000 pixels; the limit is 64,000,000; scale it down"),
         (encoded(Image.new("F", (40, 30), 0.5), "TIFF"), "has float pixels, whose range is not known"),
@@ -166,7 +166,7 @@ def test_limits_are_checked_before_decoding() -> None:
     data = encoded(photo(), "PNG")
     with pytest.raises(ReactClipError, match="bytes; the limit is 100"):
         read_image(data, Limits(max_bytes=100))
-    with pytest.raises(ReactClipError, match="= 2,400 pixels; the limit is 2,000"):
+    with pytest.raises(ReactClipError, match="has 2,400 pixels; the limit is 2,000"):
         read_image(data, Limits(max_pixels=2000))
 
 
@@ -203,7 +203,7 @@ def test_what_people_hold_gives_the_same_pixels(tmp_path: Path) -> None:
         (np.full((4, 5, 3), 255, np.float32), r"got HWC float32 255\.\.255"),
         (np.zeros((3, 8, 9), np.uint8), r"got CHW uint8 0\.\.0"),
         ([object()], "an image is of type object"),
-        ([torch.zeros(3, 4, 4)], r"stack tensors into one \[B, 3, H, W\] batch"),
+        ([torch.zeros(3, 4, 4)], r"an image is of type Tensor; give a float tensor \[B, 3, H, W\]"),
         ("no/such/file.jpg", "does not exist"),
         (Path(__file__).parent / "bench", "bench holds no photos"),
     ],

@@ -212,14 +212,10 @@ def _check_photos(features: Tensor, threshold: float) -> None:
     # The number of pairs grows with the square of the photos; some hundred are enough.
     apart = float(torch.pdist(features[:: max(1, len(features) // 500)]).median())
     if apart < ALIKE:
-        raise ReactClipError(
-            f"the photos are all alike (the median distance of two of them is {apart:.2g}, below {ALIKE}); give photos "
-            "as they will come, of different things"
-        )
+        raise ReactClipError(f"the photos are all alike (median distance {apart:.2g}); give different ones")
     if threshold > FAR * apart:
         raise ReactClipError(
-            f"the photos differ from their smaller copies as attacked ones do (the threshold would be {threshold:.3g}, "
-            f"and two different photos are {apart:.3g} apart); calibrate on clean photos"
+            f"the photos look attacked (threshold {threshold:.3g}, apart {apart:.3g}); give clean ones"
         )
 
 
@@ -265,10 +261,7 @@ def calibrate(
     answers = torch.cat([Undefended()(clf, part).labels.cpu() for part in torch.split(pixels, batch)])
     right = (answers == labels.cpu()).nonzero().flatten()
     if len(right) < 10:
-        raise ReactClipError(
-            f"plain CLIP gets {len(right)} of {len(labels)} photos right; calibration needs at least 10 such photos, "
-            "better 300: give more photos, or check the labels"
-        )
+        raise ReactClipError(f"plain CLIP gets {len(right)} of {len(labels)} photos right, and needs 10; give others")
     parts = [(pixels[rows].to(clf.device), labels[rows].to(clf.device)) for rows in torch.split(right, batch)]
     points = [_measure(clf, parts, base, PGD(eps=eps, steps=steps), sigmas, seed, progress) for eps in budgets]
     fits, left_out = fit_mappings([point.mean_drift for point in points], [point.best_sigma for point in points])

@@ -156,11 +156,8 @@ class Configuration:
         named = {cls.renamed.get(str(key), str(key)): value for key, value in data.items()}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in named.items()}
         for key, default in cls.removed.items():
-            if key in values and (value := values.pop(key)) != default and default is not ...:
-                raise ReactClipError(
-                    f"{_title(cls)} no longer has {key!r}, which is {_short(value)}; without it, it works as with "
-                    f"{_short(default)}: remove it"
-                )
+            if key in values and values.pop(key) != default and default is not ...:
+                raise ReactClipError(f"{_title(cls)} no longer has {key!r} (now always {_short(default)}); remove it")
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -263,9 +260,7 @@ class Registry(Generic[C]):
         """Make a class known by its kind."""
         known = self._classes.get(cls.kind, cls)
         if _reference(known) != _reference(cls):
-            raise ReactClipError(
-                f"{self._family} kind {cls.kind!r} belongs to {_reference(known)}; give {_reference(cls)} another one"
-            )
+            raise ReactClipError(f"{self._family} kind {cls.kind!r} belongs to {_reference(known)}; choose another one")
         self._classes[cls.kind] = cls
 
     def names(self) -> list[str]:

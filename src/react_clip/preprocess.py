@@ -31,6 +31,7 @@ ImageSource = Image.Image | Path | str | bytes | io.BytesIO | NDArray[np.uint8]
 """One image; a NumPy array is ``[H, W, 3]`` (or grey, or with alpha) in uint8, RGB as in Pillow."""
 Images = Tensor | ImageSource | Iterable[ImageSource]
 """Pixels in [0, 1] ``[B, 3, S, S]`` or ``[3, S, S]``, an image, a folder of photos, or any series of images."""
+_GIVE = "give a float tensor [B, 3, H, W] in [0, 1], a folder, or PIL images, paths, bytes or uint8 arrays"
 _KINDS = (Image.Image, Path, str, bytes, io.BytesIO, np.ndarray)
 
 _LEVELS_OF_16_BITS = [(value + 128) // 257 for value in range(65536)]
@@ -67,10 +68,7 @@ def read_image(source: ImageSource, limits: Limits = DEFAULT_LIMITS) -> Image.Im
 
 def _from_array(array: NDArray[Any]) -> Image.Image:
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
-        raise ReactClipError(
-            f"an image is an array of shape {list(array.shape)}: got {layout(array)}; give HWC uint8 0..255, or a "
-            "float tensor [B, 3, H, W] in [0, 1]"
-        )
+        raise ReactClipError(f"an image of shape {list(array.shape)}: got {layout(array)}; give HWC uint8 0..255")
     return Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array)
 
 
@@ -96,12 +94,8 @@ def open_image(source: Path | str | bytes | io.BytesIO, limits: Limits = DEFAULT
         raise ReactClipError(f"{name} has {len(data):,} bytes; the limit is {limits.max_bytes:,}; scale it down first")
     with _decoding(name, limits):
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    width, height = image.size
-    if width * height > limits.max_pixels:
-        raise ReactClipError(
-            f"{name} has {width} x {height} = {width * height:,} pixels; the limit is {limits.max_pixels:,}; "
-            "scale it down first"
-        )
+    if (pixels := image.width * image.height) > limits.max_pixels:
+        raise ReactClipError(f"{name} has {pixels:,} pixels; the limit is {limits.max_pixels:,}; scale it down first")
     return name, image
 
 
@@ -263,17 +257,11 @@ def listed(images: Images) -> list[ImageSource]:
     if isinstance(images, _KINDS) and not (isinstance(images, np.ndarray) and images.ndim == 4):
         return [images]
     if not isinstance(images, Iterable):
-        raise ReactClipError(
-            f"images are of type {type(images).__name__}; give a float tensor [B, 3, H, W] in [0, 1], a folder, or PIL "
-            "images, paths, bytes or uint8 arrays"
-        )
+        raise ReactClipError(f"images are of type {type(images).__name__}; {_GIVE}")
     if not (found := list(images)):
         raise ReactClipError("the list of images is empty; give at least one")
     if wrong := [source for source in found if not isinstance(source, _KINDS)]:
-        raise ReactClipError(
-            f"an image is of type {type(wrong[0]).__name__}; lists hold PIL images, paths, bytes or uint8 arrays "
-            "(stack tensors into one [B, 3, H, W] batch)"
-        )
+        raise ReactClipError(f"an image is of type {type(wrong[0]).__name__}; {_GIVE}")
     return found
 
 

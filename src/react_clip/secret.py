@@ -62,15 +62,9 @@ def seed_or_secret(seed: Seed | None, secret: bytes | None = None) -> Seed:
     if secret is None:
         key = process_secret() if seed is None else seed
     elif seed is not None:
-        raise ReactClipError(
-            "seed and secret are both given; a secret makes the noise unpredictable, a seed makes it repeatable: "
-            "choose one"
-        )
+        raise ReactClipError("seed and secret are both given: noise is repeatable or unpredictable; choose one")
     elif not isinstance(key := secret, bytes):
-        raise ReactClipError(
-            f"the secret is of type {type(secret).__name__}; give bytes, such as secrets.token_bytes(32) or "
-            "react_clip.secret.read_secret(FILE); a number that everybody may know is seed="
-        )
+        raise ReactClipError(f"the secret is of type {type(secret).__name__}; give at least {SHORTEST_SECRET} bytes")
     check_seed(key)
     return key
 
@@ -91,11 +85,8 @@ def described(seed: Seed) -> int | str:
 def check_seed(seed: object, name: str = "the secret", way_out: str = "such as secrets.token_bytes(32)") -> None:
     """Refuse what is neither a number nor a secret that nobody can guess."""
     if not isinstance(seed, bytes | SupportsIndex):
-        raise ReactClipError(
-            f"seed is of type {type(seed).__name__}; give a whole number, or a secret as bytes, such as "
-            "secrets.token_bytes(32)"
-        )
+        raise ReactClipError(f"seed is of type {type(seed).__name__}; give a whole number, or a secret of random bytes")
     if isinstance(seed, bytes) and len(seed) < SHORTEST_SECRET:
         raise ReactClipError(
-            f"{name} has {len(seed)} bytes, which can be guessed; give {SHORTEST_SECRET} or more random ones: {way_out}"
+            f"{name} has {len(seed)} bytes, which can be guessed; give {SHORTEST_SECRET} or more: {way_out}"
         )

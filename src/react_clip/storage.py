@@ -46,9 +46,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise ReactClipError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
-        ) from error
+        raise ReactClipError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -118,9 +116,7 @@ def reserved_space(path: Path, size: int) -> Iterator[None]:
         if size and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(held.fileno(), 0, size)
     except OSError as error:
-        raise ReactClipError(
-            f"cannot write {path}, {size:,} bytes: {error.strerror}; free some space or choose another place"
-        ) from error
+        raise ReactClipError(f"cannot write {path}, {size:,} bytes: {error.strerror}; choose another place") from error
     with held:
         yield
 

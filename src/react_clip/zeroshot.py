@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from react_clip import functional
-from react_clip.choices import PHOTO_SUFFIXES
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError, missing_or_wrong
 from react_clip.label_table import LabelTable
@@ -82,10 +81,7 @@ class ZeroShotClassifier(nn.Module):
         names = check_names(names, unique=unique)
         features = torch.as_tensor(features).detach()
         if features.shape != (len(names), encoder.dim):
-            raise ReactClipError(
-                f"class features have shape {list(features.shape)}; {len(names)} names and {encoder.name!r} need "
-                f"[{len(names)}, {encoder.dim}]"
-            )
+            raise ReactClipError(f"class features have shape {list(features.shape)}, not [{len(names)}, {encoder.dim}]")
         features = features if features.dtype == torch.float64 else features.float()
         lengths = features.norm(dim=1)
         if not bool(torch.isfinite(lengths).all() & (lengths > 0).all()):
@@ -179,9 +175,7 @@ def check_class_folders(folder: Path) -> dict[str, list[Path]]:
     if not photos:
         raise missing_or_wrong(folder, f"{folder} has no sub-folders; put the photos of each class into one of its own")
     if empty := [name for name, paths in photos.items() if not paths]:
-        raise ReactClipError(
-            f"{folder / empty[0]} holds no photos; add some ({', '.join(PHOTO_SUFFIXES)}) or remove it"
-        )
+        raise ReactClipError(f"{folder / empty[0]} holds no photos; add some, or remove it")
     return photos
 
 

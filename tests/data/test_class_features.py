@@ -33,7 +33,7 @@ def test_folders_default_to_the_names(tmp_path: Path) -> None:
     [
         ({"features": np.eye(2)}, "names"),
         ({"names": ["cat"]}, "features"),
-        ({"names": ["cat"], "features": np.eye(2)}, r"shape \(2, 2\) for 1 names"),
+        ({"names": ["cat"], "features": np.eye(2)}, r"1 names need as many rows, not shape \(2, 2\)"),
         ({"names": ["cat", "dog"], "features": np.ones(2)}, r"shape \(2,\)"),
         ({"names": np.array(["cat", None], dtype=object), "features": np.eye(2)}, "allow_pickle"),
         (b"PK\x03\x04 broken", ""),
@@ -62,7 +62,7 @@ def test_classes_are_found_by_folder_whatever_the_names(tmp_path: Path) -> None:
     assert aligned.class_names == tuple(old.values()), "the names that the features were made from"
     assert [aligned.folders[label] for label in aligned.labels] == [p.id.split("/")[0] for p in dataset.photos]
     # Without folders only the one class whose name is still the same can be found; the others are not guessed.
-    with pytest.raises(ReactClipError, match="know 1 of the 4 classes"):
+    with pytest.raises(ReactClipError, match="know 1 of 4 classes"):
         dataset.align(features_of("crane", "a crane", "Lhasa", "Cardigan"))
 
 
@@ -83,7 +83,7 @@ def test_align_falls_back_to_names_that_are_unique(pets: Path) -> None:
     dataset = data.load("oxford_pets", root=pets)
     twice = features_of("Pug", "pug", "Abyssinian", "American Bulldog", folders=("c0", "c1", "c2", "c3"))
     assert set(dataset.align(twice).labels) == {2, 3}
-    with pytest.raises(ReactClipError, match=r"know 1 of the 3 classes of oxford_pets \(not .*\), fewer than half"):
+    with pytest.raises(ReactClipError, match=r"know 1 of 3 classes of oxford_pets; give its own"):
         dataset.align(features_of("pug", "goldfish"))
 
 

@@ -242,7 +242,11 @@ def test_bad_input_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(rc.ReactClipError, match=says):
             guard(*arguments, seed=seed)  # type: ignore[arg-type]
-    for secret, says in (("my own secret key", "type str; give bytes"), (b"short", "has 5 bytes"), (7, "is seed=")):
+    for secret, says in (
+        ("my own secret key", "type str; give at least 16 bytes"),
+        (b"short", "has 5 bytes"),
+        (7, "type int"),
+    ):
         with pytest.raises(rc.ReactClipError, match=says):
             guard(clf, images, secret=secret)
     with pytest.raises(rc.ReactClipError, match="seed and secret are both given"):

@@ -56,7 +56,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(ended: tuple[Path
     refused = [line for line in output.splitlines() if line.startswith("starved refused:")]
     assert len(refused) == 1
     assert "checkpoint.pt" in refused[0]
-    assert "free some space" in refused[0]
+    assert "choose another place" in refused[0]
     assert "starved left .lock checkpoint.pt log.csv settings.json" in output
     assert output.index("starved ended 2") < output.index("starved ended 0")
     assert content(root / "starved") == content(root / "plain")

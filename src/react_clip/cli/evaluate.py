@@ -103,7 +103,5 @@ def _chosen_defenses(recipe: Recipe, labels: str) -> tuple[LabelledDefense, ...]
     # A label may hold commas of its own, so the whole is tried first.
     chosen = (labels,) if labels in by_label else options.comma_separated(labels)
     if unknown := [label for label in chosen if label not in by_label]:
-        raise ReactClipError(
-            f"--defenses names {unknown[0]!r}, which the recipe has not; choose among {', '.join(by_label)}"
-        )
+        raise ReactClipError(f"--defenses names {unknown[0]!r}; choose among {', '.join(by_label)}")
     return tuple(by_label[label] for label in chosen)

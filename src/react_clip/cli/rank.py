@@ -174,6 +174,4 @@ def check_defense(defense: rc.defenses.Defense, clf: rc.ZeroShotClassifier) -> N
     with _errors_of(f"{label} fails on two images"):
         logits = defense(clf, images, seed=0).logits
     if tuple(logits.shape) != shape or not bool(torch.isfinite(logits).all()):
-        raise ReactClipError(
-            f"{label} answers with logits of shape {tuple(logits.shape)}; they must be {shape} and finite"
-        )
+        raise ReactClipError(f"{label} answers with logits {tuple(logits.shape)}; they must be {shape} and finite")

@@ -37,10 +37,7 @@ class ClassFeatures:
 
     def __post_init__(self) -> None:
         if self.features.ndim != 2 or not 0 < len(self.names) == len(self.folders) == len(self.features):
-            raise ReactClipError(
-                f"features have shape {tuple(self.features.shape)} for {len(self.names)} names and "
-                f"{len(self.folders)} folders; they must be [classes, dimension], one row per name"
-            )
+            raise ReactClipError(f"{len(self.names)} names need as many rows, not shape {tuple(self.features.shape)}")
 
 
 def load_class_features(path: str | Path) -> ClassFeatures:
@@ -171,11 +168,8 @@ class ImageDataset:
         matches = {old: index.find(folder, name) for old, (folder, name) in pairs}
         present = set(self.labels)
         lost = [self.folders[old] for old in sorted(present) if matches[old] is None]
-        if 2 * len(lost) > len(present):
-            raise ReactClipError(
-                f"the class features know {len(present) - len(lost)} of the {len(present)} classes of {self.name} "
-                f"(not {', '.join(lost[:3])}), fewer than half; give those made for this set"
-            )
+        if 2 * (known := len(present) - len(lost)) < len(present):
+            raise ReactClipError(f"the features know {known} of {len(present)} classes of {self.name}; give its own")
         photos = tuple(
             replace(photo, label=label) for photo in self.photos if (label := matches[photo.label]) is not None
         )

@@ -55,10 +55,7 @@ def build_dataset(
     for row in rows:
         label = index.find(row.label) if isinstance(row.label, str) else numbers.get(row.label)
         if label is None:
-            raise ReactClipError(
-                f"photo {row.id} of {name} has the label {row.label!r}, which is none of its {len(names)} classes "
-                f"(0 to {len(names) - 1}, or a name such as {folders[0]!r}); correct it, or rename the set"
-            )
+            raise ReactClipError(f"photo {row.id} of {name} has the label {row.label!r}, none of {len(names)} classes")
         photos.append(Photo(row.id, label, row.source))
     return ImageDataset(name, split, names, tuple(photos), folders, templates)
 
@@ -94,10 +91,7 @@ def load_folder(folder: Path, name: str, split: str, spec: DatasetSpec | None) -
     names = [entry for entry in present if spec is None or entry not in spec.ignored]
     rows = [Labelled(f"{entry}/{path.name}", entry, path) for entry in names for path in present[entry]]
     if not rows:
-        raise ReactClipError(
-            f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/, as "
-            f"{', '.join(PHOTO_SUFFIXES)}"
-        )
+        raise ReactClipError(f"no photo under {folder} ({len(present)} class folders); put them in {folder}/<class>/")
     return build_dataset(rows, names if spec is None else (), name, split, spec)
 
 

@@ -90,10 +90,8 @@ def _on_disk(folder: Path, name: str, root: Path, split: str, spec: DatasetSpec 
 def _official(spec: DatasetSpec, root: Path, split: str) -> ImageDataset:
     """The published release, read by torchvision."""
     if split not in spec.official_splits:
-        raise ReactClipError(
-            f"{spec.name} has no official split {split!r} (it has {', '.join(spec.official_splits)}); put your own in "
-            f"{root / spec.name / split}/<class>/"
-        )
+        own = root / spec.name / split
+        raise ReactClipError(f"{spec.name} has the splits {', '.join(spec.official_splits)}; put {split!r} in {own}")
     if spec.torchvision and not spec.directories:
         return load_torchvision(spec, root, split)
     raise ReactClipError(f"{spec.name} has no {split} photos under {root}; {spec.how_to_get(root)}")
