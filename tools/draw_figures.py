@@ -30,7 +30,7 @@ def main() -> None:
     for name, (runs, kinds) in WANTED.items():
         result = join([EvaluationResult.load(RESULTS / run) for run in runs])
         for kind in kinds:
-            save_figure(KINDS[kind][2](result), FIGURES / f"{name}-{kind}")
+            save_figure(KINDS[kind][1](result), FIGURES / f"{name}-{kind}")
     calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
     save_figure(calibration_figure(calibration), FIGURES / "calibration")
     for path in FIGURES.glob("*.png"):

@@ -28,7 +28,7 @@ from react_clip.report.figures import (
     sets_as_heat_map,
     sigma_over_drift,
 )
-from react_clip.report.style import TOWERS, lines_of, new_figure, save_figure
+from react_clip.report.style import lines_of, new_figure, save_figure
 from synthetic_runs import CLIP, DEFENSES, REACT, SECOND, SETS, synthetic_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -118,7 +118,7 @@ def test_the_heat_map_holds_every_set_and_defence(run: EvaluationResult) -> None
 def test_a_defence_shows_its_own_diagnostics_under_its_own_names(run: EvaluationResult) -> None:
     titles = [axes.get_title(loc="left") for axes in scores_clean_and_attacked(run).axes]
     react = [f"ReACT: {name}" for name in ("drift", "instability", "score")]
-    assert titles == [*react, "SecondLook: distance"], "its score is the distance, and no drift is drawn for it"
+    assert titles == [*react, "SecondLook: distance", "SecondLook: score"], "no drift is drawn for it"
 
 
 def test_what_the_gate_skipped_is_not_drawn_and_kinds_appear_once() -> None:
@@ -128,12 +128,13 @@ def test_what_the_gate_skipped_is_not_drawn_and_kinds_appear_once() -> None:
     assert diagnostics_of(run) == [("ReACT", "drift"), ("ReACT", "score")]
 
 
-def test_violins_have_the_threshold_of_the_score() -> None:
+def test_boxes_have_the_median_and_the_threshold_of_the_score() -> None:
     run = synthetic_run([SECOND])
-    run.images["score"] += 0.01  # no longer the distance itself
+    clean = run.images[(run.images["attack"] == "clean") & (run.images["clean_prediction"] == run.images["label"])]
     for axes, threshold in zip(scores_clean_and_attacked(run).axes, (False, True), strict=True):
         heights = {float(line.get_ydata()[0]) for line in axes.get_lines() if len(line.get_xdata()) == 2}
         assert (0.4 in heights) == threshold
+        assert clean["score"].median() in heights
 
 
 def test_the_gate_is_counted_on_what_clip_gets_right(run: EvaluationResult) -> None:
@@ -144,16 +145,15 @@ def test_the_gate_is_counted_on_what_clip_gets_right(run: EvaluationResult) -> N
 
 
 def test_sigma_is_drawn_over_drift_or_from_a_calibration(run: EvaluationResult) -> None:
-    [axes] = sigma_over_drift(run, None).axes
+    [axes] = sigma_over_drift(run).axes
     assert list(points(axes)) == ["ReACT"]
     assert all(y == pytest.approx(0.03 + 0.04 * x) for x, y in points(axes)["ReACT"])
     calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
-    for figure in (sigma_over_drift(run, calibration), calibration_figure(calibration)):
-        found = points(figure.axes[0])
-        for point in calibration.points:
-            assert found[f"{255 * point.eps:g}/255"] == near((point.mean_drift, point.best_sigma))
+    found = points(calibration_figure(calibration).axes[0])
+    for point in calibration.points:
+        assert found[f"{255 * point.eps:g}/255"] == near((point.mean_drift, point.best_sigma))
     with pytest.raises(MissingDataError, match="maps a drift to an anchor scale"):
-        sigma_over_drift(synthetic_run([SECOND]), None)
+        sigma_over_drift(synthetic_run([SECOND]))
 
 
 def test_leakage_shows_the_best_reported_configuration_of_each_method() -> None:
@@ -189,7 +189,6 @@ def test_every_defence_has_a_line_of_its_own() -> None:
     lines = lines_of(entries)
     looks = [(line["color"], line["marker"], line["linestyle"]) for line in lines.values()]
     assert len(set(looks)) == len(looks)
-    assert lines["FARE, eps 4"]["color"] == TOWERS["fare"]
     assert lines["react"]["color"] == ReACT.colour
 
 

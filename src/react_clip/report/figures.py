@@ -6,8 +6,9 @@ an attacked image counts as right only if the defence is right about it clean as
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 MEASURED = 0.95
 """Least fraction of images on which a diagnostic must be known: the gate skips some, and not at random."""
-_INTERVAL = ["low", "accuracy", "high"]
 _ANSWERS = {
     *("dataset", "scoring", "threat", "attack", "defense", "eps", "draw", "seed", "attack_seed", "index", "label"),
     *("clean_prediction", "plain_prediction", "prediction", "attacked", "attack_success", "crafted_success"),
@@ -71,14 +71,14 @@ def draw_all(
     drawn, missing = [], []
     images = sum(info.images for info in result.sets)
     about = f"{images:,} images; {result.model}; threat model {result.threat}, scoring {result.scoring}."
-    for done, (name, (title, what, make)) in enumerate(KINDS.items(), 1):
+    for done, (name, (title, make)) in enumerate(KINDS.items(), 1):
         try:
-            figure = make(result) if name != "sigma" else sigma_over_drift(result, calibration)
+            fitted = calibration if name == "sigma" else None
+            figure = make(result) if fitted is None else calibration_figure(fitted)
+            save_figure(figure, folder / name)
+            drawn.append(Drawn(name, title, f"{inspect.cleandoc(str(make.__doc__))} {about}"))
         except MissingDataError as reason:
             missing.append(f"{title}: {reason}")
-        else:
-            save_figure(figure, folder / name)
-            drawn.append(Drawn(name, title, f"{what} {about}"))
         progress(title, done, len(KINDS))
     return drawn, missing
 
@@ -87,12 +87,12 @@ def draw_all(
 
 
 def accuracy_over_budget(result: EvaluationResult) -> Figure:
-    """A panel for each attack, a line for each defence, with 95 % intervals."""
+    """Accuracy of each defence from clean images to the largest budget; bars are 95 % intervals."""
     return _over_budget(result, "accuracy", "accuracy in %")
 
 
 def gate_over_budget(result: EvaluationResult) -> Figure:
-    """A panel for each attack: how many of the images that undefended CLIP gets right each defence changes."""
+    """Fraction of the images that undefended CLIP gets right whose answer each defence changed."""
     if not any(row.gate_rate > 0 for row in result.means):
         raise MissingDataError("no defence of it has a gate that opened")
     return _over_budget(result, "gate_rate", "gate open in %")
@@ -115,14 +115,14 @@ def _over_budget(result: EvaluationResult, column: str, name: str) -> Figure:
             axes.plot(x, y, label=label, **lines[str(label)])
             if column == "accuracy":
                 axes.vlines(x, 100 * own["low"], 100 * own["high"], color=lines[str(label)]["color"], alpha=0.6)
-        axes.set_xticks(range(len(budgets)), ["clean" if eps == 0 else f"{255 * eps:.4g}" for eps in budgets])
+        _budget_ticks(axes, budgets)
         axes.set_ylim(0, 100)
 
     return _panels(attacks, draw, "attack budget in 1/255", name)
 
 
 def accuracy_over_passes(result: EvaluationResult) -> Figure:
-    """Accuracy under the worst attack against work per image; markers are filled by the loss on clean images."""
+    """Accuracy under the worst attack over work per image (a backward pass counts as two); filled by the clean loss."""
     means = _means(result)
     worst = _attacked(means).sort_values("accuracy").groupby("defense").first()
     work = worst["passes"] + 2 * worst["backward_passes"].fillna(0)
@@ -136,7 +136,7 @@ def accuracy_over_passes(result: EvaluationResult) -> Figure:
     x = "encoder passes per attacked image, forward + 2 × backward, log scale"
     axes = style_axes(figure.add_subplot(), x, "accuracy under the worst attack in %")
     for label, line in lines_of(result.defenses).items():
-        row = 100 * worst.loc[label, _INTERVAL]
+        row = 100 * worst.loc[label, ["low", "accuracy", "high"]]
         axes.vlines(work[label], row["low"], row["high"], color=line["color"], alpha=0.6)
         point = {**line, "linestyle": "none", "markersize": 7, "markerfacecolor": scale.to_rgba(lost[label])}
         axes.plot([work[label]], [row["accuracy"]], label=label, **point)
@@ -149,7 +149,7 @@ def accuracy_over_passes(result: EvaluationResult) -> Figure:
 
 
 def sets_as_heat_map(result: EvaluationResult) -> Figure:
-    """Accuracy of every defence on every data set, under the attack that leaves least in the mean."""
+    """Accuracy on each data set under the attack that leaves least in the mean."""
     if len(result.sets) < 2:
         raise MissingDataError("it has one data set; name several under `datasets`")
     attacked = _attacked(_means(result))
@@ -174,29 +174,20 @@ def sets_as_heat_map(result: EvaluationResult) -> Figure:
 def diagnostics_of(result: EvaluationResult) -> list[tuple[str, str]]:
     """Defences and their own diagnostics, by the names that the defence gives them.
 
-    A diagnostic must be measured on nearly every image; one that repeats another of the same defence is left out. Of
-    several defences of one kind, the first is taken.
+    A diagnostic must be measured on nearly every image. Of several defences of one kind, the first is taken.
     """
-    found, kinds = [], set()
-    numeric = [name for name in result.images.select_dtypes("number") if name not in _ANSWERS]
+    found, kinds = [], set[str]()
     for label, entry in result.defenses.items():
-        images = result.images[result.images["defense"] == label]
-        own: list[str] = []
-        for name in sorted(numeric, key=lambda name: (name == "score", name)):
-            values = images[name]
-            twin = next((other for other in own if np.allclose(images[other], values, equal_nan=True)), None)
-            if str(name).startswith("part ") or values.notna().mean() < MEASURED or values.nunique() < 3:
-                continue
-            if twin is None:
-                own.append(str(name))
-        if own and entry["kind"] not in kinds:
-            kinds.add(entry["kind"])
-            found += [(label, name) for name in own]
+        own = result.images[result.images["defense"] == label].select_dtypes("number")
+        names = [str(name) for name in own if name not in _ANSWERS and not str(name).startswith("part ")]
+        varied = [name for name in names if own[name].notna().mean() >= MEASURED and own[name].nunique() > 2]
+        found += [(label, name) for name in sorted(varied) if entry["kind"] not in kinds]
+        kinds.add(entry["kind"])
     return found
 
 
 def scores_clean_and_attacked(result: EvaluationResult) -> Figure:
-    """Violins of the defences' diagnostics on images that undefended CLIP gets right, clean and at each budget."""
+    """Diagnostics of the defences on images that undefended CLIP gets right, as box plots; dashed is the threshold."""
     panels = {f"{label}: {name}": (label, name) for label, name in diagnostics_of(result)}
     if not panels:
         raise MissingDataError(f"no defence of it measured a diagnostic on {MEASURED:.0%} of the images")
@@ -208,33 +199,23 @@ def scores_clean_and_attacked(result: EvaluationResult) -> Figure:
     def draw(axes: Axes, panel: str) -> None:
         label, name = panels[panel]
         own = images[counted & (images["defense"] == label)]
-        for place, eps in enumerate(budgets):
-            values = own.loc[own["eps"] == eps, name].dropna().to_numpy(float)
-            colour = budget_colour(place, len(budgets))
-            if len(values) > 2 and np.ptp(values) > 1e-9:  # a density needs values that differ
-                for body in axes.violinplot([values], [place], widths=0.85, showextrema=False)["bodies"]:  # type: ignore[attr-defined]
-                    body.set(facecolor=colour, alpha=0.6)
-            if len(values):
-                axes.vlines(place, *np.percentile(values, [25, 75]), color=INK, linewidth=2.2)
-                axes.plot(place, np.median(values), "o", markersize=3, color="white", markeredgecolor=INK)
+        values = [own.loc[own["eps"] == eps, name].dropna() for eps in budgets]
+        places = range(len(budgets))
+        boxes = axes.boxplot(values, positions=places, showfliers=False, patch_artist=True, medianprops={"color": INK})
+        for place, box in enumerate(boxes["boxes"]):
+            box.set(facecolor=budget_colour(place, len(budgets)), alpha=0.6)
         threshold = entries[label].get("threshold", entries[label].get("tau"))
         if name == "score" and threshold is not None:
             axes.axhline(threshold, color=INK, linewidth=0.8, linestyle="--")
-        axes.set_xticks(range(len(budgets)), ["clean" if eps == 0 else f"{255 * eps:.4g}" for eps in budgets])
+        _budget_ticks(axes, budgets)
 
     return _panels(list(panels), draw, "attack budget in 1/255", "", share_y=False)
 
 
-def sigma_over_drift(result: EvaluationResult, calibration: Calibration | None) -> Figure:
-    """Anchor scale against drift: of every image, or as a calibration measured and fitted it."""
-    if calibration is not None:
-        return calibration_figure(calibration)
-    images = result.images
-    if not {"drift", "sigma"} <= set(images):
-        raise MissingDataError("no defence of it maps a drift to an anchor scale")
-    known = images[images["drift"].notna() & images["sigma"].notna()]
-    varied = known.groupby("defense")["sigma"].transform("nunique") > 1
-    known = known[varied]
+def sigma_over_drift(result: EvaluationResult) -> Figure:
+    """The anchor-noise scale that the drift of each image is mapped to."""
+    known = result.images.reindex(columns=["defense", "drift", "sigma"]).dropna()
+    known = known[known.groupby("defense", observed=True)["sigma"].transform("nunique") > 1]
     if known.empty:
         raise MissingDataError("no defence of it maps a drift to an anchor scale")
     figure = new_figure()
@@ -242,7 +223,7 @@ def sigma_over_drift(result: EvaluationResult, calibration: Calibration | None) 
     for label, line in lines_of(result.defenses).items():
         own = known[known["defense"] == label].iloc[:2000]
         if len(own):
-            point = {"marker": line["marker"], "markersize": 3, "linestyle": "none", "color": line["color"]}
+            point = {**line, "markersize": 3, "linestyle": "none"}
             axes.plot(own["drift"], own["sigma"], label=label, alpha=0.4, rasterized=True, **point)
     legend(figure)
     return figure
@@ -274,10 +255,7 @@ def calibration_figure(calibration: Calibration) -> Figure:
 
 
 def leakage(result: EvaluationResult) -> Figure:
-    """Accuracy as reported where every image is attacked, and without answers that only leakage explains.
-
-    A panel for each method; of several configurations, each budget shows the one with the highest reported accuracy.
-    """
+    """Accuracy with and without answers on images that CLIP gets wrong clean, for the best setting of each method."""
     if result.scoring != "attack_all":
         raise MissingDataError("only images that undefended CLIP gets right were attacked; use `scoring: attack_all`")
     means = _attacked(_means(result))
@@ -291,7 +269,7 @@ def leakage(result: EvaluationResult) -> Figure:
         for step, (column, label) in enumerate((("paper_accuracy", "as reported"), ("kept", "leaked not counted"))):
             x = np.arange(len(best)) + 0.4 * (step - 0.5)
             axes.bar(x, 100 * best[column], 0.38, label=label, color=(GREY, ReACT.colour)[step])
-        axes.set_xticks(range(len(best)), [f"{255 * eps:.4g}" for eps in best["eps"]])
+        _budget_ticks(axes, best["eps"])
         axes.set_ylim(0, 100)
 
     return _panels(list(dict.fromkeys(means["family"])), draw, "attack budget in 1/255", "accuracy in %")
@@ -313,6 +291,11 @@ def _attacked(rows: pd.DataFrame) -> pd.DataFrame:
     return attacked
 
 
+def _budget_ticks(axes: Axes, budgets: Iterable[float]) -> None:
+    names = ["clean" if eps == 0 else f"{255 * eps:.4g}" for eps in budgets]
+    axes.set_xticks(range(len(names)), names)
+
+
 def _panels(
     titles: Sequence[str], draw: Callable[[Axes, str], None], x: str, y: str, *, share_y: bool = True
 ) -> Figure:
@@ -332,36 +315,13 @@ def _panels(
     return figure
 
 
-KINDS: dict[str, tuple[str, str, Callable[..., Figure]]] = {
-    "accuracy": (
-        "Accuracy over budget",
-        "Accuracy of each defence from clean images to the largest budget; bars are 95 % intervals.",
-        accuracy_over_budget,
-    ),
-    "passes": (
-        "Accuracy over encoder passes",
-        "Accuracy under the attack that leaves each defence least (the worst case over several, where the run has it), "
-        "against work per image, a backward pass counted as two; markers are filled by the loss on clean images, bars "
-        "are 95 % intervals.",
-        accuracy_over_passes,
-    ),
-    "sets": ("Data sets", "Accuracy under the attack that leaves least in the mean.", sets_as_heat_map),
-    "scores": (
-        "Scores clean and attacked",
-        "Each defence's own diagnostics, under its own names, on images that undefended CLIP gets right: densities, "
-        "medians and middle halves; dashed is the threshold.",
-        scores_clean_and_attacked,
-    ),
-    "gate": (
-        "Gate over budget",
-        "Fraction of the images that undefended CLIP gets right whose answer each defence changed.",
-        gate_over_budget,
-    ),
-    "sigma": ("Anchor scale over drift", "The anchor-noise scale that a drift is mapped to.", sigma_over_drift),
-    "leakage": (
-        "Label leakage",
-        "Accuracy with and without answers on images that undefended CLIP gets wrong when clean.",
-        leakage,
-    ),
+KINDS: dict[str, tuple[str, Callable[[EvaluationResult], Figure]]] = {
+    "accuracy": ("Accuracy over budget", accuracy_over_budget),
+    "passes": ("Accuracy over encoder passes", accuracy_over_passes),
+    "sets": ("Data sets", sets_as_heat_map),
+    "scores": ("Scores clean and attacked", scores_clean_and_attacked),
+    "gate": ("Gate over budget", gate_over_budget),
+    "sigma": ("Anchor scale over drift", sigma_over_drift),
+    "leakage": ("Label leakage", leakage),
 }
-"""Title, first sentence of the caption and drawing function of each kind of figure, by file name."""
+"""Title and drawing function of each kind of figure, by file name; the function's docstring is the caption."""

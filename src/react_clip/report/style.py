@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ WIDTH = 6.4
 SMALL, TEXT = 7.5, 8.0
 """Font sizes in points."""
 
-TOWERS = {"tecoa": "#7F7FD5", "pmg-aft": "#5E8C31", "fare": "#6F4FA8", "clip-ft": "#A6604A"}
-"""Colour of each finetuned tower. Defences have theirs in their classes: Okabe and Ito's palette, then muted."""
 GREY = "#767676"
 """Of clean images, and of what was not defended."""
 _MARKERS = "osD^vP<>Xd*ph8"
@@ -31,30 +28,11 @@ Line = dict[str, Any]
 """Arguments of ``Axes.plot``."""
 
 
-def slug(text: str) -> str:
-    """Text as part of a file name.
-
-    >>> slug("pgd-10 step eps/4")
-    'pgd-10-step-eps-4'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def method_of(label: str, kind: str) -> str:
-    """The method of a defence: its kind, or the finetuned tower that its label names.
-
-    >>> method_of("our best", "react"), method_of("TeCoA, eps 4", "undefended")
-    ('react', 'tecoa')
-    """
-    towers = (tower for tower in TOWERS if f"-{tower}-" in f"-{slug(label)}-")
-    return next(towers, kind) if kind == "undefended" else kind
-
-
 def lines_of(defenses: Mapping[str, Mapping[str, Any]]) -> dict[str, Line]:
     """Colour, marker and dashes of every defence, the same in every figure.
 
-    Defences of one method share its colour and differ in marker and dashes; the points of a sweep (with ``params``)
-    are coloured from dark to light.
+    Defences of one kind share the colour of their class and differ in marker and dashes; finetuned towers, which are
+    undefended, and classes without a colour have one of a palette.
 
     Args:
         defenses: the recipe's entries by label.
@@ -62,22 +40,16 @@ def lines_of(defenses: Mapping[str, Mapping[str, Any]]) -> dict[str, Line]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    kinds = Defense.registry.names()
-    known, seen = [*kinds, *TOWERS], list[str]()
-    families = [entry.get("family") if entry.get("params") else None for entry in defenses.values()]
+    known, kinds = Defense.registry.names(), list[str]()
     lines: dict[str, Line] = {}
     for place, (label, entry) in enumerate(defenses.items()):
-        method, family = method_of(label, str(entry.get("kind", ""))), families[place]
-        variant = seen.count(method)
-        seen.append(method)
-        own = Defense.registry.get(method).colour if method in kinds else TOWERS.get(method)
-        colour = own or to_hex(colormaps["tab20"](len(set(seen)) % 20))
-        if family is not None and families.count(family) > 1:
-            colour = to_hex(colormaps["viridis"](families[:place].count(family) / families.count(family)))
-        number = (known.index(method) if method in known else len(known)) + variant
-        dashes = _DASHES[variant % len(_DASHES)] if family is None else "-"
-        lines[label] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "linestyle": dashes}
-        lines[label] |= {"linewidth": 1.3, "markersize": 4}
+        kind = str(entry["kind"])
+        variant = kinds.count(kind)
+        kinds.append(kind)
+        finetuned = kind == "undefended" and variant > 0
+        own = Defense.registry.get(kind).colour if kind in known and not finetuned else None
+        lines[label] = {"color": own or to_hex(colormaps["tab20"](place % 20)), "linewidth": 1.3, "markersize": 4}
+        lines[label] |= {"marker": _MARKERS[place % len(_MARKERS)], "linestyle": _DASHES[variant % len(_DASHES)]}
     return lines
 
 
