@@ -127,7 +127,7 @@ def check_tower(
         run_dir=folder / "run",
         attacks=ATTACKS,
         title="Check",
-        store="none",
+        images={"store": "none"},
         batch=batch,
         self_check=False,  # finetuned towers resist it
         progress=progress,

@@ -108,13 +108,13 @@ def test_rounding_losses_are_counted(tmp_path: Path) -> None:
 
 
 def test_not_storing_gives_the_same_pixels_again(tmp_path: Path, rows_of: Any) -> None:
-    toy_run(tmp_path, store="none")
+    toy_run(tmp_path, images={"store": "none"})
     before = rows_of(tmp_path)
     assert Pictures(tmp_path).clean("data", 0) is None
     assert Pictures(tmp_path).attacked("data", "pgd-10", 1 / 255, 0) is None
     for path in tmp_path.glob("shards/*/pgd*/react/seed-1/*"):
         path.unlink()
-    toy_run(tmp_path, store="none")
+    toy_run(tmp_path, images={"store": "none"})
     assert rows_of(tmp_path) == before
 
 

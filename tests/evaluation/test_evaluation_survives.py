@@ -70,10 +70,10 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_finished(finished: Any, tmp_p
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))
     try:
         with pytest.raises(rc.ReactClipError, match=r"cannot write .* choose another place"):
-            toy_run(tmp_path, store="none")
+            toy_run(tmp_path, images={"store": "none"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    goes_on(tmp_path, finished[1], store="none")
+    goes_on(tmp_path, finished[1], images={"store": "none"})
 
 
 def flip(path: Path, place: int) -> None:
@@ -227,7 +227,7 @@ def test_a_run_grows_by_what_is_missing_and_loses_nothing(tmp_path: Path, monkey
     grown = {"defenses": {"CLIP": rc.Undefended(), "again": rc.Undefended()}, "attacks": [one], "seeds": ()}
     result = toy_run(tmp_path, **grown)
     attacked = int(result.images.query("defense == 'again'")["attacked"].sum())
-    repeated = 5 + 5 + 5  # a few images twice in one batch, then in two
+    repeated = 2 * (5 + 5 + 5)  # of each defence: a few images twice in one batch, then in two
     assert sum(encoded) == evaluation_toys.COUNT + attacked + repeated, "no image is crafted again"
     assert [row for row in result.rows if row.defense == "CLIP"] == list(first.rows)
     encoded.clear()
@@ -239,7 +239,7 @@ def test_a_run_grows_by_what_is_missing_and_loses_nothing(tmp_path: Path, monkey
     assert shards.items() <= shards_of(tmp_path).items()
     second_seed, new_images = 2 * (evaluation_toys.COUNT + attacked), 2 * 2 * attacked
     crafted = attacked * (two.steps + 3)  # judged as floats, as 8 bits, and by the run
-    assert sum(encoded) == second_seed + new_images + crafted, "the first attack is not run again"
+    assert sum(encoded) == second_seed + new_images + crafted + repeated, "the first attack is not run again"
     for smaller, name in (
         ({**grown, "seeds": (0, 1)}, "'pgd-3' among its attacks"),
         ({**grown, "attacks": [one, two]}, "1 among its seeds"),

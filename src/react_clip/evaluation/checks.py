@@ -10,9 +10,9 @@ numbers of a run say without further attacks is a flag, see :mod:`react_clip.eva
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +20,10 @@ import torch
 from react_clip import intervals
 from react_clip.attacks import PGD, Attack, Suite
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
-from react_clip.defenses import Defense
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.recipe import LabelledDefense, Recipe, format_eps, title_of
+from react_clip.evaluation.recipe import LabelledAttack, Recipe, title_of
 from react_clip.evaluation.results import Check, SelfCheck
+from react_clip.evaluation.runner import SetRunner
 from react_clip.evaluation.sets import EvaluationSet
 from react_clip.evaluation.store import ShardStore, Tensors, log
 
@@ -85,29 +85,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest change of a unit feature that counts as rounding; 0.05 in half precision."""
 
 
-def unrepeatable(recipe: Recipe, subject: EvaluationSet, store: ShardStore) -> list[str]:
+def unrepeatable(recipe: Recipe, subject: EvaluationSet) -> list[str]:
     """One line for each defence that answers a few images differently when it is asked again with the same seed."""
-    clf, images = subject.clf, subject.batch(slice(_REPEATED))
-
-    def asked_again(defense: Defense) -> Tensors:
-        """Changes of the features: asked for the same batch again, and for the images in two parts.
-
-        Of the parts it is the median: a gate may open or shut by rounding for an image or two.
-        """
-        batches = (images, images, *images.chunk(2))
-        first, again, *parts = (defense(clf, batch, seed=recipe.seed).features.detach().float() for batch in batches)
-        apart = torch.cat(parts)
-        return {"again": (first - again).norm(dim=1).max(), "apart": (first - apart).norm(dim=1).median()}
-
-    lines = []
+    clf, images, lines = subject.clf, subject.batch(slice(_REPEATED)), []
+    tolerance = _TOLERANCE.get(clf.encoder.dtype, 0.05)
     for chosen in recipe.defenses:
-        about = {"defense": chosen.defense.to_dict(), "code": subject.code(chosen.defense), **subject.identity}
-        path = (subject.name, "checks", chosen.label, "repeats")
-        changes = store.get(path, about, partial(asked_again, chosen.defense)).tensors
-        tolerance = _TOLERANCE.get(clf.encoder.dtype, 0.05)
-        if changes["again"] > tolerance:
+        answers = [chosen.defense(clf, batch, seed=recipe.seed) for batch in (images, images, *images.chunk(2))]
+        first, again, *parts = (answer.features.detach().float() for answer in answers)
+        if (first - again).norm(dim=1).max() > tolerance:
             why = "when it is asked again with the same seed: it draws from a global generator"
-        elif changes["apart"] > tolerance:
+        # The median: a gate may open or shut by rounding for an image or two.
+        elif (first - torch.cat(parts)).norm(dim=1).median() > tolerance:
             why = "in another batch: they depend on the other images, or on a global generator"
         else:
             continue
@@ -140,33 +128,16 @@ def convergence(recipe: Recipe, subject: EvaluationSet, images: pd.DataFrame, st
         rows = sorted(set(answers["index"].tolist()))[:_IMAGES]
         left = answers[answers["index"].isin(rows)].groupby("attack", observed=True)["correct"].mean()
         strongest = str(left.idxmin())
+        longer = LabelledAttack("longer", _doubled(attacks[strongest]))
+        alone = recipe.replace(attacks=(longer,), defenses=(chosen,), worst_of=())
+        first = dataclasses.replace(subject, pixels=subject.pixels[rows], labels=subject.labels[rows])
+        again = SetRunner(alone, first, ShardStore(store.folder.with_name("convergence"))).run()
+        doubled = float(again.loc[again["attack"] == longer.label, "correct"].mean())
         once = intervals.wilson(float(left.min()), len(rows))
-        longer = _accuracy_under(recipe, subject, store, chosen, rows, _doubled(attacks[strongest]))
         about = ("convergence", chosen.label, title_of(strongest, eps), "twice the steps and draws leave as much")
         slack = (once.high - once.low) / 2
-        checks.append(Check(*about, once.value, longer, slack, once.value - longer <= slack))
+        checks.append(Check(*about, once.value, doubled, slack, once.value - doubled <= slack))
     return checks
-
-
-def _accuracy_under(
-    recipe: Recipe, subject: EvaluationSet, store: ShardStore, chosen: LabelledDefense, rows: list[int], attack: Attack
-) -> float:
-    """Accuracy of a defence on attacked images, mean over the recipe's draws; stored in a shard."""
-    clf, defense = subject.clf, chosen.defense
-    about = {"attack": repr(attack), "defense": defense.to_dict(), "seeds": recipe.seeds, "rows": rows}
-    about |= {"code": subject.code(attack, defense), **subject.identity}
-
-    def wrong_answers() -> Tensors:
-        target, wrong = attack.target(subject.attack_clf, defense), []
-        for part in torch.split(torch.tensor(rows), recipe.batch):
-            x = subject.batch(part)
-            y = subject.labels[part].to(x.device)
-            images = attack(target, x, y, seed=recipe.seed).images
-            wrong.append(torch.stack([defense(clf, images, seed=s).labels != y for s in recipe.seeds]))
-        return {"wrong": torch.cat(wrong, dim=1)}
-
-    path = (subject.name, "checks", chosen.label, f"{attack.name} {format_eps(attack.eps)}")
-    return 1.0 - float(store.get(path, about, wrong_answers).tensors["wrong"].double().mean())
 
 
 def _doubled(attack: Attack) -> Attack:

@@ -34,16 +34,8 @@ def evaluate(
     run_dir: str | Path,
     attacks: Sequence[Attack | str] | Mapping[str, Attack] = (),
     attack_clf: ZeroShotClassifier | None = None,
-    title: str = "Evaluation",
-    seed: int = 0,
-    seeds: Sequence[int] = (),
-    scoring: str = "leakage_free",
-    threat: str = "oblivious",
-    store: str = "uint8",
-    batch: int = 64,
-    worst_of: Sequence[str] = (),
-    self_check: bool = True,
     progress: bool = True,
+    **settings: Any,
 ) -> EvaluationResult:
     """Measure the clean and robust accuracy of defences on one data set.
 
@@ -59,18 +51,9 @@ def evaluate(
             each defence. Clean images are always evaluated.
         attack_clf: what to craft attacks against, if not ``clf`` (the same classes in another precision, or on another
             encoder if the threat is ``transfer``).
-        title: title of the result.
-        seed: seed of the attacks.
-        seeds: seeds of the defences' random draws, such as ``[0, 1, 2]``: each defence answers once for each; by
-            default ``seed``.
-        scoring: ``leakage_free`` attacks only what undefended CLIP gets right; ``attack_all`` attacks everything and
-            counts the leakage.
-        threat: what the attacker knows: ``oblivious``, ``transfer`` or ``adaptive``.
-        store: adversarial images are stored as ``uint8``, or not at all (``none``).
-        batch: images per shard and per encoder call.
-        worst_of: titles of attacks, such as ``pgd-10 4/255``, or ``all``; their worst case per image is a row too.
-        self_check: refuse to report if PGD-10 at 1/255 does not break undefended CLIP.
         progress: show a progress bar.
+        settings: further fields of :class:`Recipe`, such as ``seed``, ``seeds``, ``scoring``, ``threat``, ``images``,
+            ``batch``, ``worst_of`` and ``self_check``.
     """
     subject = sets.from_data(clf, attack_clf or clf, data, progress)
     values = {
@@ -78,21 +61,13 @@ def evaluate(
         "datasets": subject.name,
         "attacks": _labelled(attacks, LabelledAttack),
         "defenses": _labelled(defenses, LabelledDefense),
-        "title": title,
         "dtype": _dtype_name(clf),
         "attack_dtype": _dtype_name(attack_clf or clf),
-        "seed": seed,
-        "seeds": tuple(seeds),
-        "scoring": scoring,
-        "threat": threat,
-        "transfer_model": attack_clf.encoder.name if attack_clf is not None and threat == TRANSFER else None,
-        "images": {"store": store},
-        "batch": batch,
-        "worst_of": worst_of,
         "preprocessing": "model",
-        "self_check": self_check,
     }
-    return _run(Recipe.from_dict(values), [subject], Path(run_dir), progress=progress)
+    if attack_clf is not None and settings.get("threat") == TRANSFER:
+        values["transfer_model"] = attack_clf.encoder.name
+    return _run(Recipe.from_dict({**values, **settings}), [subject], Path(run_dir), progress=progress)
 
 
 def run_recipe(
@@ -123,7 +98,7 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
             tables.append(SetRunner(recipe, subject, store).run(progress=progress))
             if len(infos) == 1:
                 converged = checks.convergence(recipe, subject, tables[0], store)
-                unrepeatable = checks.unrepeatable(recipe, subject, store)
+                unrepeatable = checks.unrepeatable(recipe, subject)
         results.write_images(folder / results.IMAGES, tables)
         result = EvaluationResult(
             schema=2,
