@@ -86,7 +86,7 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
     assert (code, err) == (0, "")
     assert "| ReACT small |" in out
     folder = place / "runs" / "toys"
-    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json", "tables"}
+    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json"}
     result = EvaluationResult.load(folder)
     assert [(info.name, info.class_source) for info in result.sets] == [
         ("toys", "head toys.npz"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pandas as pd
 import pytest
 
 from react_clip.evaluation.results import EvaluationResult
-from react_clip.report.tables import Cell, Table, all_tables, write_tables
+from react_clip.report.tables import Cell, Table, all_tables
 from synthetic_runs import CLIP, REACT, synthetic_run
 
 
@@ -68,15 +65,3 @@ def test_texts_are_escaped() -> None:
     latex = table.latex()
     assert r"50 \% of a\_b \& c" in latex
     assert r"a|b\_c & 1.0 $\pm$ 0.5 \\" in latex
-
-
-def test_files_hold_every_table_and_every_number(run: EvaluationResult, tmp_path: Path) -> None:
-    written = {path.name for path in write_tables(run, tmp_path)}
-    assert written == {path.name for path in tmp_path.iterdir()}
-    assert {"numbers.csv", "accuracy.md", "accuracy.tex", "attacks.md"} <= written
-    numbers = pd.read_csv(tmp_path / "numbers.csv")
-    assert len(numbers) == len(run.rows) + len(run.means)
-    row = numbers.query("dataset == 'mean' and defense == 'ReACT' and attack == 'clean'").iloc[0]
-    assert row["accuracy"] == pytest.approx(
-        run.select(dataset="mean", defense="ReACT", attack="clean")[0].accuracy, abs=1e-6
-    )

@@ -51,14 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Validate or run; tables are written beside the result."""
+    """Validate or run; the table of accuracies is printed."""
     options.check_cluster_options(args)
     require("pandas", "evaluating", extra="eval")
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from react_clip.evaluation import Recipe, run_recipe, validate
-    from react_clip.evaluation.store import TABLES
-    from react_clip.report.tables import all_tables, write_tables
+    from react_clip.report.tables import all_tables
 
     recipe = _with_overrides(Recipe.load(args.recipe, model=args.model), args)
     folder = args.out or Path("runs") / args.recipe.stem
@@ -82,9 +81,8 @@ def run(args: argparse.Namespace) -> int:
             )
         else:
             result = run_recipe(recipe, folder, progress=not args.quiet, **location)
-    write_tables(result, folder / TABLES)
     notices = [f"note: {note}" for note in result.notes]
-    notices.append(f"result, per-image values and tables are in {folder}")
+    notices.append(f"result and per-image values are in {folder}; `react-clip report` makes tables and figures")
     common.print_result(args, result.to_dict(), [all_tables(result)[0].markdown()], notices)
     return 0
 

@@ -36,21 +36,13 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.report.page import write_report
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    with common.progress(args, "figure", stage="drawing") as bar:
-        report = write_report(
-            args.runs,
-            out,
-            calibration=args.calibration,
-            progress=lambda title, done, total: common.show(bar, done, total, title),
-        )
+    report = write_report(args.runs, out, calibration=args.calibration, progress=not args.quiet)
     document = {
         "page": str(report.page),
         "figures": [str(path) for path in report.figures],
-        "missing": [*report.missing, *report.not_drawn],
+        "missing": report.missing,
     }
     notices = [f"missing: {line}" for line in report.missing]
-    if report.not_drawn:
-        notices.append(f"{len(report.not_drawn)} figures need other data than this; the page says which")
     common.print_result(args, document, [str(report.page)], notices)
     return 0
 

@@ -30,7 +30,7 @@ from react_clip.preprocess import to_float
 
 log = logging.getLogger("react_clip.evaluation")
 
-RECIPE, TABLES, SHARDS = "recipe.yaml", "tables", "shards"
+RECIPE, SHARDS = "recipe.yaml", "shards"
 PIXELS = "images"
 """Name of shards that hold pixels, and of the pixels in them."""
 CLASSES = "classes"

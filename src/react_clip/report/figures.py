@@ -20,12 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from react_clip.defenses import ReACT
 from react_clip.errors import ReactClipError
 from react_clip.evaluation.recipe import CLEAN, format_eps, title_of
 from react_clip.evaluation.results import EvaluationResult
-from react_clip.report.page import Progress
 from react_clip.report.style import (
     GREY,
     INK,
@@ -65,13 +65,13 @@ class Drawn:
 
 
 def draw_all(
-    result: EvaluationResult, calibration: Calibration | None, folder: Path, progress: Progress
+    result: EvaluationResult, calibration: Calibration | None, folder: Path, progress: bool
 ) -> tuple[list[Drawn], list[str]]:
     """Draw every figure that the run has data for; returns them, and one line for each of the others."""
     drawn, missing = [], []
     images = sum(info.images for info in result.sets)
     about = f"{images:,} images; {result.model}; threat model {result.threat}, scoring {result.scoring}."
-    for done, (name, (title, make)) in enumerate(KINDS.items(), 1):
+    for name, (title, make) in tqdm(KINDS.items(), "figures", disable=not progress):
         try:
             fitted = calibration if name == "sigma" else None
             figure = make(result) if fitted is None else calibration_figure(fitted)
@@ -79,7 +79,6 @@ def draw_all(
             drawn.append(Drawn(name, title, f"{inspect.cleandoc(str(make.__doc__))} {about}"))
         except MissingDataError as reason:
             missing.append(f"{title}: {reason}")
-        progress(title, done, len(KINDS))
     return drawn, missing
 
 

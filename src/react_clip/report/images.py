@@ -11,25 +11,24 @@ from PIL.Image import Resampling
 from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.evaluation.store import Pictures
-from react_clip.report.page import Photo, Picture, Shown, picture
+from react_clip.report.page import MOST_IMAGES, Photo, Picture, Shown, picture
 
 _IMAGE = ["dataset", "index"]
+_WITH_PICTURES = 40
 
 
-def table_of_images(
-    result: EvaluationResult, folders: Sequence[Path], count: int, pictures: int
-) -> tuple[list[str], list[Photo]]:
-    """Titles of the answers, and at most ``count`` images, about equally many of every data set.
+def table_of_images(result: EvaluationResult, folders: Sequence[Path]) -> tuple[list[str], list[Photo]]:
+    """Titles of the answers, and at most 200 images, about equally many of every data set.
 
     Shown are the first draws of the answers under the attack that leaves least; images on which defences disagree come
-    first, at most ``pictures`` of them with pictures.
+    first, at most 40 of them with pictures.
     """
     rows = result.images[result.images["draw"] == result.images["draw"].min()]
     attacked = [row for row in result.means if row.eps and not row.attack.startswith("worst of")]
     worst = min(attacked, key=lambda row: row.accuracy, default=None)
     attack, eps = (worst.attack, worst.eps) if worst else (CLEAN, 0.0)
     rows = rows[(rows["attack"] == attack) & (rows["eps"] == eps)]
-    chosen = _chosen(rows, count)
+    chosen = _chosen(rows)
     names = {info.name: info.class_names for info in result.sets}
     albums = [Pictures(folder) for folder in folders]
     photos: list[Photo] = []
@@ -37,7 +36,7 @@ def table_of_images(
     for dataset, index in chosen:
         own = rows[(rows["dataset"] == dataset) & (rows["index"] == index)]
         first, classes = own.iloc[0], names[dataset]
-        shown = _pictures(albums, dataset, attack, eps, index) if with_pictures < pictures else ()
+        shown = _pictures(albums, dataset, attack, eps, index) if with_pictures < _WITH_PICTURES else ()
         with_pictures += bool(shown)
         answers = [_shown(classes, first["clean_prediction"], first["label"])]
         for _, row in own.iterrows():
@@ -48,12 +47,12 @@ def table_of_images(
     return [f"CLIP, {CLEAN}", *(f"{label}, {title_of(attack, eps)}" for label in rows["defense"].unique())], photos
 
 
-def _chosen(rows: pd.DataFrame, count: int) -> list[tuple[str, int]]:
+def _chosen(rows: pd.DataFrame) -> list[tuple[str, int]]:
     """Images in turns over the data sets, first those about which the defences disagree."""
     images = rows.groupby(_IMAGE, sort=True)["correct"].agg(lambda right: 0 < right.mean() < 1).reset_index()
     images = images.sort_values("correct", ascending=False, kind="stable")
     images["turn"] = images.groupby("dataset").cumcount()
-    chosen = images.sort_values(["turn", "dataset"]).head(count)
+    chosen = images.sort_values(["turn", "dataset"]).head(MOST_IMAGES)
     return [(str(dataset), int(index)) for dataset, index in chosen[_IMAGE].itertuples(index=False)]
 
 

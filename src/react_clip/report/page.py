@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -21,13 +20,11 @@ from react_clip.preprocess import data_uri, to_image
 from react_clip.report.tables import SCORINGS, Table, all_tables, conditions, over
 from react_clip.storage import write_text
 
-Progress = Callable[[str, int, int], None]
-"""Called with a title, the number of figures done and the number of all figures."""
 PAGE, FIGURES = "index.html", "figures"
 SIDE = 160
 """Longest side of a small picture in a page, in pixels."""
 MOST_IMAGES = 200
-"""Most images in the table of a report."""
+"""Most photos in the table of a page."""
 
 
 @dataclass(frozen=True)
@@ -124,50 +121,34 @@ class Report:
     page: Path
     figures: tuple[Path, ...]
     missing: tuple[str, ...]
-    not_drawn: tuple[str, ...]
-    """Figures that the run has no data for, and why."""
 
 
 def write_report(
-    folders: Sequence[str | Path],
-    out: Path,
-    *,
-    images: int = MOST_IMAGES,
-    photos: int = 40,
-    calibration: Path | None = None,
-    progress: Progress = lambda title, done, total: None,
+    folders: Sequence[str | Path], out: Path, *, calibration: Path | None = None, progress: bool = False
 ) -> Report:
     """Write the page and the figures of a finished run, or of several over the same photos.
 
     Args:
         folders: folders of ``react-clip evaluate``.
         out: the only folder that is written to.
-        images: images in the table of images, at most 200; 0 leaves it out.
-        photos: most of these images whose pictures are in the page.
         calibration: a file of ``react-clip calibrate`` to show as well.
-        progress: called after every figure with its title, the number of figures done, and that of all.
+        progress: show a progress bar.
     """
     require("matplotlib", "the report", extra="eval")
     from react_clip.calibration import Calibration
     from react_clip.report.figures import draw_all
     from react_clip.report.images import table_of_images
 
-    for name, value, most in (("images", images, MOST_IMAGES), ("photos", photos, math.inf)):
-        if not 0 <= value <= most:
-            raise ReactClipError(f"{name} is {value}; it must lie between 0 and {most}")
     result = join([EvaluationResult.load(Path(folder)) for folder in folders])
     try:
         fitted = Calibration.load(calibration) if calibration is not None else None
     except ReactClipError as error:
         raise ReactClipError(f"{calibration} is no file of `react-clip calibrate`: {error}") from None
-    drawn, not_drawn = draw_all(result, fitted, out / FIGURES, progress)
-    figures = []
-    for item in drawn:
-        figures.append(read_figure(out / FIGURES / f"{item.name}.svg", item.title, item.caption))
-    columns, rows = table_of_images(result, [Path(folder) for folder in folders], images, photos)
-    missing = []
-    if rows and photos and not any(row.pictures for row in rows):
-        missing = ["photos were not kept in this folder; run the evaluation with `images: {store: uint8}`"]
+    drawn, missing = draw_all(result, fitted, out / FIGURES, progress)
+    figures = [read_figure(out / FIGURES / f"{item.name}.svg", item.title, item.caption) for item in drawn]
+    columns, rows = table_of_images(result, [Path(folder) for folder in folders])
+    if not any(row.pictures for row in rows):
+        missing.append("photos were not kept in this folder; run the evaluation with `images: {store: uint8}`")
     sections = [
         Section("Figures", figures=figures),
         Section("Tables", tables=all_tables(result)),
@@ -179,12 +160,12 @@ def write_report(
         ),
         Section("What the run was", facts=_facts(result, folders), text=result.notes),
         Section("The recipe in full", code=json.dumps(result.recipe, indent=2, default=str), folded=True),
-        Section("What is missing", text=[*missing, *not_drawn] or ["Nothing: every figure could be drawn."]),
+        Section("What is missing", text=missing or ["Nothing: every figure could be drawn."]),
     ]
     lead = [f"{result.model}, {over(result)}.", conditions(result), *_warnings(result)]
     write_page(out / PAGE, result.title, lead, sections)
     written = (out / FIGURES / f"{item.name}.{kind}" for item in drawn for kind in ("svg", "png"))
-    return Report(out / PAGE, tuple(written), tuple(missing), tuple(not_drawn))
+    return Report(out / PAGE, tuple(written), tuple(missing))
 
 
 def _warnings(result: EvaluationResult) -> list[str]:

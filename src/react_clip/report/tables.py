@@ -8,14 +8,12 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from react_clip import intervals
 from react_clip.evaluation.numbers import Row
 from react_clip.evaluation.recipe import title_of
 from react_clip.evaluation.results import EvaluationResult
-from react_clip.storage import write_text
 
 SCORINGS = {
     "leakage_free": "only images that undefended CLIP classifies correctly are attacked; accuracy counts all images",
@@ -118,19 +116,6 @@ def all_tables(result: EvaluationResult) -> list[Table]:
     if result.draws > 1:
         tables.append(_seeds(result))
     return [*tables, _attack_table(result)] if result.attacks else tables
-
-
-def write_tables(result: EvaluationResult, folder: Path) -> list[Path]:
-    """Write every table as ``<name>.md`` and ``.tex``, and all rows as ``numbers.csv``; returns the files."""
-    import pandas as pd
-
-    numbers = pd.DataFrame([dataclasses.asdict(row) for row in (*result.rows, *result.means)])
-    texts = {"numbers.csv": numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")}
-    for table in all_tables(result):
-        texts |= {f"{table.name}.md": table.markdown(), f"{table.name}.tex": table.latex()}
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return [folder / name for name in texts]
 
 
 def _by_attack(
