@@ -45,7 +45,7 @@ def jobs(clf: rc.ZeroShotClassifier) -> dict[str, Job]:
     guards = {"ReACT": rc.ReACT(tau=0.0, probe_samples=1, views=1), "SecondLook": rc.SecondLook(threshold=0.0)}
 
     def features(count: int) -> list[Tensor]:
-        return encoder.encode([images[count], images[count][..., :small, :small].contiguous()])
+        return encoder.encode_several([images[count], images[count][..., :small, :small].contiguous()])
 
     def answers(guard: rc.Defense, count: int) -> list[Tensor]:
         answer = guard(clf, images[count], seed=0)

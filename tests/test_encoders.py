@@ -72,10 +72,10 @@ def test_our_tower_computes_as_transformers_at_any_size_of_whole_patches(tmp_pat
 @pytest.mark.parametrize("count", [1, 3])
 def test_views_of_several_sizes_share_a_call(count: int) -> None:
     encoder, images = patch_encoder(torch.float64), [each.double() for each in views(32, 24, 40, count=count)]
-    for together, view in zip(encoder.encode(images), images, strict=True):
+    for together, view in zip(encoder.encode_several(images), images, strict=True):
         assert (together - encoder.encode(view)).abs().max() < 1e-12
     leaves = [image.clone().requires_grad_() for image in images]
-    sum(features[:, 0].sum() for features in encoder.encode(leaves)).backward()
+    sum(features[:, 0].sum() for features in encoder.encode_several(leaves)).backward()
     for leaf in leaves:
         [alone] = torch.autograd.grad(encoder.encode(leaf)[:, 0].sum(), leaf)
         assert leaf.grad is not None
@@ -173,7 +173,7 @@ def test_passes_are_counted_in_images_of_the_models_size() -> None:
     encoder, other = patch_encoder(), patch_encoder()
     images, small = views(32, 24, count=4)
     with encoder.counting() as whole:
-        encoder.encode([images, small])
+        encoder.encode_several([images, small])
         other.encode(images)
         with encoder.counting() as part:
             leaf = images.clone().requires_grad_()
@@ -214,9 +214,9 @@ def test_changed_weights_change_features_and_the_fingerprint(device: str) -> Non
     encoder, images = patch_encoder().to(device).accelerate(), views(32, 24)
     seen = {encoder.fingerprint()}
     with torch.no_grad():
-        before = [features.clone() for features in (*encoder.encode(images), *encoder.encode(images))]
+        before = [features.clone() for features in (*encoder.encode_several(images), *encoder.encode_several(images))]
         for how in changed_weights(encoder):
-            features = [*encoder.encode(images), *encoder.encode(images)]
+            features = [*encoder.encode_several(images), *encoder.encode_several(images)]
             for new, old in zip(features[1::2], before[1::2], strict=True):
                 assert (new - old).abs().max() > 1e-4, how
             before = features
@@ -313,7 +313,7 @@ def test_graphs_give_the_bits_of_the_same_layers_without() -> None:
         for count in (1, 3, 64, 65, 3):
             batch = [each.cuda() for each in views(32, 24, count=count)]
             for _ in range(3):
-                assert all(map(torch.equal, fast.encode(batch), plain.encode(batch))), count
+                assert all(map(torch.equal, fast.encode_several(batch), plain.encode_several(batch))), count
         assert sum(each is not None for each in fast._graphs._recordings.values()) == 4
     leaf = batch[0].clone().requires_grad_()
     assert torch.autograd.grad(fast.encode(leaf).sum(), leaf)[0].abs().sum() > 0, "gradients need no graph"

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from react_clip import Encoder, ZeroShotClassifier
+from react_clip.encoders.layers import QUICK_GELU
 from react_clip.encoders.vision import VisionTower
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,13 +39,23 @@ class ToyEncoder(Encoder):
 
 
 def patch_encoder(dtype: torch.dtype = torch.float32) -> Encoder:
-    """A random vision transformer at 32 pixels with 8 x 8 patches; it takes other sizes too."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        tower = VisionTower(width=32, hidden=64, depth=2, heads=2, size=32, patch=4, dim=12)
-        for name, parameter in tower.named_parameters():
-            if parameter.ndim > 1 or "class_embedding" in name:
-                nn.init.normal_(parameter, std=0.3)
+    """A random vision transformer at 32 pixels with 4 x 4 patches; it takes other sizes too."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "class_embedding": (32,),
+        "positional_embedding": (65, 32),
+        "conv1.weight": (32, 3, 4, 4),
+        "proj": (32, 12),
+    }
+    block = {"attn.in_proj_weight": (96, 32), "attn.in_proj_bias": (96,), "mlp.c_fc.weight": (64, 32)}
+    block |= {"attn.out_proj.weight": (32, 32), "attn.out_proj.bias": (32,), "mlp.c_fc.bias": (64,)}
+    block |= {"mlp.c_proj.weight": (32, 64), "mlp.c_proj.bias": (32,)}
+    shapes |= {f"transformer.resblocks.{layer}.{name}": shape for layer in (0, 1) for name, shape in block.items()}
+    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for norm in ("ln_pre", "ln_post", *(f"transformer.resblocks.{layer}.ln_{n}" for layer in (0, 1) for n in (1, 2))):
+        weights |= {f"{norm}.weight": torch.ones(32), f"{norm}.bias": torch.zeros(32)}
+    tower = VisionTower.of(weights, heads=2, activation=QUICK_GELU)
+    assert tower is not None
     encoder = Encoder(tower.to(dtype), name="patches", image_size=32, dim=12, patch_size=4)
     return encoder.to(dtype)
 

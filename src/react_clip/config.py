@@ -82,6 +82,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Range = Annotated[tuple[float, float], AfterValidator(_check_range)]
 """``(low, high)`` with 0 < low <= high."""
+FractionRange = Annotated[tuple[Fraction, Fraction], AfterValidator(_check_range)]
+"""``(low, high)`` with 0 < low <= high <= 1."""
 _Length = Annotated[float, AfterValidator(check_length), BeforeValidator(read_length), PlainSerializer(write_length)]
 PixelLength = Annotated[_Length, Field(ge=0)]
 """A length in pixel values, in [0, 1]; may be written ``"4/255"``."""

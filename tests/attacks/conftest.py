@@ -82,6 +82,17 @@ def problem_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, eps: flo
     )
 
 
+def sign_steps(
+    objective: Callable[[Tensor], Tensor], x: Tensor, start: Tensor, eps: float, step: float, steps: int
+) -> Tensor:
+    """Sign ascent inside an L-infinity ball, written once more without any of the room's parts."""
+    for _ in range(steps):
+        pixels = start.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(objective(pixels).sum(), pixels)
+        start = (x + (start + step * slope.sign() - x).clamp(-eps, eps)).clamp(0, 1)
+    return start
+
+
 def build(classes: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),

@@ -231,6 +231,7 @@ def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
     assert torch.equal(other.images[0], x[0]), "without a budget nothing moves"
     assert not torch.equal(result.images[1:], other.images[1:])
     assert torch.equal(result.success, result.broken > 0.5)
+    assert repr(attacks.from_dict(attack.to_dict())) == repr(attack)
     with pytest.raises(rc.ReactClipError, match=r"the target is a ZeroShotClassifier.*give rc\.as_module"):
         attack(clf, x, y)
 

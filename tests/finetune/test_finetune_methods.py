@@ -94,76 +94,41 @@ def test_the_methods_are_their_equations(encoder: rc.Encoder, photos: Any, class
     )
 
 
-def replayed(encoder: rc.Encoder, photos: Any, classes: Tensor, settings: Settings, optimiser: Any) -> list[Tensor]:
-    """The average weights after a plain loop; ``optimiser(weights, gradients, step)`` changes the weights."""
-    trainer = Trainer(encoder, "tecoa" if len(classes) else "fare", photos[0], photos[1], classes, settings)
+@pytest.mark.parametrize("method", ["tecoa", "fare"])
+def test_weights_follow_the_published_optimiser_along_a_warm_up_and_a_cosine(
+    method: str,
+    encoder: rc.Encoder,
+    photos: Any,
+    class_features: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plain loop with torch's optimisers; FARE cuts long gradients, here at a length that these towers reach."""
+    assert METHODS["fare"].longest_gradient == 20.0
+    monkeypatch.setitem(METHODS, "fare", dataclasses.replace(METHODS["fare"], longest_gradient=0.5))
+    settings = QUICK.replace(steps=4, batch=8, warmup=2, lr=1e-3, clean=0.5, average=0.9)
+    labelled = (photos[1], class_features) if method == "tecoa" else (None, None)
+    trained = finetune(encoder, method, photos[0], *labelled, out=tmp_path / "run", settings=settings)
+    trainer, lengths = Trainer(encoder, method, photos[0], *labelled, settings), list[float]()
     weights = list(trainer.weights.values())
     average = [each.detach().clone() for each in weights]
-    for step in range(settings.steps):
+    optimiser: torch.optim.Optimizer = torch.optim.SGD(weights, momentum=0.9)
+    if method == "fare":
+        optimiser = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=1e-4)
+    for step, fraction in enumerate((0.5, 1.0, 1.0, 0.5)):
         chosen = trainer.chosen(step)
         gradients = torch.autograd.grad(trainer.loss(step, chosen, photos[0][chosen]), weights)
-        with torch.no_grad():
-            optimiser(weights, gradients, step)
-            decay = min(settings.average, (step + 1) / (step + 10))
-            for weight, mean in zip(weights, average, strict=True):
-                mean.mul_(decay).add_((1 - decay) * weight)
-    return average
-
-
-def test_tecoa_is_sgd_with_momentum_along_a_warm_up_and_a_cosine(
-    encoder: rc.Encoder, photos: Any, class_features: Tensor, tmp_path: Path
-) -> None:
-    settings = QUICK.replace(steps=4, batch=8, warmup=2, lr=1e-3, clean=0.5, average=0.9)
-    velocity: list[Tensor] = []
-
-    def sgd(weights: Any, gradients: Any, step: int) -> None:
-        velocity[:] = [0.9 * old + new for old, new in zip(velocity or [0.0] * len(weights), gradients, strict=True)]
-        for weight, speed in zip(weights, velocity, strict=True):
-            weight.sub_(1e-3 * (0.5, 1.0, 1.0, 0.5)[step] * speed)
-
-    trained = finetune(encoder, "tecoa", photos[0], photos[1], class_features, out=tmp_path / "run", settings=settings)
-    expected = replayed(encoder, photos, class_features, settings, sgd)
-    for one, other in zip(expected, image_parameters(trained.encoder).values(), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
-
-
-def test_fare_is_the_measured_recipe(
-    encoder: rc.Encoder, photos: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = Settings().to_dict()
-    assert (values["batch"], values["attack_steps"], values["clean"], values["average"]) == (256, 3, 0.5, 0.998)
-    assert (values["eps_start"], values["eps"], values["ramp"], values["crop"]) == (
-        "0.5/255",
-        "2/255",
-        0.2,
-        [0.5, 0.95],
-    )
-    assert Settings().rate(99) == Settings().rate(100) == 1 > Settings().rate(98)
-    fare = METHODS["fare"]
-    assert (fare.lr, fare.longest_gradient) == (5e-5, 20.0)
-    # A bound that these small towers reach.
-    monkeypatch.setitem(METHODS, "fare", dataclasses.replace(fare, longest_gradient=0.5))
-    settings = Settings(steps=3, batch=8, lr=1e-3, warmup=0, dtype="fp32", check_every=0)
-    moments: dict[int, tuple[Any, Any]] = {}
-    cut: list[bool] = []
-
-    def adamw(weights: Any, gradients: Any, step: int) -> None:
-        length = math.sqrt(sum(float(each.square().sum()) for each in gradients))
-        cut.append(length > 0.5)
-        for number, (weight, slope) in enumerate(zip(weights, gradients, strict=True)):
-            slope = slope * min(1.0, 0.5 / length)
-            first, second = moments.get(number, (0.0, 0.0))
-            first, second = 0.9 * first + 0.1 * slope, 0.95 * second + 0.05 * slope**2
-            moments[number] = first, second
-            scaled = (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
-            rate = 1e-3 * settings.rate(step)
-            weight.sub_(rate * 1e-4 * weight + rate * scaled)
-
-    trained = finetune(encoder, "fare", photos[0], out=tmp_path / "run", settings=settings)
-    expected = replayed(encoder, photos, torch.empty(0), settings, adamw)
-    assert any(cut)
-    for one, other in zip(expected, image_parameters(trained.encoder).values(), strict=True):
-        assert ((one - other).abs() < 1e-4).float().mean() > 0.999  # Adam turns rounding near zero into signs
+        lengths.append(math.sqrt(sum(float(each.square().sum()) for each in gradients)))
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient * (min(1.0, 0.5 / lengths[-1]) if method == "fare" else 1.0)
+        optimiser.param_groups[0]["lr"] = 1e-3 * fraction
+        optimiser.step()
+        decay = min(0.9, (step + 1) / (step + 10))
+        average = [decay * mean + (1 - decay) * weight.detach() for mean, weight in zip(average, weights, strict=True)]
+    assert method == "tecoa" or max(lengths) > 0.5
+    for one, other in zip(average, image_parameters(trained.encoder).values(), strict=True):
+        # Adam turns rounding near zero into signs.
+        assert ((one - other).abs() < (1e-6 if method == "tecoa" else 1e-4)).float().mean() > 0.999
 
 
 def test_the_clean_photos_count_with_their_weight(encoder: rc.Encoder, photos: Any, class_features: Tensor) -> None:
@@ -301,11 +266,9 @@ def test_what_cannot_be_trained_is_refused(
     refused("tecoa needs labels; .*fare", pixels)
     refused("pmg-aft needs class_features", pixels, labels, method="pmg-aft")
     refused(r"shape \[24, 3, 20, 32\]", pixels[:, :, :20], labels, class_features)
-    refused("must lie in", pixels.float(), labels, class_features)
     refused("24 photos need one class index each", pixels, labels[:3], class_features)
-    refused("labels span 0 to 3; there are class features for 0 to 1", pixels, labels, class_features[:2])
+    refused("from 0 to 3; 24 photos need one class index each, from 0 to 1", pixels, labels, class_features[:2])
     refused(r"class features have shape \[4, 5\]", pixels, labels, class_features[:, :5])
-    refused("does not exist; choose one of clip-ft, fare", pixels, labels, class_features, method="pgd")
     refused("cutmix mixes photos of several classes", pixels, labels, class_features, cutmix=0.5)
     refused("load fp32, and compute in bf16", pixels, model=rc.load(encoder.name, device="cpu", dtype="bf16"))
     assert not (tmp_path / "out").exists()

@@ -25,36 +25,28 @@ from react_clip.finetune.folder import read_log
 from react_clip.finetune.photos import Photos
 from react_clip.finetune.steps import Trainer
 from react_clip.preprocess import Preprocessing
+from toys import picture, save_photo
 
 HOW = Preprocessing.paper(tiny_clip.SIZE)
 SETTINGS = Settings(steps=4, batch=8, lr=1e-3, dtype="fp32", check_every=2, seed=1)
 
 
-def encoded(number: int) -> bytes:
-    buffer = io.BytesIO()
-    values = np.random.default_rng(number).integers(0, 255, (40, 50, 3), dtype=np.uint8)
-    Image.fromarray(values).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def write_folder(root: Path) -> None:
     for number in range(24):
-        path = root / f"{number % 2}" / f"{number:02d}.png"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(encoded(number))
+        save_photo(root / f"{number % 2}" / f"{number:02d}.png", number)
 
 
 def write_tar(root: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.ShardWriter(str(root / "%02d.tar"), maxcount=20, verbose=0) as shards:
         for number in range(24):
-            shards.write({"__key__": f"{number:02d}", "png": encoded(number), "json": {"number": number}})
+            shards.write({"__key__": f"{number:02d}", "png": picture(number), "json": {"number": number}})
 
 
 def write_parquet(root: Path) -> None:
     import pyarrow.parquet
 
-    rows = [encoded(number) for number in range(24)]
+    rows = [picture(number) for number in range(24)]
     table = pyarrow.table({"number": list(range(24)), "image": [{"bytes": row, "path": None} for row in rows]})
     pyarrow.parquet.write_table(table, root / "a.parquet")
 
@@ -87,7 +79,7 @@ def test_every_origin_gives_the_same_squares_in_memory_and_read_ahead(
     assert memory.take(torch.tensor([0])).shape[-1] == HOW.resize
     assert len(squares.unique(dim=0)) == 24, "neighbours stand in for the two"
     expected = {
-        torch.from_numpy(np.asarray(HOW_LARGE(Image.open(io.BytesIO(encoded(n))))).copy()).sum() for n in range(24)
+        torch.from_numpy(np.asarray(HOW_LARGE(Image.open(io.BytesIO(picture(n))))).copy()).sum() for n in range(24)
     }
     assert {int(each.sum()) for each in squares} == {int(each) for each in expected}
 

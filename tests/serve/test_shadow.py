@@ -134,5 +134,5 @@ def test_flags_choose_the_answers_and_the_shadow(tiny_folder: Path, tmp_path: Pa
     assert loaded(shadow=str(tmp_path / "guard.json"), config="paper") == (rc.ReACT(), SHADOW)
     with pytest.raises(ReactClipError, match="nowhere"):
         loaded(shadow="nowhere.json")
-    with pytest.raises(ReactClipError, match="there is no threshold of SecondLook"):
+    with pytest.raises(ReactClipError, match="of SecondLook, and every encoder"):
         loaded(shadow="second_look")

@@ -220,12 +220,10 @@ def check_input(x: Tensor, y: Tensor) -> None:
         )
     if x.numel():
         check_range(x)
-    if not isinstance(y, Tensor) or y.shape != (len(x),):
-        raise ReactClipError(
-            f"labels have {_shape(y)}, but {len(x)} images need shape ({len(x)},): one class index each"
-        )
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or (len(y) and int(y.min()) < 0):
-        raise ReactClipError(f"labels are {y.tolist()!r:.60}, but class indices are integers from 0")
+    whole = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    if not whole or y.shape != (len(x),) or (len(y) and int(y.min()) < 0):
+        given = f"{_shape(y)}: {getattr(y, 'tolist', lambda: y)()!r:.60}"
+        raise ReactClipError(f"labels have {given}, but {len(x)} images need shape ({len(x)},): class indices from 0")
 
 
 def budgets(eps: Tensor | float, x: Tensor, most: float = 1.0) -> Tensor:

@@ -18,7 +18,7 @@ from react_clip.config import Count, PositiveLength
 from react_clip.encoders import Encoder
 from react_clip.encoders.checkpoints import read_tensors
 from react_clip.errors import ReactClipError
-from react_clip.storage import photo_files
+from react_clip.storage import photo_files, tensor_digest
 
 
 class Universal(Attack):
@@ -51,6 +51,10 @@ class Universal(Attack):
     def __post_init__(self) -> None:
         if (self.file is None) == (self.photos is None):
             raise ReactClipError("universal needs a file or photos, not both: file: delta.safetensors, or photos: DIR")
+
+    def __repr__(self) -> str:
+        """The configuration with the digest of the file's perturbation: another one is another attack."""
+        return super().__repr__() + (f" {tensor_digest(read_perturbation(Path(self.file)))}" if self.file else "")
 
     @property
     def name(self) -> str:

@@ -51,24 +51,6 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     return Defense.registry.read(data)
 
 
-def calibration_of(defense: Defense) -> str:
-    """The encoder that a defence's calibrated constants were measured on; empty for defences without such constants.
-
-    >>> calibration_of(ReACT()), calibration_of(SecondLook()), calibration_of(SecondLook(threshold=0.4))
-    ("the paper's, for ViT-B/32", 'ours, for ViT-B/16', 'given')
-    """
-    known: dict[str, Defense] = {}
-    if type(defense) is ReACT:
-        known = {"the paper's, for ViT-B/32": ReACT(), "ours, for ViT-B/16": ReACT.for_encoder("clip-vit-b-16")}
-    elif type(defense) is SecondLook:
-        known = {"ours, for ViT-B/16": SecondLook()}
-
-    def constants(one: Defense) -> list[Any]:
-        return [getattr(one, field, None) for field in ("tau", "mapping", "threshold", "drift_threshold")]
-
-    return next((name for name, one in known.items() if constants(one) == constants(defense)), "given") if known else ""
-
-
 def resolve_guard(
     guard: Defense | str | None, clip: ZeroShotClassifier | Encoder, photos: Images | None = None
 ) -> Defense:
@@ -105,11 +87,4 @@ def default_for(encoder: Encoder) -> ReACT | SecondLook:
         # The threshold was measured with smaller copies, which not every exported encoder takes.
         if guard.size(encoder) is not None:
             return guard
-    with suppress(ReactClipError):
-        return ReACT.for_encoder(encoder)
-    name = encoder.weights
-    raise ReactClipError(
-        f"there is no calibration for {name!r}, and every encoder needs its own, from some hundred clean photos: "
-        f"`react-clip calibrate PHOTOS --model {name}` writes a file for --config, in Python give guard='auto', "
-        "photos=[...]; the paper's constants, knowingly, are rc.ReACT() and --config paper"
-    )
+    return ReACT.for_encoder(encoder)

@@ -56,6 +56,7 @@ class DefendCLIP(ReACT):
     kind = "defend-clip"
     label = "Defend-CLIP"
     colour = "#56B4E9"
+    constants: ClassVar[dict[str, str]] = {}
     probe_samples: Count = 10
     alpha: NonNegative = 1.2
     tau: float | None = 0.35

@@ -6,7 +6,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +105,26 @@ class Defense(Registered, ABC):
         measured = {name: value.detach() for name, value in diagnostics.items()}
         names = [clf.names for clf in x.classifiers]
         return Defended(features, logits, changed, x.passes, x.backward_passes, measured, names, x.encoder.similarity)
+
+
+class CalibratedDefense(Defense):
+    """A defence whose constants are measured for each encoder."""
+
+    constants: ClassVar[Mapping[str, str]]
+    """Names of the encoders whose constants the package has, and their file in it; no file for the defaults."""
+
+    @classmethod
+    def for_encoder(cls, encoder: Encoder | str) -> Self:
+        """The constants of an encoder; raises where there are none, and says how to measure them."""
+        name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
+        if name in cls.constants:
+            file = cls.constants[name]
+            return cls.load(Path(str(files("react_clip") / "assets" / "calibrations" / file))) if file else cls()
+        raise ReactClipError(
+            f"there is no calibration for {name!r} of {cls.__name__}, and every encoder needs its own, from some "
+            f"hundred clean photos: `react-clip calibrate PHOTOS --model {name}` writes a file for --config, in Python "
+            f"give guard='auto', photos=[...]; {cls.__name__}() has the constants of its paper, or of another encoder"
+        )
 
 
 class Undefended(Defense):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,8 +44,8 @@ def unchanged(images: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Change:
-    """How views are made: ``make(images, *values)`` makes one per row.
+class Copies:
+    """Views of each image that can be encoded: ``make(images, *values)`` makes one per row.
 
     With ``stream`` or ``numbers`` they are drawn at random: ``make(images, keys, *values)``.
     """
@@ -56,7 +58,9 @@ class Change:
     count: int = 1
     """Views that ``make`` returns for each row, one after the other."""
     recordable: bool = False
-    """True if equal changes make equal views without waiting for the GPU: few views become one CUDA graph."""
+    """True if equal copies make equal views without waiting for the GPU: few views become one CUDA graph."""
+    values: tuple[Tensor, ...] = field(default=(), compare=False)
+    """What else they depend on, one value per image ``[B, ...]``."""
 
     @property
     def drawn(self) -> bool:
@@ -85,42 +89,32 @@ class Change:
         return self.make(images, keys, *values)
 
 
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Views of each image that can be encoded."""
-
-    change: Change
-    values: tuple[Tensor, ...] = ()
-    """What else they depend on, one value per image ``[B, ...]``."""
-
-
 @dataclass(frozen=True)
 class MakeAndEncode:
     """Features of views as a function of images ``[n, 3, S, S]``, their random streams ``[n]`` and values ``[n, ...]``.
 
-    A change takes ``counts`` of the values. Without random streams there is no tensor for them.
+    Each of the copies, here without values, takes ``counts`` of these. Without random streams there is no tensor for
+    them.
     """
 
     encoder: Encoder
-    changes: tuple[Change, ...]
+    copies: tuple[Copies, ...]
     counts: tuple[int, ...]
 
     def __call__(self, images: Tensor, *others: Tensor) -> list[Tensor]:
-        """For each change unit features ``[n * count, D]``."""
-        rest = list(others)
-        keys = rest.pop(0) if any(change.drawn for change in self.changes) else None
-        views = []
-        for change, count in zip(self.changes, self.counts, strict=True):
-            views.append(change.views(images, keys, rest[:count]))
-            del rest[:count]
+        """For each of the copies unit features ``[n * count, D]``."""
+        rest = iter(others)
+        keys = next(rest) if any(each.drawn for each in self.copies) else None
+        pairs = zip(self.copies, self.counts, strict=True)
+        views = [each.views(images, keys, list(islice(rest, count))) for each, count in pairs]
         # Those of one size are joined.
         sizes: dict[int, list[Tensor]] = {}
         for each in views:
             sizes.setdefault(each.shape[-1], []).append(each)
-        joined = self.encoder.encode([torch.cat(group) if len(group) > 1 else group[0] for group in sizes.values()])
-        pairs = zip(sizes, joined, strict=True)
-        features = {size: list(torch.split(each, [len(view) for view in sizes[size]])) for size, each in pairs}
-        return [features[each.shape[-1]].pop(0) for each in views]
+        groups = [torch.cat(group) if len(group) > 1 else group[0] for group in sizes.values()]
+        joined = zip(sizes, self.encoder.encode_several(groups), strict=True)
+        features = {size: iter(torch.split(each, list(map(len, sizes[size])))) for size, each in joined}
+        return [next(features[each.shape[-1]]) for each in views]
 
 
 class Batch:
@@ -153,23 +147,19 @@ class Batch:
     def __len__(self) -> int:
         return len(self.pixels)
 
+    @cached_property
+    def streams(self) -> Tensor:
+        """The random stream of each image ``[B]``."""
+        return self._keys if isinstance(self._keys, Tensor) else noise.stream_keys(self.pixels, self._keys)
+
     def keys(self, stream: int) -> Tensor:
         """A branch of the random stream of each image ``[B]``."""
-        return noise.fork(self.streams(None), stream)
-
-    def streams(self, rows: Tensor | None) -> Tensor:
-        """Random streams of all images, or of those with these numbers; a seed is hashed with these images alone."""
-        if isinstance(self._keys, Tensor):
-            return self._keys if rows is None else self._keys[rows]
-        if rows is not None:
-            return noise.stream_keys(self.pixels[rows], self._keys)
-        self._keys = noise.stream_keys(self.pixels, self._keys)
-        return self._keys
+        return noise.fork(self.streams, stream)
 
     def features(self, copies: tuple[Copies, ...], rows: Tensor | None = None) -> list[Tensor]:
         """Unit features of views of all images, or of those with these numbers ``[n]``."""
-        given = tuple(value for each in copies for value in each.values)
-        return self._once(given, lambda: self._encode(copies, rows))
+        values = tuple(value for each in copies for value in each.values)
+        return self._once(values, lambda: self._encode(copies, values, rows))
 
     def raw(self, images: Tensor) -> Tensor:
         """Features ``[B, D]`` of given images before they are scaled to unit length; without gradients."""
@@ -216,34 +206,31 @@ class Batch:
             self.recorded.append((given, result))
         return result
 
-    def _encode(self, copies: tuple[Copies, ...], rows: Tensor | None) -> list[Tensor]:
-        changes = tuple(each.change for each in copies)
+    def _encode(self, copies: tuple[Copies, ...], values: tuple[Tensor, ...], rows: Tensor | None) -> list[Tensor]:
+        changes = tuple(replace(each, values=()) for each in copies)
         function = MakeAndEncode(self.encoder, changes, tuple(len(each.values) for each in copies))
-        streams = [self.streams(rows)] if any(change.drawn for change in changes) else []
-        values = [value for each in copies for value in each.values]
+        tensors = [self.pixels, *([self.streams] if any(each.drawn for each in copies) else []), *values]
         limit = VIEWS_WITH_GRADIENTS if torch.is_grad_enabled() else VIEWS
         # Without gradients only views that are made take memory.
-        made = sum(each.total for each in changes if each.make is not unchanged or torch.is_grad_enabled())
+        made = sum(each.total for each in copies if each.make is not unchanged or torch.is_grad_enabled())
         step = max(1, limit // made) if made else 2 * limit
         total = len(self) if rows is None else len(rows)
         parts = []
         with self.encoder.counting() as count:
             for start in range(0, total, step):
                 part = slice(start, start + step)
-                of_part = part if rows is None else rows[part]
-                images, *others = (each[of_part] for each in (self.pixels, *values))
-                parts.append(self._part(function, [images, *(keys[part] for keys in streams), *others]))
+                parts.append(self._part(function, [each[part if rows is None else rows[part]] for each in tensors]))
         self.passes[slice(None) if rows is None else rows] += count.forward / total
         features = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
         numbered = [each.reshape(total, -1, each.shape[-1]) for each in features]
-        return [each[:, 0] if change.single else each for each, change in zip(numbered, changes, strict=True)]
+        return [feature[:, 0] if each.single else feature for feature, each in zip(numbered, copies, strict=True)]
 
     def _part(self, function: MakeAndEncode, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.how.checkpoint and torch.is_grad_enabled():
             # Noise follows from keys, so views that are made again have the same bits.
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             return cast("Sequence[Tensor]", checkpoint(function, *tensors, **options))
-        if all(change.recordable for change in function.changes):
+        if all(each.recordable for each in function.copies):
             return self.encoder.record(function, tensors)
         return function(*tensors)
 

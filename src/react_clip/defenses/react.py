@@ -12,18 +12,16 @@ divergence between the predictions for the image and for an augmented view.
 from __future__ import annotations
 
 from dataclasses import field
-from importlib.resources import files
-from pathlib import Path
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from react_clip.augment import WeakAugmentation
 from react_clip.config import Count, NonNegative
-from react_clip.defenses.base import Defense
+from react_clip.defenses.base import CalibratedDefense
 from react_clip.defenses.view import View
-from react_clip.encoders import OPENAI_VIT_B_16, Encoder
+from react_clip.encoders import OPENAI_VIT_B_16
 from react_clip.errors import ReactClipError
 from react_clip.functional import MAX_INSTABILITY, drift, extrapolate, intervention_score, relative_drift
 from react_clip.mappings import Linear, Mapping
@@ -32,12 +30,11 @@ LOW, HIGH, AUGMENT, ANCHOR = range(4)
 """Branches of an image's random stream: weak noise, strong noise, augmented view, anchor views. Each purpose has its
 own, so that skipping one does not change the others."""
 
-_OPENAI_VIT_B_32 = {
-    *("openai/clip-vit-base-patch32", "open_clip:ViT-B-32/openai", "open_clip:ViT-B-32-quickgelu/openai")
-}
+OPENAI_VIT_B_32 = "openai/clip-vit-base-patch32", "open_clip:ViT-B-32/openai", "open_clip:ViT-B-32-quickgelu/openai"
+"""All names of the weights that the paper's constants are for."""
 
 
-class ReACT(Defense):
+class ReACT(CalibratedDefense):
     """The paper's defence; the defaults are its constants (calibrated for ViT-B/32).
 
     3 encoder passes an image, 1 more where the drift ratio alone does not decide, and ``views`` more where the gate
@@ -46,12 +43,16 @@ class ReACT(Defense):
     >>> guard = ReACT(tau=0.4)
     >>> guard.views, guard.alpha, guard.tau, guard.mapping
     (10, 2.0, 0.4, Linear(a=0.03, b=0.042))
-    >>> ReACT.from_dict(guard.to_dict()) == guard
-    True
+    >>> ReACT.from_dict(guard.to_dict()) == guard, ReACT.for_encoder("openai/clip-vit-base-patch32") == ReACT()
+    (True, True)
     """
 
     kind = "react"
     colour = "#0072B2"
+    constants: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(OPENAI_VIT_B_32, ""),
+        **dict.fromkeys(OPENAI_VIT_B_16, "clip-vit-b-16.json"),
+    }
 
     sigma_low: float = 0.02
     """Scale of the weak noise."""
@@ -99,26 +100,3 @@ class ReACT(Defense):
         features = torch.where(gated[:, None], extrapolate(f, views.mean(1), self.alpha), f)
         names = ("drift_low", "drift_high", "drift", "instability", "score", "sigma")
         return features, dict(zip(names, (low, high, r, j, score, sigma), strict=True))
-
-    @classmethod
-    def for_encoder(cls, encoder: Encoder | str) -> Self:
-        """The constants of an encoder: the paper's for ViT-B/32, our calibration for ViT-B/16.
-
-        >>> ReACT.for_encoder("openai/clip-vit-base-patch32") == ReACT()
-        True
-        """
-        if cls.kind != ReACT.kind:
-            raise ReactClipError(
-                f"{cls.__name__} is not calibrated for encoders: its constants are those of {cls.__name__}() "
-                "everywhere; ReACT and SecondLook have for_encoder"
-            )
-        name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
-        if name in _OPENAI_VIT_B_32:
-            return cls()
-        if name in OPENAI_VIT_B_16:
-            return cls.load(Path(str(files("react_clip") / "assets" / "calibrations" / "clip-vit-b-16.json")))
-        raise ReactClipError(
-            f"there is no calibration for {name!r}: the drift of every encoder has its own scale; run `react-clip "
-            f"calibrate --defense react folder:PHOTOS --model {name}` and load its result, or take the paper's "
-            "constants knowingly (rc.ReACT(), --config paper)"
-        )

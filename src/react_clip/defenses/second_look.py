@@ -30,7 +30,7 @@ from torch import Tensor
 from react_clip import noise as randomness
 from react_clip.augment import Motion, smaller_copy
 from react_clip.config import NonNegative
-from react_clip.defenses.base import Defense
+from react_clip.defenses.base import CalibratedDefense
 from react_clip.defenses.view import View
 from react_clip.encoders import OPENAI_VIT_B_16, Encoder
 from react_clip.errors import ReactClipError
@@ -70,7 +70,7 @@ class TwoCopies:
         return torch.stack([copies, noisy], 1).flatten(0, 1)
 
 
-class SecondLook(Defense):
+class SecondLook(CalibratedDefense):
     """Look at two small copies of the image, and change its answer where they clearly prefer another.
 
     The thresholds are those of OpenAI's ViT-B/16; :meth:`calibrate` finds those of another encoder, or of your photos.
@@ -80,13 +80,14 @@ class SecondLook(Defense):
     >>> guard = SecondLook(threshold=0.4)
     >>> guard.alpha, guard.noise
     (2.5, 0.05)
-    >>> SecondLook.from_dict(guard.to_dict()) == guard
-    True
+    >>> SecondLook.from_dict(guard.to_dict()) == guard, SecondLook.for_encoder("clip-vit-b-16") == SecondLook()
+    (True, True)
     """
 
     kind = "second_look"
     colour = "#332288"
     renamed: ClassVar[Mapping[str, str]] = {"look": "copy_size"}
+    constants: ClassVar[Mapping[str, str]] = dict.fromkeys(OPENAI_VIT_B_16, "")
 
     copy_size: Size | None = 176 / 224
     """Side of the copies as a fraction of the image's, rounded to whole patches. ``None`` takes moved views of full
@@ -146,32 +147,16 @@ class SecondLook(Defense):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Also reads files of the older rule, with a warning."""
-        if not (isinstance(data, Mapping) and _OLDER & data.keys()):
-            return super().from_dict(data)
-        kept = {name: data[name] for name in data.keys() & {"kind", "look", "copy_size", "motion", "lazy", "max_batch"}}
-        drift_threshold = data.get("threshold", cls.drift_threshold)
-        warnings.warn(
-            f"this file is of SecondLook's older rule: its threshold, {drift_threshold:g}, now decides only without "
-            f"classes, with classes it is {cls.threshold:g} as for OpenAI's ViT-B/16; `react-clip calibrate` renews it",
-            stacklevel=2,
-        )
-        return super().from_dict({**kept, "drift_threshold": drift_threshold})
-
-    @classmethod
-    def for_encoder(cls, encoder: Encoder | str) -> Self:
-        """The thresholds we measured for an encoder, which is ViT-B/16; raises for others.
-
-        >>> SecondLook.for_encoder("clip-vit-b-16") == SecondLook()
-        True
-        """
-        name = (encoder if isinstance(encoder, str) else encoder.weights).partition("@")[0]
-        if name not in OPENAI_VIT_B_16:
-            raise ReactClipError(
-                f"there is no threshold of SecondLook for {name!r}: every encoder has its own; measure it on some "
-                f"hundred clean photos: `react-clip calibrate PHOTOS --model {name} --out second-look.json`, then "
-                "rc.SecondLook.load('second-look.json') or --config"
+        if isinstance(data, Mapping) and _OLDER & data.keys():
+            old = data.get("threshold", cls.drift_threshold)
+            warnings.warn(
+                f"this file is of SecondLook's older rule: its threshold, {old:g}, now decides only without classes, "
+                f"with classes it is {cls.threshold:g} as for OpenAI's ViT-B/16; `react-clip calibrate` renews it",
+                stacklevel=2,
             )
-        return cls()
+            kept = data.keys() & {"kind", "look", "copy_size", "motion", "lazy", "max_batch"}
+            data = {"drift_threshold": old, **{name: data[name] for name in kept}}
+        return super().from_dict(data)
 
     @classmethod
     def calibrate(

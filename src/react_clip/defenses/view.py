@@ -6,7 +6,7 @@ A view of an image is a copy that was changed: noise added, moved, made smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from react_clip import linf, noise
-from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Change, Copies, Gradients, straight_through, unchanged
+from react_clip.defenses.batch import PLAIN_GRADIENTS, Batch, Copies, Gradients, straight_through, unchanged
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.zeroshot import ZeroShotClassifier
@@ -65,7 +65,7 @@ class View(Batch):
     ) -> None:
         super().__init__(encoder, pixels, keys, how, replay)
         self.classes, self.skip_unneeded, self.force = single(classes), skip_unneeded, force
-        self.image = Copies(Change(unchanged, recordable=True))
+        self.image = Copies(unchanged, recordable=True)
         self.decision: Gate | None = None
         self.known_plain: Tensor | None = None
 
@@ -73,11 +73,11 @@ class View(Batch):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Copies:
         """One view per image without random numbers: ``change(images)``."""
-        return Copies(Change(change))
+        return Copies(change)
 
     def given(self, images: Tensor) -> Copies:
         """Images ``[B, 3, s, s]`` that are made already."""
-        return Copies(Change(_second), (images,))
+        return Copies(_second, values=(images,))
 
     def drawn(
         self,
@@ -91,9 +91,9 @@ class View(Batch):
         """Views ``draw(images, keys, *values)``, one on a branch of each image's random stream (``None``: the stream).
 
         With ``numbers`` there is a view on each of these branches of that branch. ``values`` are ``[B, ...]``.
-        ``count`` and ``recordable`` are explained at :class:`Change`.
+        ``count`` and ``recordable`` are explained at :class:`Copies`.
         """
-        return Copies(Change(draw, stream, numbers, count, recordable), values)
+        return Copies(draw, stream, numbers, count, recordable, values)
 
     def noisy(self, sigma: Tensor | float, stream: int, count: int) -> Copies:
         """``count`` views x + sigma * noise; ``sigma`` is one scale for all images, or one per image ``[B]``."""
@@ -121,8 +121,8 @@ class View(Batch):
             return self.encode_together(copies)[0]
         rows = where.nonzero().flatten()
         features = self.plain if instead is None else instead
-        if not copies.change.single:
-            features = features[:, None].expand(-1, copies.change.total, -1)
+        if not copies.single:
+            features = features[:, None].expand(-1, copies.total, -1)
         return features.index_copy(0, rows, self.features((copies,), rows)[0]) if len(rows) else features
 
     def encode_together(self, *copies: Copies) -> list[Tensor]:
@@ -167,7 +167,7 @@ class View(Batch):
         classes = self.classes
         if isinstance(classes, Sequence):
             classes = [classes[row] for row in rows.tolist()]
-        part = View(self.encoder, self.pixels[rows], self.streams(rows), classes, how=self.how)
+        part = View(self.encoder, self.pixels[rows], self.streams[rows], classes, how=self.how)
         new = change(part, rows)
         self.passes[rows] += part.passes
         self.backward_passes[rows] += part.backward_passes
@@ -201,6 +201,11 @@ class View(Batch):
             raise ReactClipError("this defence needs the classes, the same for all images of a batch; give one list")
         return self.classes
 
+    def rows_of_classes(self) -> Iterator[tuple[ZeroShotClassifier, list[int]]]:
+        """Each classifier with the numbers of its images."""
+        for clf in dict.fromkeys(self.classifiers):
+            yield clf, [row for row, each in enumerate(self.classifiers) if each is clf]
+
     def logits(self, features: Tensor) -> Tensor:
         """Logits ``[B, ..., K]`` of features ``[B, ..., D]``, each image over its own classes; the rest is -inf."""
         if self.classes is None:
@@ -209,8 +214,7 @@ class View(Batch):
             return self.classes.logits(features)
         most = max(len(clf.names) for clf in self.classes)
         logits = features.new_full((*features.shape[:-1], most), -torch.inf)
-        for clf in set(self.classes):
-            rows = [row for row, each in enumerate(self.classes) if each is clf]
+        for clf, rows in self.rows_of_classes():
             logits[rows, ..., : len(clf.names)] = clf.logits(features[rows])
         return logits
 
@@ -231,11 +235,8 @@ class View(Batch):
 
     def _class_features(self, labels: Tensor) -> Tensor:
         """Unit features ``[B, D]`` of one class of each image ``[B]``."""
-        if isinstance(self.classes, ZeroShotClassifier):
-            return self.classes.class_features[labels]
         features = self.pixels.new_empty(len(self), self.encoder.dim, dtype=self.classifiers[0].class_features.dtype)
-        for clf in set(self.classifiers):
-            rows = [row for row, each in enumerate(self.classifiers) if each is clf]
+        for clf, rows in self.rows_of_classes():
             features[rows] = clf.class_features[labels[rows]]
         return features
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -146,19 +146,12 @@ class Encoder(nn.Module):
         self.check(pixels)
         return self.encode(pixels)
 
-    @overload
-    def encode(self, views: Tensor) -> Tensor: ...
+    def encode(self, views: Tensor) -> Tensor:
+        """Unit features of views, whose pixels may leave [0, 1] and whose size may be any that :meth:`takes` allows."""
+        return self.encode_several([views])[0]
 
-    @overload
-    def encode(self, views: list[Tensor]) -> list[Tensor]: ...
-
-    def encode(self, views: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-        """Unit features of views, whose pixels may leave [0, 1] and whose size may be any that :meth:`takes` allows.
-
-        A list of views of several sizes gives a list of features; few images share one pass.
-        """
-        if isinstance(views, Tensor):
-            return self._run(self._unit_features, [views])[0]
+    def encode_several(self, views: list[Tensor]) -> list[Tensor]:
+        """:meth:`encode` of views of several sizes; few images share one pass."""
         return self._run(self._unit_features, views)
 
     def raw(self, pixels: Tensor) -> Tensor:

@@ -84,14 +84,9 @@ def _read_finetuned(folder: Path) -> tuple[str, Path]:
         raise ReactClipError(f"{folder / RECORD} does not name a model and the sha256 of its tower; {way_out}")
     if Path(record["model"]).resolve() == folder.resolve():
         raise ReactClipError(f"{folder / RECORD} names its own folder as the base model; correct it")
-    tower, expected = folder / TOWER, record["sha256"]
-    if not tower.is_file():
-        raise ReactClipError(f"{folder} has no {TOWER}; copy the whole folder, or finetune again")
-    if (digest := sha256_of(tower)) != expected:
-        raise ReactClipError(
-            f"{tower} has sha256 {digest[:12]}..., {RECORD} says {expected[:12]}...; the file is damaged or another "
-            "one: copy it again, or finetune again"
-        )
+    tower = folder / TOWER
+    if not tower.is_file() or sha256_of(tower) != record["sha256"]:
+        raise ReactClipError(f"{tower} is missing or not the file that {RECORD} describes; copy the whole folder again")
     return record["model"], tower
 
 
@@ -116,31 +111,17 @@ def load_tower(encoder: Encoder, path: Path) -> None:
     """Replace the image tower of an encoder by the one in a file."""
     own, stored = image_tower(encoder), find_tower(read_tensors(path), path)
     state = to_openai(stored) if _OPENAI_ANCHOR in own else stored
-    if problem := _misfit(state, own):
+    needed, found = ({key: list(tensor.shape) for key, tensor in each.items()} for each in (own, state))
+    if wrong := [key for key in needed | found if needed.get(key) != found.get(key)]:
         raise ReactClipError(
-            f"{path} does not fit {encoder.name!r}: it {problem}; give the base model it was made from"
+            f"{path} does not fit {encoder.name!r}: {len(wrong)} tensors differ, such as {wrong[0]}, whose shape is "
+            f"{found.get(wrong[0])} instead of {needed.get(wrong[0])}; give the base model it was made from"
         )
+    if bad := [key for key, tensor in state.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
+        raise ReactClipError(f"{path} holds {bad[0]} with other than finite floating-point numbers; get it again")
     with torch.no_grad():
         for key, tensor in own.items():
             tensor.copy_(state[key])
-
-
-def _misfit(state: State, expected: State) -> str | None:
-    """How a tower differs from the one that it is to replace."""
-    if missing := [key for key in expected if key not in state]:
-        return f"lacks {_count(missing)} of the image tower"
-    if unexpected := [key for key in state if key not in expected]:
-        return f"holds {_count(unexpected)} that the image tower does not have"
-    if reshaped := [key for key in expected if state[key].shape != expected[key].shape]:
-        shapes = f"{list(state[reshaped[0]].shape)} instead of {list(expected[reshaped[0]].shape)}"
-        return f"holds {_count(reshaped)} in another shape, {shapes}"
-    if bad := [key for key, tensor in state.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
-        return f"holds {_count(bad)} with other than finite floating-point numbers"
-    return None
-
-
-def _count(keys: list[str]) -> str:
-    return f"{len(keys)} tensor{'s' if len(keys) > 1 else ''} ({keys[0]}{' first' if len(keys) > 1 else ''})"
 
 
 # ---------------------------------------------------------------------- files
@@ -183,7 +164,16 @@ def read_tensors(path: Path) -> State:
             f"{path} ends in {path.suffix!r}; a checkpoint is a .safetensors, {', '.join(_TORCH_SUFFIXES)} file"
         )
     try:
-        content: Any = load_file(path) if path.suffix == ".safetensors" else _read_torch(path)
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ReactClipError(
+            f"{path} holds more than tensors ({blocked[1] if blocked else first_line(error)}), which could run code; "
+            "save its state_dict as safetensors where you trust it"
+        ) from None
     except (OSError, SafetensorError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ReactClipError(f"{path} cannot be read ({first_line(error)}); get the file again") from None
     while isinstance(content, Mapping) and any(isinstance(content.get(key), Mapping) for key in _CONTAINERS):
@@ -193,18 +183,6 @@ def read_tensors(path: Path) -> State:
     if not isinstance(content, Mapping):
         raise ReactClipError(f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary of tensors")
     return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
-
-
-def _read_torch(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it needs {blocked[1]}" if blocked else first_line(error)
-        raise ReactClipError(
-            f"{path} holds more than tensors ({what}), which could run code; save its state_dict as safetensors where "
-            "you trust it"
-        ) from None
 
 
 # ---------------------------------------------------------------------- key layouts

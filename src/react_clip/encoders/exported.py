@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from react_clip import functional, noise
 from react_clip.augment import smaller_copy
 from react_clip.encoders.base import Encoder
-from react_clip.encoders.loading import load_quietly, resolve_device, resolve_dtype
+from react_clip.encoders.loading import load_quietly
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError, first_line
 from react_clip.optional import require
@@ -35,9 +35,9 @@ SMALL_FRACTION = 176 / 224
 """Size of the small graph as a fraction of the tower's."""
 
 _FIELDS = {"model", "image_size", "small_size", "patch_size", "dim", "preprocessing", "similarity", "sha256"}
-_NOISE = 0.1
 TOLERANCE = 1e-4
 """Largest accepted difference in any number of a unit feature; fp32 runtimes differ by about 1e-6."""
+_NOISE = 0.1
 """Scale of the noisy views that are compared beside the photos: a defence encodes mostly noisy views."""
 
 
@@ -78,27 +78,23 @@ class ExportedEncoder(Encoder):
 
     def __init__(self, tower: GraphTower) -> None:
         record = tower.record
-        options: dict[str, Any] = {key: record[key] for key in ("image_size", "dim", "patch_size")}
-        options |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+        sizes = {name: record[name] for name in ("image_size", "dim", "patch_size")}
         how = Preprocessing(**record["preprocessing"]), functional.Similarity(**record["similarity"])
-        super().__init__(tower, name=tower.name, preprocessing=how[0], similarity=how[1], **options)
-        self.weights = record["model"]
+        super().__init__(tower, name=tower.name, mean=[0.0] * 3, std=[1.0] * 3, **sizes)
+        self.weights, self.preprocessing, self.similarity = record["model"], *how
 
     def takes(self, size: int) -> bool:
         """True if there is a graph for images of this side."""
         return size in self.tower.graphs
 
 
-# ---------------------------------------------------------------------- loading
-
-
 def load_exported(name: str, *, device: str | torch.device | None, dtype: str | torch.dtype) -> Encoder:
     """Load ``onnx:FOLDER``; its files must be the ones that were checked when exported."""
     folder = Path(name.removeprefix(PREFIX)).expanduser()
-    if device is not None and resolve_device(device).type != "cpu":
-        raise ReactClipError(f"{name!r} was asked for on {device}, but exported towers run on the CPU; use cpu")
-    if dtype != "auto" and resolve_dtype(dtype) != torch.float32:
-        raise ReactClipError(f"{name!r} was asked for in {dtype}; exported towers compute in fp32")
+    if device not in (None, "cpu", torch.device("cpu")) or dtype not in ("auto", "fp32", torch.float32):
+        raise ReactClipError(
+            f"{name!r} was asked for on {device} in {dtype}; exported towers compute in fp32 on the cpu"
+        )
     way_out = "copy the whole folder, or export it again with `react-clip export MODEL --out DIR`"
     record = read_json(folder / RECORD, way_out)
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not record.keys() >= _FIELDS:
@@ -117,26 +113,15 @@ def _graph_files(record: dict[str, Any]) -> dict[int, str]:
 # ---------------------------------------------------------------------- exporting
 
 
-@dataclass(frozen=True)
-class Parity:
-    """Differences between exported graphs and their tower."""
-
-    images: int
-    max_difference: float
-    """Largest difference in any number of any unit feature."""
-    min_cosine: float
-
-
-def export(encoder: Encoder, folder: Path, photos: Tensor) -> Parity:
+def export(encoder: Encoder, folder: Path, photos: Tensor) -> float:
     """Write the image tower to a new folder, as :func:`react_clip.load` reads it; a failure leaves nothing behind.
 
-    ``photos`` ``[B, 3, S, S]`` in [0, 1], and noisy views of them, go through the tower and through the graphs; a
-    difference above :data:`TOLERANCE` is a failure.
+    ``photos`` ``[B, 3, S, S]`` in [0, 1], and noisy views of them, go through the tower and through the graphs. Returns
+    the largest difference in any number of any unit feature; one above :data:`TOLERANCE` is a failure.
     """
-    if isinstance(encoder, ExportedEncoder):
-        raise ReactClipError(f"{encoder.name!r} is an exported tower already; export {encoder.weights!r}")
-    if encoder.dtype != torch.float32 or encoder.device.type != "cpu":
-        raise ReactClipError(f"{encoder.name!r} is in {encoder.dtype} on {encoder.device}; export from fp32 on the CPU")
+    if encoder.dtype != torch.float32 or encoder.device.type != "cpu" or isinstance(encoder, ExportedEncoder):
+        what = f"{type(encoder).__name__} in {encoder.dtype} on {encoder.device}"
+        raise ReactClipError(f"{encoder.name!r} is an {what}; export {encoder.weights!r}, loaded in fp32 on the cpu")
     check_new_folder(folder)
     encoder.check(photos)
     try:
@@ -148,36 +133,32 @@ def export(encoder: Encoder, folder: Path, photos: Tensor) -> Parity:
             record = _record(encoder)
             for size, file in _graph_files(record).items():
                 _write_graph(encoder, finished / file, size)
-            parity = measure_parity(encoder, GraphTower(finished, record, folder.name), photos)
-            # Written so that NaN fails too.
-            if not parity.max_difference <= TOLERANCE:
+            difference = largest_difference(encoder, GraphTower(finished, record, folder.name), photos)
+            if not difference <= TOLERANCE:  # also of NaN
                 raise ReactClipError(
-                    f"the exported tower differs from {encoder.name!r} by {parity.max_difference:.2g} (cosine "
-                    f"{parity.min_cosine:.6f}), more than {TOLERANCE:g}; nothing was written"
+                    f"the exported tower differs from {encoder.name!r} by {difference:.2g}, more than {TOLERANCE:g}; "
+                    "nothing was written"
                 )
             record["sha256"] = {file: sha256_of(finished / file) for file in _graph_files(record).values()}
-            record |= {"parity": asdict(parity), "versions": versions()}
+            record |= {"largest_difference": difference, "versions": versions()}
             write_text(finished / RECORD, json.dumps(record, indent=1) + "\n")
             finished.rename(folder)
     except OSError as error:
         raise ReactClipError(f"cannot write {folder}: {error.strerror or error}; choose another --out") from error
-    return parity
+    return difference
 
 
 @torch.no_grad()
-def measure_parity(encoder: Encoder, exported: GraphTower, photos: Tensor) -> Parity:
-    """Compare the tower and its export on photos, on noisy views of them, and on one photo alone."""
+def largest_difference(encoder: Encoder, exported: GraphTower, photos: Tensor) -> float:
+    """The largest difference between a tower and its graphs on photos, noisy views of them, and one photo alone."""
     sigma = torch.full((len(photos),), _NOISE)
     noisy = torch.cat([photos, noise.noisy_view(photos, noise.stream_keys(photos, 0), sigma)])
-    differences, cosines = [], []
+    differences = []
     for size in exported.graphs:
         views = smaller_copy(noisy, size)
-        expected = encoder.encode(views)
         found = torch.cat([exported(views[:1]), exported(views[1:])])
-        differences.append((found - expected).abs().amax(1))
-        cosines.append((found.double() * expected.double()).sum(1))
-    difference, cosine = torch.cat(differences), torch.cat(cosines)
-    return Parity(len(difference), float(difference.max()), float(cosine.min()))
+        differences.append((found - encoder.encode(views)).abs().max())
+    return float(torch.stack(differences).max())
 
 
 class _PixelsToFeatures(nn.Module):
@@ -196,7 +177,7 @@ def _write_graph(encoder: Encoder, path: Path, size: int) -> None:
         require(name, "exporting to ONNX", extra="export")
     # Two images as an example: a batch of one would be taken for a constant.
     example = torch.zeros(2, 3, size, size)
-    shapes = {"pixels": {0: torch.export.Dim("batch", min=1)}}
+    shapes = {"pixels": {0: torch.export.Dim.DYNAMIC}}
     names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["features"], "dynamic_shapes": shapes}
     try:
         with load_quietly(), warnings.catch_warnings(), torch.no_grad():
@@ -212,14 +193,7 @@ def _write_graph(encoder: Encoder, path: Path, size: int) -> None:
 
 
 def _record(encoder: Encoder) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "model": encoder.weights,
-        "fingerprint": encoder.fingerprint(),
-        "image_size": encoder.image_size,
-        "patch_size": encoder.patch_size,
-        "small_size": encoder.size_near(SMALL_FRACTION),
-        "dim": encoder.dim,
-        "preprocessing": asdict(encoder.preprocessing),
-        "similarity": asdict(encoder.similarity),
-    }
+    sizes = {name: getattr(encoder, name) for name in ("image_size", "patch_size", "dim")}
+    sizes["small_size"] = encoder.size_near(SMALL_FRACTION)
+    how = {name: asdict(getattr(encoder, name)) for name in ("preprocessing", "similarity")}
+    return {"schema": SCHEMA, "model": encoder.weights, "fingerprint": encoder.fingerprint(), **sizes, **how}

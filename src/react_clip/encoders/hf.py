@@ -119,7 +119,7 @@ def load_hf(
         logging.enable_progress_bar()
     if missing := sorted(key for key in report["missing_keys"] if not key.endswith("position_ids")):
         raise ReactClipError(f"{name!r} lacks {len(missing)} tensors, {missing[0]} first; the checkpoint is incomplete")
-    vision, is_clip = _vision_config(model.config), model.config.model_type in CLIP
+    vision, is_clip = getattr(model.config, "vision_config", model.config), model.config.model_type in CLIP
     if is_clip:
         text_activation = None if tokenizer is None else model.config.text_config.hidden_act
         check_activation(name, vision.hidden_act, text_activation, _expected_activation(source, model))
@@ -128,7 +128,7 @@ def load_hf(
     towers = {part: getattr(model, part) for part in ("text_model", "text_projection") if hasattr(model, part)}
     size = _image_size(vision)
     encoder = Encoder(
-        _image_tower(model, name),
+        _image_tower(model, vision, name),
         name=name,
         image_size=size,
         dim=int(model.config.projection_dim if is_clip else vision.hidden_size),
@@ -165,10 +165,9 @@ def _read(source: str, name: str, revision: str | None) -> tuple[Any, dict[str, 
     return model, report, tokenizer, processor
 
 
-def _image_tower(model: Any, name: str) -> nn.Module:
+def _image_tower(model: Any, vision: Any, name: str) -> nn.Module:
     """The image tower, which shares the model's weights: ours for CLIP."""
-    kind, vision = model.config.model_type, _vision_config(model.config)
-    if kind in SIGLIP:
+    if (kind := model.config.model_type) in SIGLIP:
         return (SigLIPTower if kind == "siglip" else SigLIP2Tower)({"vision_model": model.vision_model})
     prefixes = ("vision_model.", PROJECTION)
     weights = {key: value.detach() for key, value in model.named_parameters() if key.startswith(prefixes)}
@@ -176,11 +175,6 @@ def _image_tower(model: Any, name: str) -> nn.Module:
     if (tower := VisionTower.of(to_openai(weights), **how)) is None:
         raise ReactClipError(f"{name!r} is no vision transformer as CLIP has it; correct its config.json")
     return tower
-
-
-def _vision_config(config: Any) -> Any:
-    """The configuration of the image tower: a part of a complete model's, or all there is."""
-    return getattr(config, "vision_config", config)
 
 
 def _image_size(vision: Any) -> int:

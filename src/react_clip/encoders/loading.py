@@ -37,10 +37,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError:
         raise ReactClipError(f"device {device!r} is unknown; use cpu, cuda, cuda:0 or mps") from None
-    if resolved.type == "mps" and not torch.backends.mps.is_available():
+    here = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}
+    if not here.get(resolved.type, True):
         raise ReactClipError(f"device {device!r} was asked for, but this machine has none; use cpu")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ReactClipError(f"device {device!r} was asked for, but this machine has no CUDA device; use cpu")
     return resolved
 
 

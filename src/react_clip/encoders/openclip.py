@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,7 @@ from react_clip.preprocess import Preprocessing
 
 PREFIX, HUB, CONFIG = "open_clip:", "hf-hub:", "open_clip_config.json"
 
-_RESIZE_MODES: dict[str, Literal["shorter", "longer", "squash"]] = {
-    "shortest": "shorter",
-    "longest": "longer",
-    "squash": "squash",
-}
+_RESIZE_MODES: dict[str, Any] = {"shortest": "shorter", "longest": "longer", "squash": "squash"}
 """Modes of :class:`Preprocessing` by their names in open_clip."""
 
 
@@ -91,17 +87,14 @@ def load_open_clip(name: str, *, device: torch.device, dtype: torch.dtype) -> En
             f"open_clip has no weights {pretrained!r} for {model_name}; give a checkpoint file or one of "
             f"{', '.join(tags)}"
         )
-    config = open_clip.get_model_config(model_name)
-    named_quick = bool(config.get("quick_gelu", False))
+    named_quick = bool(open_clip.get_model_config(model_name).get("quick_gelu", False))
     # A plain model name follows its tag (ViT-B-32/openai runs QuickGELU); a -quickgelu name that its tag contradicts
     # has no right answer.
     quick = named_quick if tag is None else bool(tag.get("quick_gelu", False))
     activation, trained = (QUICK_GELU if each else "gelu" for each in (quick or named_quick, quick))
     check_activation(name, activation, None, trained)
-    with loading(name, from_hub=tag is not None):
-        model = open_clip.create_model(model_name, pretrained=pretrained, force_quick_gelu=quick, device="cpu")
-        tokenizer = open_clip.get_tokenizer(model_name)
-    return _finished(wrap_model(model, name=name, dim=config["embed_dim"], tokenizer=tokenizer), model, device, dtype)
+    how = {"pretrained": pretrained, "force_quick_gelu": quick}
+    return _load(model_name, name, device, dtype, from_hub=tag is not None, **how)
 
 
 def load_published(source: str, *, name: str, device: torch.device, dtype: torch.dtype) -> Encoder:
@@ -109,16 +102,19 @@ def load_published(source: str, *, name: str, device: torch.device, dtype: torch
 
     The folder holds open_clip_config.json and open_clip_pytorch_model.bin, or safetensors.
     """
+    # Without its weights open_clip would go on with random ones.
+    return _load(source, name, device, dtype, from_hub=source.startswith(HUB), require_pretrained=True)
+
+
+def _load(
+    source: str, name: str, device: torch.device, dtype: torch.dtype, *, from_hub: bool, **options: Any
+) -> Encoder:
     open_clip = require("open_clip", repr(name), extra="open_clip")
-    with loading(name, from_hub=source.startswith(HUB)):
+    with loading(name, from_hub=from_hub):
         dim = open_clip.get_model_config(source)["embed_dim"]
-        # Without its weights open_clip would go on with random ones.
-        model = open_clip.create_model(source, require_pretrained=True, device="cpu")
+        model = open_clip.create_model(source, device="cpu", **options)
         tokenizer = open_clip.get_tokenizer(source)
-    return _finished(wrap_model(model, name=name, dim=dim, tokenizer=tokenizer), model, device, dtype)
-
-
-def _finished(encoder: Encoder, model: Any, device: torch.device, dtype: torch.dtype) -> Encoder:
+    encoder = wrap_model(model, name=name, dim=dim, tokenizer=tokenizer)
     del model.visual  # the encoder has what it needs of it
     # Cast as a whole: open_clip's own half precisions keep some layers in fp32, and the scale is read in fp32.
     return encoder.to(device=device, dtype=dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from react_clip.augment import resizing_weights
 from react_clip.encoders import layers
-from react_clip.encoders.layers import ACTIVATIONS, QUICK_GELU, AddNorm, Attention, Perceptron, Shapes
+from react_clip.encoders.layers import AddNorm, Attention, Perceptron, Shapes
 from react_clip.encoders.text import at_least_fp32
 
 
@@ -25,65 +25,37 @@ class VisionTower(nn.Module):
     """Vision transformer: normalised pixels ``[B, 3, S, S]`` to projected features ``[B, dim]``.
 
     Args:
-        width: numbers of a token.
-        hidden: numbers of a token between the two layers of a perceptron.
-        depth: number of blocks.
+        weights: its tensors by OpenAI's names, from which all sizes follow.
         heads: attention heads.
-        size: side of the images that the position embeddings are for.
-        patch: side of a patch.
-        dim: length of a feature.
         activation: of the perceptrons, by its name in transformers.
         eps: of the layer norms.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        hidden: int,
-        depth: int,
-        heads: int,
-        size: int,
-        patch: int,
-        dim: int,
-        activation: str = QUICK_GELU,
-        eps: float = 1e-5,
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], *, heads: int, activation: str, eps: float) -> None:
         super().__init__()
-        self.class_embedding = nn.Parameter(torch.empty(width))
-        self.positional_embedding = nn.Parameter(torch.empty(1 + (size // patch) ** 2, width))
-        self.proj = nn.Parameter(torch.empty(width, dim))
-        self.conv1 = nn.Conv2d(3, width, patch, stride=patch, bias=False)
-        self.ln_pre, self.ln_post = AddNorm(width, eps), AddNorm(width, eps)
-        blocks = [Block(width, hidden, heads, activation, eps) for _ in range(depth)]
-        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(blocks)})
-        self.patch = patch
-        self._about = f"size={size}, dim={dim}, heads={heads}, activation={activation}, eps={eps}"
+        width, _, _, self.patch = weights["conv1.weight"].shape
+        hidden = len(weights["transformer.resblocks.0.mlp.c_fc.weight"])
+        depth = sum(name.endswith("mlp.c_fc.weight") for name in weights)
+        side, dim = math.isqrt(len(weights["positional_embedding"]) - 1), weights["proj"].shape[1]
+        with torch.device("meta"):
+            self.class_embedding = nn.Parameter(torch.empty(width))
+            self.positional_embedding = nn.Parameter(torch.empty(1 + side**2, width))
+            self.proj = nn.Parameter(torch.empty(width, dim))
+            self.conv1 = nn.Conv2d(3, width, self.patch, stride=self.patch, bias=False)
+            self.ln_pre, self.ln_post = AddNorm(width, eps), AddNorm(width, eps)
+            blocks = [Block(width, hidden, heads, activation, eps) for _ in range(depth)]
+            self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(blocks)})
+        self.load_state_dict(weights, assign=True)
+        self.eval().requires_grad_(False)
+        self._about = f"size={self.patch * side}, dim={dim}, heads={heads}, activation={activation}, eps={eps}"
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], *, heads: int, activation: str, eps: float = 1e-5) -> Self | None:
         """The tower that has these tensors as its weights; ``None`` if they belong to another transformer."""
-        sizes = {name: tensor.shape for name, tensor in weights.items()}
-        needed = ("conv1.weight", "positional_embedding", "proj", "transformer.resblocks.0.mlp.c_fc.weight")
-        if activation not in ACTIVATIONS or not set(needed) <= sizes.keys():
+        try:
+            return cls(weights, heads=heads, activation=activation, eps=eps)
+        except (KeyError, ValueError, RuntimeError):  # a tensor is missing, of no use, or of another shape
             return None
-        patches, positions, projection, layer = (sizes[name] for name in needed)
-        with torch.device("meta"):
-            tower = cls(
-                width=patches[0],
-                hidden=layer[0],
-                depth=sum(name.endswith("mlp.c_fc.weight") for name in sizes),
-                heads=heads,
-                size=patches[-1] * math.isqrt(positions[0] - 1),
-                patch=patches[-1],
-                dim=projection[1],
-                activation=activation,
-                eps=eps,
-            )
-        if {name: tensor.shape for name, tensor in tower.state_dict().items()} != sizes:
-            return None
-        tower.load_state_dict(weights, assign=True)
-        return tower.eval().requires_grad_(False)
 
     def forward(self, normalised: Tensor) -> Tensor:
         """Features of the class tokens of images whose side is a number of whole patches."""

@@ -13,7 +13,7 @@ import torch
 from react_clip import data as data_room
 from react_clip.attacks import Attack
 from react_clip.attacks.base import ADAPTIVE, TRANSFER
-from react_clip.defenses import Defense, calibration_of
+from react_clip.defenses import Defense
 from react_clip.encoders.loading import DTYPES
 from react_clip.environment import device_name, typed_command, versions
 from react_clip.errors import ReactClipError
@@ -128,8 +128,7 @@ def _run(recipe: Recipe, subjects: Iterable[EvaluationSet], folder: Path, *, pro
 
 def _notes(recipe: Recipe, result: EvaluationResult) -> list[str]:
     """Sentences that a reader of the numbers must know."""
-    constants = [(item.label, calibration_of(item.defense)) for item in recipe.defenses]
-    notes = [f"constants of {label}: {origin}" for label, origin in constants if origin]
+    notes: list[str] = []
     if not recipe.self_check:
         notes.append("the self-check (PGD-10 at 1/255 must break undefended CLIP) was switched off")
         if recipe.threat == ADAPTIVE:

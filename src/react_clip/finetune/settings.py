@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from react_clip.config import Configuration, Count, Fraction, NonNegative, PositiveLength, Range, Whole
+from react_clip.config import Configuration, Count, Fraction, FractionRange, NonNegative, PositiveLength, Whole
 from react_clip.errors import ReactClipError
 
 
@@ -35,7 +35,7 @@ class Settings(Configuration, described=True):
     """Steps of the attack, each of 2 eps / attack_steps, so that they reach across the ball."""
     clean: NonNegative = 0.5
     """Weight of the same loss on a quarter of the photos without an attack."""
-    crop: Range = (0.5, 0.95)
+    crop: FractionRange = (0.5, 0.95)
     """Smallest and largest side of the random crops, as fractions of the photo's; 1,1 crops nothing."""
     cutmix: Fraction | None = None
     """Fraction of the batches in which every photo gets a rectangle of another one.
@@ -61,8 +61,6 @@ class Settings(Configuration, described=True):
         if self.warmup is not None and self.warmup >= self.steps:
             limit = self.steps - 1
             raise ReactClipError(f"warmup is {self.warmup}; it lies in 0 to {limit}, below the {self.steps} steps")
-        if self.crop[1] > 1:
-            raise ReactClipError(f"crop is {self.crop}; sides are fractions of a photo's, at most 1")
 
     def rate(self, step: int) -> float:
         """Fraction of the largest learning rate: linear warm-up, then half a cosine to zero; steps count from 0.

@@ -56,8 +56,7 @@ class Trainer:
         own = {f"visual.{key}": tensor for key, tensor in image_tower(encoder).items()}
         find_tower(own, Path(encoder.name))  # refuses an encoder without a tower that could be read back
         if self.group.size > 1 and not self.method.splits:
-            alone = f"{method} compares all photos of a batch, which processes cannot share"
-            raise ReactClipError(f"{alone}; use one, or fare")
+            raise ReactClipError(f"{method} compares all photos of a batch; use a single process, or fare")
         self.rows = self.group.rows(settings.batch)
         self.photos = Photos(photos, encoder.preprocessing)
         labels, features = self._labels(encoder, method, labels, class_features)
@@ -90,12 +89,10 @@ class Trainer:
             raise ReactClipError(f"cutmix mixes photos of several classes, and {method} needs labels; leave it out")
         names = [f"class {number}" for number in range(len(classes))]
         features = ZeroShotClassifier.from_features(encoder, names, classes.float()).class_features
-        if labels.shape != (count,) or labels.is_floating_point() or labels.dtype == torch.bool:
-            given = f"labels are {labels.dtype} of shape {list(labels.shape)}"
-            raise ReactClipError(f"{given}; {count} photos need one class index each")
-        if int(labels.min()) < 0 or int(labels.max()) >= len(features):
-            span = f"labels span {int(labels.min())} to {int(labels.max())}"
-            raise ReactClipError(f"{span}; there are class features for 0 to {len(features) - 1}")
+        whole = labels.shape == (count,) and not labels.is_floating_point() and labels.dtype != torch.bool
+        if not whole or int(labels.min()) < 0 or int(labels.max()) >= len(features):
+            given = f"labels are {labels.dtype} of shape {list(labels.shape)}, from {labels.min()} to {labels.max()}"
+            raise ReactClipError(f"{given}; {count} photos need one class index each, from 0 to {len(features) - 1}")
         return labels, features
 
     def chosen(self, step: int) -> Tensor:
