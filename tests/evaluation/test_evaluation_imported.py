@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from evaluation_toys import toy_classifier, toy_photos, toy_run
 from safetensors.torch import save_file
 
@@ -63,32 +62,32 @@ def test_other_images_in_the_same_folder_are_another_attack(folder: Path, tmp_pa
     assert after.attacks[0].success_rate == 0 < before.attacks[0].success_rate
 
 
-def test_what_is_missing_changed_or_not_allowed_is_named(folder: Path, crafted: Any, tmp_path: Path) -> None:
+def change(folder: Path, **entries: Any) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **entries}))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error"),
+    [
+        (lambda folder: change(folder, images={}), r"manifest.json has no image of the photo with SHA-256"),
+        (lambda folder: change(folder, sha256={}), r"\d\.png has another hash than in the manifest"),
+        (lambda folder: [path.unlink() for path in folder.glob("*.png")], r"\d\.png is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "lacks the mappings 'images' and 'sha256'"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"manifest.json does not exist; write the images with"),
+    ],
+)
+def test_what_is_missing_or_changed_is_named(folder: Path, tmp_path: Path, prepare: Any, error: str) -> None:
+    prepare(folder)
+    with pytest.raises(rc.ReactClipError, match=error):
+        imported_run(tmp_path / "run", folder)
+    assert not (tmp_path / "run" / "result.json").exists(), "nothing is reported"
+
+
+def test_images_beyond_the_budget_and_folders_in_use_are_refused(folder: Path, crafted: Any, tmp_path: Path) -> None:
     with pytest.raises(rc.ReactClipError, match=r"imported-theirs left its budget .* exceeds the budget by 0.01176"):
-        imported_run(tmp_path / "a", folder, eps=1 / 255)
-    with pytest.raises(rc.ReactClipError, match=r"manifest.json has no image of the photo with SHA-256"):
-        toy_run(tmp_path / "b", attacks={"theirs": Imported(folder=str(folder))}, data=toy_photos(16, seed=9), **ALONE)
-    for name in sorted(path.name for path in folder.glob("*.png")):
-        (folder / name).write_bytes(b"changed")
-    with pytest.raises(rc.ReactClipError, match=r"\d\.png has another hash than in the manifest"):
-        imported_run(tmp_path / "c", folder)
-    for path in folder.glob("*.png"):
-        path.unlink()
-    with pytest.raises(rc.ReactClipError, match=r"\d\.png is missing"):
-        imported_run(tmp_path / "d", folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    outside = {digest: f"../{file}" for digest, file in manifest["images"].items()}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "images": outside}))
-    with pytest.raises(rc.ReactClipError, match="which is outside of"):
-        imported_run(tmp_path / "e", folder)
-    (folder / "manifest.json").write_text("[]")
-    with pytest.raises(rc.ReactClipError, match="lacks the mappings 'images' and 'sha256'"):
-        imported_run(tmp_path / "f", folder)
-    with pytest.raises(rc.ReactClipError, match=r"manifest.json does not exist; write the images with"):
-        imported_run(tmp_path / "g", tmp_path)
-    with pytest.raises(rc.ReactClipError, match="imported needs 'folder'"):
-        rc.attacks.from_dict("imported")
+        imported_run(tmp_path / "run", folder, eps=1 / 255)
     with pytest.raises(rc.ReactClipError, match="is there already"):
         Imported.write(folder, *crafted)
-    assert not list(tmp_path.rglob("result.json")), "nothing is reported"
-    assert torch.equal(toy_photos(16)[0], crafted[0])
+    with pytest.raises(rc.ReactClipError, match="imported needs 'folder'"):
+        rc.attacks.from_dict("imported")
