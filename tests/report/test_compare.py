@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
@@ -65,9 +64,8 @@ def test_pairs_are_those_of_plain_loops(runs: tuple[EvaluationResult, Evaluation
         pairs = [(np.mean(right[0][photo]), np.mean(right[1][photo])) for photo in right[1]]
         only = [sum(a > 0.5 >= b for a, b in pairs), sum(b > 0.5 >= a for a, b in pairs)]
         one, two = np.mean(pairs, axis=0)
-        values = [cell.value for cell in cells]
-        assert values[:4] == pytest.approx([40, 100 * one, 100 * two, 100 * (two - one)])
-        assert values[4:] == pytest.approx([*only, mcnemar(*only)])
+        expected = [40, 100 * one, 100 * two, 100 * (two - one), *only, mcnemar(*only)]
+        assert [cell.value for cell in cells] == pytest.approx(expected)
         assert cells[3].low <= cells[3].value <= cells[3].high
 
 
@@ -89,9 +87,7 @@ def test_photos_of_older_runs_are_matched_by_their_place_in_equal_sets(
 ) -> None:
     first = runs[0]
     older = replace(first, images=first.images.drop(columns="photo"))
-    cells = [cells for _, cells in compare(first, older).table.rows]
-    assert all(cell[0].value == 100 for cell in cells)
-    assert all(cell[-1].value == 1.0 for cell in cells)
+    assert {(cells[0].value, cells[-1].value) for _, cells in compare(first, older).table.rows} == {(100, 1.0)}
     [pets, cars] = older.sets
     changed = replace(older, sets=(pets, replace(cars, fingerprint="other")))
     assert {cells[0].value for _, cells in compare(first, changed).table.rows} == {60.0}
@@ -99,15 +95,11 @@ def test_photos_of_older_runs_are_matched_by_their_place_in_equal_sets(
 
 def test_the_commands_print_tables_in_three_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (str(save_run(synthetic_run([CLIP, REACT]), tmp_path / name)) for name in "ab")
-    frame = rc.results.load(one)
-    assert not frame.duplicated(["dataset", "photo", "attack", "eps", "defense"]).any()
     wanted = {"markdown": "| ReACT |", "latex": r"\toprule", "csv": "defence,clean,clean low,clean high"}
     for kind, words in wanted.items():
         assert main(["report", one, "--table", "accuracy", "--format", kind]) == 0
         assert words in capsys.readouterr().out
-        assert main(["compare", one, two, "--format", kind]) == 0
-        assert capsys.readouterr().out
-        assert main(["rank", one, "--out", str(tmp_path / "t.tex")]) == 0
+    assert main(["rank", one, "--out", str(tmp_path / "t.tex")]) == 0
     assert r"\toprule" in (tmp_path / "t.tex").read_text()
     capsys.readouterr()
     assert main(["report", one, "--table", "accuracy", "--json"]) == 0
@@ -118,4 +110,3 @@ def test_the_commands_print_tables_in_three_formats(tmp_path: Path, capsys: pyte
     assert "the run has the tables accuracy, " in capsys.readouterr().err
     assert main(["report", one, "--format", "csv"]) == 2
     assert "add --table NAME" in capsys.readouterr().err
-    assert isinstance(frame, pd.DataFrame)

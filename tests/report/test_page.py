@@ -66,27 +66,20 @@ def test_a_kept_photo_is_shown_with_its_perturbation(tmp_path: Path) -> None:
     assert "the perturbation, magnified" in page
 
 
-def test_several_runs_over_the_same_photos_are_one_report(tmp_path: Path) -> None:
+def test_the_command_joins_runs_or_writes_beside_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [save_run(synthetic_run([entry]), tmp_path / entry["label"]) for entry in (CLIP, REACT)]
-    page = write_report(runs, tmp_path / "out").page.read_text()
-    assert "CLIP, pgd-10" in page
-    assert "ReACT, pgd-10" in page
-
-
-def test_the_command_writes_beside_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    assert main(["report", str(copy), "--json", "--quiet"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["page"] == str(copy / "report" / "index.html")
-    assert set(answer) == {"page", "figures", "missing"}
+    for given, out in ((runs, tmp_path / "out"), (runs[:1], runs[0] / "report")):
+        options = ["--out", str(out)] if len(given) > 1 else []
+        assert main(["report", *map(str, given), *options, "--json", "--quiet"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["page"] == str(out / "index.html")
+        assert ("ReACT, pgd-10" in Path(answer["page"]).read_text()) == (len(given) > 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere does not exist"),
         (["RUN/.."], "give the folder of a finished run"),
-        (["RUN", "--calibration", "nowhere.json"], "nowhere.json"),
         (["RUN", "--calibration", "RUN/result.json"], "result.json"),
     ],
 )
