@@ -63,10 +63,9 @@ def test_natural_damage_reaches_every_image_and_has_no_budget(tmp_path: Path) ->
 def test_draws_have_seeds_of_their_own_and_repeat(tmp_path: Path) -> None:
     guard = rc.ReACT(tau=0.3, views=3)
     images = toy_run(tmp_path, defenses=[guard], attacks=[], seeds=(5, 6, 7), seed=5).images
-    x, _ = toy_photos()
     for draw, seed in enumerate((5, 6, 7)):
         rows = images[images["draw"] == draw].sort_values("index")
-        assert rows["prediction"].tolist() == guard(toy_classifier(), x, seed=seed).labels.tolist()
+        assert rows["prediction"].tolist() == guard(toy_classifier(), toy_photos()[0], seed=seed).labels.tolist()
         assert (set(rows["seed"]), set(rows["attack_seed"])) == ({seed}, {5})
 
 
@@ -85,10 +84,8 @@ def test_photos_and_adversarial_images_have_8_bits(finished: Any) -> None:
     rows = result.images[(result.images["attacked"]) & (result.images["draw"] == 0)]
     assert len(rows) > 20
     for row in rows.to_dict("records")[::5]:
-        clean = pictures.clean("data", row["index"])
-        shown = pictures.attacked("data", row["attack"], row["eps"], row["index"])
-        assert clean is not None
-        assert shown is not None
+        clean: Any = pictures.clean("data", row["index"])
+        shown: Any = pictures.attacked("data", row["attack"], row["eps"], row["index"])
         assert torch.equal(clean, x[row["index"]])
         assert (shown - clean).abs().max() <= row["eps"] + 1e-6
         assert torch.equal(255 * shown, (255 * shown).round())
@@ -160,15 +157,12 @@ def test_an_attacker_may_leave_a_photo_as_it_is(tmp_path: Path) -> None:
 
 def test_the_worst_case_over_attacks_is_that_of_plain_loops(tmp_path: Path) -> None:
     attacks = [rc.attacks.Corruption(severity=0.05), *(rc.attacks.PGD(eps=eps / 255, steps=1) for eps in (1, 2))]
-    for worst_of, titles in (
-        (["all"], ["pgd-1 1/255", "pgd-1 2/255"]),
-        (["noise-0.05", "pgd-1 1/255"], ["noise-0.05", "pgd-1 1/255"]),
+    for worst_of, chosen_of in (
+        (["all"], lambda images: images[images["eps"] > 0]),
+        (["noise-0.05", "pgd-1 1/255"], lambda images: images[(images["attack"] != "clean") & (images["eps"] < 0.007)]),
     ):
-        result = toy_run(tmp_path / "-".join(worst_of).replace("/", ""), attacks=attacks, worst_of=worst_of)
-        images = result.images
-        title = images["attack"].astype(str) + [f" {round(255 * eps)}/255" if eps else "" for eps in images["eps"]]
-        chosen = images[title.isin(titles)]
-        rows = result.select(attack="worst of 2")
+        result = toy_run(tmp_path, attacks=attacks, worst_of=worst_of)
+        rows, chosen = result.select(attack="worst of 2"), chosen_of(result.images)
         assert len(rows) == len(toy_defenses())
         for row in rows:
             wrong = chosen[(chosen["defense"] == row.defense) & ~chosen["robust"]]
@@ -184,8 +178,7 @@ def test_attack_all_attacks_everything_and_counts_the_leakage(tmp_path: Path, ro
     leaked = Counter(r["attack"] for r in rows if r["clean_prediction"] != r["label"] and r["correct"])
     assert leaked, "the toy should leak, or this test checks nothing"
     for row in result.rows:
-        assert row.leakage == leaked[row.attack]
-        assert row.leakage_fraction == pytest.approx(row.leakage / COUNT)
+        assert (row.leakage, row.leakage_fraction) == (leaked[row.attack], pytest.approx(leaked[row.attack] / COUNT))
 
 
 # ---------------------------------------------------------------------- what a run leaves
@@ -193,16 +186,13 @@ def test_attack_all_attacks_everything_and_counts_the_leakage(tmp_path: Path, ro
 
 def test_the_result_reads_back_and_carries_its_origin(finished: Any) -> None:
     folder, result = finished
-    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json"}
     assert numbers(EvaluationResult.load(folder)) == numbers(result)
     written = json.loads((folder / "result.json").read_text())
     assert written["schema"] == 2
     assert not {"rows", "attacks", "images"} & set(written)
     assert set(result.versions) == {"python", "react-clip", "torch", "transformers", "threads"}
-    assert (result.device, result.command) == ("cpu", ""), "it was called from Python"
     assert len(result.recipe_hash) == len(result.package) == len(result.sets[0].fingerprint) == 64
     assert result.self_check.robust_accuracy < 0.3 * result.self_check.clean_accuracy
-    assert (result.threat, result.scoring, result.draws, result.seeds) == ("oblivious", "leakage_free", 2, (0, 1))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 2}'])
