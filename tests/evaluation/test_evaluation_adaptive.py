@@ -21,7 +21,8 @@ from evaluation_toys import (
 import react_clip as rc
 from react_clip.attacks import Adaptive
 from react_clip.evaluation import EvaluationResult
-from react_clip.evaluation.store import Pictures
+from react_clip.evaluation.recipe import title_of
+from react_clip.evaluation.store import stored_image
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +33,18 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluation
 
 def test_every_defence_meets_and_answers_images_of_its_own(attacked: Any, rows_of: Any) -> None:
     folder, _ = attacked
-    pictures, photos, clf = Pictures(folder), toy_photos(16)[0], toy_classifier()
+    photos, clf = toy_photos(16)[0], toy_classifier()
     rows = rows_of(folder)
     assert all(row["threat"] == "adaptive" and row["seed"] < 2**31 for row in rows), "attacks draw from larger seeds"
     different = []
     for row in [row for row in rows if row["attacked"]][::7]:
-        where = ("data", row["attack"], row["eps"], row["index"])
-        shown = {label: pictures.attacked(*where, label) for label in GUARDS}
+        where = (folder, row["index"], "data", title_of(row["attack"], row["eps"]))
+        shown = {label: stored_image(*where, label) for label in GUARDS}
         different.append(not torch.equal(*shown.values()))
         photo = shown[row["defense"]]
         assert (photo - photos[row["index"]]).abs().max() <= row["eps"] + 1e-6
         assert int(GUARDS[row["defense"]](clf, photo[None], seed=row["seed"]).labels) == row["prediction"]
-        assert pictures.attacked(*where) is None
+        assert stored_image(*where) is None
     assert any(different)
 
 

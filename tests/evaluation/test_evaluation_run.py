@@ -27,8 +27,9 @@ import react_clip as rc
 from react_clip import mappings
 from react_clip.defenses.view import View
 from react_clip.evaluation import EvaluationResult
+from react_clip.evaluation.recipe import title_of
 from react_clip.evaluation.results import join, load
-from react_clip.evaluation.store import Pictures
+from react_clip.evaluation.store import stored_image
 
 # ---------------------------------------------------------------------- what is attacked
 
@@ -80,18 +81,17 @@ def test_results_do_not_depend_on_the_batch(finished: Any, tmp_path: Path) -> No
 
 def test_photos_and_adversarial_images_have_8_bits(finished: Any) -> None:
     folder, result = finished
-    pictures, (x, _) = Pictures(folder), toy_photos()
+    x, _ = toy_photos()
     rows = result.images[(result.images["attacked"]) & (result.images["draw"] == 0)]
     assert len(rows) > 20
     for row in rows.to_dict("records")[::5]:
-        clean: Any = pictures.clean("data", row["index"])
-        shown: Any = pictures.attacked("data", row["attack"], row["eps"], row["index"])
+        clean: Any = stored_image(folder, row["index"], "data", "clean")
+        shown: Any = stored_image(folder, row["index"], "data", title_of(row["attack"], row["eps"]))
         assert torch.equal(clean, x[row["index"]])
         assert (shown - clean).abs().max() <= row["eps"] + 1e-6
         assert torch.equal(255 * shown, (255 * shown).round())
         assert int(toy_classifier()(shown[None]).argmax()) == row["plain_prediction"]
-    assert pictures.clean("data", COUNT) is None
-    assert pictures.attacked("data", "pgd-3", 8 / 255, 0) is None
+    assert stored_image(folder, COUNT, "data", "clean") is None
 
 
 def test_rounding_losses_are_counted(tmp_path: Path) -> None:
@@ -107,8 +107,7 @@ def test_rounding_losses_are_counted(tmp_path: Path) -> None:
 def test_not_storing_gives_the_same_pixels_again(tmp_path: Path, rows_of: Any) -> None:
     toy_run(tmp_path, images={"store": "none"})
     before = rows_of(tmp_path)
-    assert Pictures(tmp_path).clean("data", 0) is None
-    assert Pictures(tmp_path).attacked("data", "pgd-10", 1 / 255, 0) is None
+    assert stored_image(tmp_path, 0, "data", "clean") is None
     for path in tmp_path.glob("shards/*/pgd*/react/seed-1/*"):
         path.unlink()
     toy_run(tmp_path, images={"store": "none"})
@@ -257,8 +256,8 @@ def test_the_self_check_refuses_a_model_that_pgd_does_not_break(tmp_path: Path) 
         ({"attacks": [rc.attacks.PGD(), rc.attacks.PGD(step_size="eps/4"), rc.attacks.PGD()]}, "'pgd-10 4/255'"),
         ({"attacks": [rc.ReACT()]}, "the attack is ReACT.*; give its kind"),
         ({"data": (torch.rand(4, 3, 32, 32) * 255, torch.zeros(4).long())}, r"\[0, 1\]"),
-        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(3).long())}, "one class index each"),
-        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(4))}, "class indices are integers"),
+        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(3).long())}, "class indices from 0"),
+        ({"data": (torch.rand(4, 3, 32, 32), torch.zeros(4))}, "class indices from 0"),
         ({"data": (torch.rand(4, 3, 32, 32), torch.full((4,), 5))}, "give some, of 0 to 4"),
         ({"data": [1, 2]}, "no ImageDataset and no pair"),
     ],

@@ -16,7 +16,6 @@ from react_clip.attacks.base import ADAPTIVE, TRANSFER
 from react_clip.defenses import Defense
 from react_clip.encoders.loading import DTYPES
 from react_clip.environment import device_name, typed_command, versions
-from react_clip.errors import ReactClipError
 from react_clip.evaluation import checks, code, results, sets
 from react_clip.evaluation.recipe import LabelledAttack, LabelledDefense, Recipe
 from react_clip.evaluation.results import EvaluationResult, SetInfo
@@ -141,10 +140,8 @@ def _notes(recipe: Recipe, result: EvaluationResult) -> list[str]:
 
 
 def _dtype_name(clf: ZeroShotClassifier) -> str:
-    for name, dtype in DTYPES.items():
-        if dtype == clf.encoder.dtype:
-            return name
-    raise ReactClipError(f"the encoder computes in {clf.encoder.dtype}; an evaluation runs in {', '.join(DTYPES)}")
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(clf.encoder.dtype, str(clf.encoder.dtype))
 
 
 def _labelled(

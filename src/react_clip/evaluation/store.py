@@ -22,7 +22,7 @@ from torch import Tensor
 
 from react_clip import storage
 from react_clip.errors import ReactClipError, first_line
-from react_clip.evaluation.recipe import CLEAN, Recipe, title_of
+from react_clip.evaluation.recipe import Recipe
 from react_clip.evaluation.results import IMAGES, RESULT
 from react_clip.evaluation.yaml import read_yaml
 from react_clip.optional import require
@@ -165,31 +165,18 @@ def slug(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-class Pictures:
-    """The images that a run stored, one at a time; ``None`` where it has none or a shard cannot be read."""
+def stored_image(folder: Path, index: int, *labels: str) -> Tensor | None:
+    """The image ``[3, S, S]`` in [0, 1] that a run stored for photo ``index``; ``None`` where it stored none.
 
-    def __init__(self, folder: Path) -> None:
-        self._shards = Path(folder) / SHARDS
-
-    def clean(self, dataset: str, index: int) -> Tensor | None:
-        """The clean photo at the encoder's size, ``[3, S, S]`` in [0, 1]."""
-        return self._read(index, dataset, CLEAN)
-
-    def attacked(self, dataset: str, attack: str, eps: float, index: int, defense: str | None = None) -> Tensor | None:
-        """The adversarial photo, ``[3, S, S]`` in [0, 1]; ``None`` for one that was not attacked.
-
-        An attack that knows the defence makes images for each, so name the ``defense``.
-        """
-        return self._read(index, dataset, title_of(attack, eps), *filter(None, [defense]))
-
-    def _read(self, index: int, *path: str) -> Tensor | None:
-        folder = self._shards.joinpath(*map(slug, path), PIXELS)
-        files = [file for file in sorted(folder.glob("*.safetensors")) if int(file.stem) <= index]
-        if not files:
-            return None
-        try:
-            with safe_open(files[-1], framework="pt") as stored:
-                row = (stored.get_tensor("index") == index).nonzero().flatten()
-                return to_float(stored.get_slice(PIXELS)[int(row[0])]) if len(row) else None
-        except (OSError, SafetensorError, ValueError, KeyError):
-            return None
+    The labels are the data set, then ``clean`` or the title of the attack, then the defence that the attack knows.
+    """
+    place = folder.joinpath(SHARDS, *map(slug, labels), PIXELS)
+    files = [file for file in sorted(place.glob("*.safetensors")) if int(file.stem) <= index]
+    if not files:
+        return None
+    try:
+        with safe_open(files[-1], framework="pt") as stored:
+            row = (stored.get_tensor("index") == index).nonzero().flatten()
+            return to_float(stored.get_slice(PIXELS)[int(row[0])]) if len(row) else None
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return None

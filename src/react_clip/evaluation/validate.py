@@ -18,8 +18,6 @@ from react_clip.evaluation.sets import check_replayable, class_source, load_enco
 class Validation:
     """What a run needs; numbers are upper bounds, because it is not known before which images are attacked."""
 
-    title: str
-    model: str
     sets: dict[str, str]
     """For each set that can be run: images, classes and where the class features come from."""
     crafted: int
@@ -70,4 +68,4 @@ def validate(
         sets[name] = f"{len(dataset):,} images, {len(dataset.class_names):,} classes, {source.description}"
     crafted = images * len(recipe.attacks) * (len(recipe.defenses) if recipe.threat == ADAPTIVE else 1)
     answers = images * len(recipe.defenses) * len(recipe.seeds) * (1 + len(recipe.attacks))
-    return Validation(recipe.title, recipe.model, sets, crafted, answers, tuple(problems))
+    return Validation(sets, crafted, answers, tuple(problems))

@@ -10,7 +10,7 @@ from PIL.Image import Resampling
 
 from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
-from react_clip.evaluation.store import Pictures
+from react_clip.evaluation.store import stored_image
 from react_clip.report.page import MOST_IMAGES, Photo, Picture, Shown, picture
 
 _IMAGE = ["dataset", "index"]
@@ -30,13 +30,12 @@ def table_of_images(result: EvaluationResult, folders: Sequence[Path]) -> tuple[
     rows = rows[(rows["attack"] == attack) & (rows["eps"] == eps)]
     chosen = _chosen(rows)
     names = {info.name: info.class_names for info in result.sets}
-    albums = [Pictures(folder) for folder in folders]
     photos: list[Photo] = []
     with_pictures = 0
     for dataset, index in chosen:
         own = rows[(rows["dataset"] == dataset) & (rows["index"] == index)]
         first, classes = own.iloc[0], names[dataset]
-        shown = _pictures(albums, dataset, attack, eps, index) if with_pictures < _WITH_PICTURES else ()
+        shown = _pictures(folders, dataset, attack, eps, index) if with_pictures < _WITH_PICTURES else ()
         with_pictures += bool(shown)
         answers = [_shown(classes, first["clean_prediction"], first["label"])]
         for _, row in own.iterrows():
@@ -64,14 +63,14 @@ def _shown(classes: Sequence[str], answer: int, label: int, note: str = "") -> S
     return Shown(_name(classes, answer), bool(answer == label), note)
 
 
-def _pictures(albums: Sequence[Pictures], dataset: str, attack: str, eps: float, index: int) -> tuple[Picture, ...]:
+def _pictures(folders: Sequence[Path], dataset: str, attack: str, eps: float, index: int) -> tuple[Picture, ...]:
     """The photo, and if it was kept the attacked photo and its perturbation: black to white spans the budget."""
-    for album in albums:
-        clean = album.clean(dataset, index)
+    for folder in folders:
+        clean = stored_image(folder, index, dataset, CLEAN)
         if clean is None:
             continue
         found = [picture(clean, "the photo")]
-        photo = album.attacked(dataset, attack, eps, index) if eps else None
+        photo = stored_image(folder, index, dataset, title_of(attack, eps)) if eps else None
         if photo is not None and photo.shape == clean.shape:
             change = photo - clean
             reach = max(eps, float(change.abs().max()))

@@ -17,9 +17,9 @@ from typing import Any
 
 import pandas as pd
 
-from react_clip import intervals
+from react_clip import intervals, storage
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER
-from react_clip.errors import ReactClipError, first_line
+from react_clip.errors import ReactClipError
 from react_clip.evaluation.flags import flags
 from react_clip.evaluation.numbers import attack_rows, attacks_of, distinct_attacks
 from react_clip.evaluation.recipe import CLEAN, format_eps
@@ -93,7 +93,8 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
     for threat, rows in images.items():
         columns |= {f"{_PREFIX[threat]}{title}": cells for title, cells in _attacked(rows, threat).items()}
     columns |= _passes(images[OBLIVIOUS])
-    columns |= dict(_milliseconds(base, path) for path in timings)
+    timed = [_timing(base, path) for path in timings]
+    columns |= {title: cells for title, cells, _ in timed}
     entries = []
     for label, entry in base.defenses.items():
         cells = tuple(values.get(label, Cell(math.nan)) for values in columns.values())
@@ -111,7 +112,7 @@ def rank(folders: Sequence[str | Path], timings: Sequence[Path] = ()) -> Ranking
         f"{run.model}, {over(run)}; {run.device}, {run.dtype}. {conditions(run)} Command: {run.command or 'none'}."
         for run in runs.values()
     ]
-    return Ranking(tuple(columns), tuple(entries), words, informed, (*about, *map(_timing_conditions, timings)))
+    return Ranking(tuple(columns), tuple(entries), words, informed, (*about, *(words for *_, words in timed)))
 
 
 # ---------------------------------------------------------------------- runs that fit together
@@ -242,30 +243,18 @@ def _per_set(rows: pd.DataFrame, label: str) -> Table:
 # ---------------------------------------------------------------------- timings
 
 
-def _milliseconds(base: EvaluationResult, path: Path) -> tuple[str, Cells]:
-    """Title of the column, and milliseconds per image of the defences that a file of ``react-clip bench`` measured."""
-    report = _timing_report(path)
-    times = {row["label"]: row["milliseconds"] for row in report["contenders"]}
-    measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
-    if report["model"] != base.model:
-        raise ReactClipError(f"{path} timed {report['model']}, but the runs defend {base.model}; time that one")
-    known = {label: measured.get(_configuration(entry)) for label, entry in base.defenses.items()}
-    cells = {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}
-    return f"ms, {100 * report['attacked']:g} % attacked", cells
-
-
-def _timing_report(path: Path) -> dict[str, Any]:
+def _timing(base: EvaluationResult, path: Path) -> tuple[str, Cells, str]:
+    """Title of a column, milliseconds per image by defence, and how they were measured, from ``react-clip bench``."""
+    report = storage.read_json(path, "give a file of `react-clip bench --defenses ...`")
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        complete = bool(report["contenders"]) and {"model", "attacked", "defenses"} <= report.keys()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReactClipError(f"{path} is no file of `react-clip bench`: {first_line(error)}") from error
-    if not complete:
-        raise ReactClipError(f"{path} has no table of defences; measure it with `react-clip bench --defenses ...`")
-    return report
-
-
-def _timing_conditions(path: Path) -> str:
-    report = _timing_report(path)
-    shown = (f"{report['device']}, {report['dtype']}", f"batches of {report['batch']}", str(report["command"]))
-    return f"Milliseconds: {', '.join(shown)}."
+        times = {row["label"]: row["milliseconds"] for row in report["contenders"]}
+        measured = {_configuration(values): times[label] for label, values in report["defenses"].items()}
+        title = f"ms, {100 * report['attacked']:g} % attacked"
+        words = "Milliseconds: {device}, {dtype}, batches of {batch}, {command}.".format(**report)
+        model = report["model"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ReactClipError(f"{path} is no file of `react-clip bench --defenses ...` ({error!r})") from None
+    if model != base.model:
+        raise ReactClipError(f"{path} timed {model}, but the runs defend {base.model}; time that one")
+    known = {label: measured.get(_configuration(entry)) for label, entry in base.defenses.items()}
+    return title, {label: Cell(float(value), digits=2) for label, value in known.items() if value is not None}, words
