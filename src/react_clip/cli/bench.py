@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=count, default=5, help="measurements; the median is printed (%(default)s)")
     parser.add_argument("--attacked", type=fraction, default=0.0, help="fraction of attacked images (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="accelerate the encoder, as `react-clip serve` does")
-    finetuning = "also measure a step of finetuning, against its arithmetic limit (--dtype bf16 for bf16)"
-    parser.add_argument("--finetuning", action="store_true", help=finetuning)
-    others = f"also measure these, comma-separated: {', '.join(DEFENSES)}, module:Class"
-    parser.add_argument("--defenses", type=options.comma_separated, default=(), help=others)
+    parser.add_argument(
+        "--finetuning", action="store_true", help="a step of finetuning too, against its arithmetic limit"
+    )
+    parser.add_argument("--defenses", type=options.comma_separated, default=(), help=f"others: {', '.join(DEFENSES)}")
     options.add_model_options(parser)
     options.add_label_options(parser)
     options.add_defense_options(parser, choose=False)

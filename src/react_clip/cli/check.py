@@ -26,12 +26,11 @@ _LEAST = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help=options.MODEL_HELP)
-    photos = "folder of clean photos; sub-folders are classes, without them agreement with plain CLIP is measured"
-    parser.add_argument("photos_in", type=options.existing, metavar="PHOTOS", help=photos)
-    out = "folder for the page, check.json and the calibration (%(default)s)"
-    parser.add_argument("--out", type=Path, default=Path("react-clip-check"), help=out)
-    limit = "most photos to measure; as many others calibrate (%(default)s)"
-    parser.add_argument("--limit", type=options.count, default=300, help=limit)
+    parser.add_argument(
+        "photos_in", type=options.existing, metavar="PHOTOS", help="folder of clean photos; sub-folders are classes"
+    )
+    parser.add_argument("--out", type=Path, default=Path("react-clip-check"), help="folder of results (%(default)s)")
+    parser.add_argument("--limit", type=options.count, default=300, help="most photos to measure (%(default)s)")
     parser.add_argument("--device", help=options.DEVICE_HELP)
     parser.add_argument("--dtype", default="fp32", help=options.DTYPE_HELP)
     options.add_label_options(parser)

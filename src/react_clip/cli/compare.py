@@ -14,9 +14,7 @@ EXAMPLE = "react-clip compare runs/a runs/b --format latex"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     for name in ("first", "second"):
-        parser.add_argument(
-            name, type=options.existing, metavar="RUN_DIR", help="--out folder of `react-clip evaluate`"
-        )
+        parser.add_argument(name, type=options.existing, metavar="RUN_DIR", help="folder of an evaluation")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="of the table (%(default)s)")
 
 

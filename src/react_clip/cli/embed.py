@@ -28,10 +28,8 @@ _FOLDER_OPTIONS = ("batch", "top", "column", "resume", "address", "workers")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    sources = "image files or folders of them; for Parquet also .tar shards, .parquet files and fsspec URLs"
-    parser.add_argument("photos_in", nargs="+", metavar="SOURCE", help=sources)
-    out = "features.npy (+ .files.json beside it), or a folder or URL for Parquet files"
-    parser.add_argument("--out", required=True, help=out)
+    parser.add_argument("photos_in", nargs="+", metavar="SOURCE", help="photos, folders, .tar, .parquet or URLs")
+    parser.add_argument("--out", required=True, help="features.npy, or a folder or URL for Parquet files")
     options.add_model_options(parser)
     options.add_label_options(parser)
     options.add_defense_options(parser)
@@ -80,11 +78,8 @@ def _to_folder(args: argparse.Namespace, clf: rc.ZeroShotClassifier, guard: rc.d
         raise KeyboardInterrupt(f"finished parts are in {args.out}, --resume continues") from None
     for line in summary.missing:
         print(f"react-clip: {line}", file=sys.stderr)
-    failed = f", {summary.errors} of them with an error" if summary.errors else ""
-    notices = [f"{summary.images} images in {summary.out}{failed}"]
-    if summary.missing:
-        notices.append(f"{len(summary.missing)} sources are missing; --resume tries them again")
-    common.print_result(args, asdict(summary), notices=notices)
+    done = f"{summary.images} images in {summary.out}, {summary.errors} of them with an error"
+    common.print_result(args, asdict(summary), notices=[done])
     return 2 if summary.missing else 0
 
 

@@ -25,18 +25,12 @@ _REPLACED = ("model", "transfer_model", "datasets", "limit", "dtype", "attack_dt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "recipe",
-        type=options.existing,
-        help="a YAML file such as recipes/table1.yaml: model, data sets, attacks, defences",
-    )
+    parser.add_argument("recipe", type=options.existing, help="a YAML file such as recipes/table1.yaml")
     parser.add_argument("--out", type=Path, help="folder of the run (runs/<name of the recipe>)")
-    validate = "check recipe, data and weights, print the size of the run, stop"
-    parser.add_argument("--validate", action="store_true", help=validate)
+    parser.add_argument("--validate", action="store_true", help="check what the run needs and costs, and stop")
     group = parser.add_argument_group("instead of what the recipe says")
     group.add_argument("--model", help=options.MODEL_HELP)
-    datasets = "comma-separated names, or all (every folder below the data root)"
-    group.add_argument("--datasets", type=options.comma_separated, help=datasets)
+    group.add_argument("--datasets", type=options.comma_separated, help="names, or all below the data root")
     group.add_argument("--defenses", help="comma-separated labels: only these of the recipe's defences")
     group.add_argument("--transfer-model", help="model on which images are crafted where the threat is transfer")
     group.add_argument("--limit", type=options.count, help="images per set")

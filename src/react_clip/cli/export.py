@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help="hub id, open_clip:MODEL/PRETRAINED, folder, BASE+CHECKPOINT")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    photos = "image files or folders to compare on (bundled ones by default)"
-    parser.add_argument("--photos", type=options.existing, nargs="+", default=[], metavar="PHOTO", help=photos)
+    parser.add_argument("--photos", type=options.existing, nargs="+", default=[], help="to compare on (bundled ones)")
     parser.set_defaults(device="cpu", dtype="fp32")
 
 

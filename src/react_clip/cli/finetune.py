@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("method", help=f"one of {', '.join(FINETUNING)}")
     options.add_dataset_options(parser, note="; for fare also any folder of photos, .tar shards and Parquet files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
-    init = "checkpoint, or folder of a finished run, whose weights are the first ones"
-    parser.add_argument("--init", type=options.existing, help=init)
+    parser.add_argument("--init", type=options.existing, help="checkpoint or finished run with the first weights")
     defaults = Settings().to_dict()
     for name, field in fields_of(Settings).items():
         default = ",".join(map(str, defaults[name])) if isinstance(defaults[name], list) else defaults[name]

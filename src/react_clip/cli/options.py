@@ -98,13 +98,13 @@ def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True)
     one = group.add_mutually_exclusive_group()
     if choose:
         one.add_argument("--defense", choices=DEFENSES, help="the paper's is react (second_look if the model has it)")
-    config = "file of `react-clip calibrate`, or `paper`: the paper's constants (by default the model's own)"
-    one.add_argument("--config", type=config_file, help=config)
+    one.add_argument("--config", type=config_file, help="file of `react-clip calibrate`, or `paper` (its constants)")
     # The noise of commands that defend people's photos cannot be predicted; demo and bench repeat.
     key = group.add_mutually_exclusive_group()
     if choose:
-        secret = "file with the secret that keys the noise ($REACT_CLIP_SECRET_FILE, else a new one per run)"
-        key.add_argument("--secret-file", type=existing, metavar="FILE", help=secret)
+        key.add_argument(
+            "--secret-file", type=existing, metavar="FILE", help="keys the noise ($REACT_CLIP_SECRET_FILE)"
+        )
     seed = "seed of the noise instead of a secret, so that anybody can repeat it" if choose else "seed of the noise (0)"
     key.add_argument("--seed", type=int, default=None if choose else 0, help=seed)
 
@@ -134,8 +134,7 @@ def add_seeds_and_budgets(parser: argparse._ActionsContainer) -> None:
 def add_cluster_options(parser: argparse.ArgumentParser, *, workers: str) -> None:
     """Add --engine, --address and --workers; ``workers`` is the help text of the last one."""
     group = parser.add_argument_group("many machines")
-    engine = "this process, or a Ray cluster (%(default)s)"
-    group.add_argument("--engine", choices=("local", "ray"), default="local", help=engine)
+    group.add_argument("--engine", choices=("local", "ray"), default="local", help="where to work (%(default)s)")
     group.add_argument("--address", help="host:port of the cluster, or auto (by default one on this machine)")
     group.add_argument("--workers", type=count, help=workers)
 

@@ -39,9 +39,7 @@ def add_photo_argument(
     def photo(text: str) -> Path:
         return STDIN if stdin and text == str(STDIN) else options.existing(text)
 
-    parser.add_argument(
-        "photos_in", nargs=nargs, type=photo, metavar="PHOTO", help=f"image files or folders of them{note}"
-    )
+    parser.add_argument("photos_in", nargs=nargs, type=photo, metavar="PHOTO", help=f"image files or folders{note}")
 
 
 def bundled_photos() -> list[Path]:

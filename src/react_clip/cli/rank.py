@@ -28,17 +28,18 @@ _FORMATS = {".csv": "csv", ".md": "markdown", ".tex": "latex"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     group = parser.add_argument_group("proof")
-    proof = "also copy images and answers of the runs into this new folder, for others to check"
-    group.add_argument("--proof", type=Path, metavar="DIR", help=proof)
-    check = "compute the cells of a proof again from its images; exit code 1 if one differs"
-    group.add_argument("--check", type=options.existing, metavar="DIR", help=check)
-    what = "folders of `react-clip evaluate` to rank, or one defence of your own to measure and rank"
-    parser.add_argument("what", nargs="*", metavar="RUN_DIR or FILE.py:CLASS", help=what)
-    out = "the ranking as a page (.html) or as a table (.csv, .md, .tex) (%(default)s)"
-    parser.add_argument("--out", type=_output, default=Path("ranking.html"), help=out)
-    parser.add_argument(
-        "--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench --defenses ...`"
+    group.add_argument("--proof", type=Path, metavar="DIR", help="new folder with what others need to check the runs")
+    group.add_argument(
+        "--check",
+        type=options.existing,
+        metavar="DIR",
+        help="compute the cells of a proof again; code 1 if one differs",
     )
+    parser.add_argument("what", nargs="*", metavar="RUN_DIR or FILE.py:CLASS", help="runs, or a defence to measure")
+    parser.add_argument(
+        "--out", type=_output, default=Path("ranking.html"), help="page or .csv, .md, .tex (%(default)s)"
+    )
+    parser.add_argument("--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench`")
     group = parser.add_argument_group("for a defence of your own")
     group.add_argument("--quick", action="store_true", help="few photos and cheap attacks, for a first impression")
     group.add_argument("--recipe", type=options.existing, help="what to measure (the package's standard evaluation)")
@@ -101,13 +102,12 @@ def _check(args: argparse.Namespace) -> int:
         cells += found
         for note in notes:
             common.notice(args, f"note: {note}")
-    failed = [cell for cell in cells if not cell.passed]
+    failed, rounded = (
+        [cell for cell in cells if not cell.passed],
+        [cell for cell in cells if cell.passed and cell.flips],
+    )
+    lines = [*(f"differs: {cell}" for cell in failed), *(f"within rounding: {cell}" for cell in rounded)]
     flips, answers = sum(cell.flips for cell in cells), sum(cell.answers for cell in cells)
-    lines = [
-        f"{'differs' if not cell.passed else 'within rounding'}: {cell}"
-        for cell in cells
-        if cell.flips or not cell.passed
-    ]
     lines.append(f"{len(cells)} cells checked, {len(failed)} differ; {flips} of {answers} answers differ")
     common.print_result(args, {"passed": not failed, "cells": [asdict(cell) for cell in cells]}, lines)
     return 1 if failed else 0

@@ -17,8 +17,7 @@ FORMATS = ("markdown", "latex", "csv")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    runs = "--out folder of `react-clip evaluate`"
-    parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help=runs)
+    parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help="folder of an evaluation")
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
     parser.add_argument("--calibration", type=options.existing, help="JSON of `react-clip calibrate` to show as well")
     group = parser.add_argument_group("a table instead of the page")
