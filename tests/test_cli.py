@@ -357,7 +357,7 @@ QUICK = {
     "calibrate empty --clean-pass 97": "--clean-pass: '97': Input should be less than or equal to 1",
     "evaluate empty --seeds 0,-1": "--seeds: '0,-1': Input should be greater than or equal to 0",
     "rank empty --out z.xlsx": "--out: 'z.xlsx' must end in one of .html, .csv, .md",
-    "finetune magic folder:empty --out f --quiet": "method 'magic' does not exist; choose one of clip-ft, fare",
+    "finetune magic folder:empty --out f --quiet": "method: invalid choice: 'magic' (choose from ",
     "export clip-vit-b-16 --out .": ". is there already; remove it, or choose another --out",
 }
 """Command lines that import nothing heavy, and what they print to stderr; help and the version print nothing there."""

@@ -189,14 +189,11 @@ def calibrate_threshold(
         drift_threshold = clean_threshold(measured["drift"], min(clean_pass, DRIFT_CLEAN_PASS))
         far = measured["lead"] > 0
         changed = (far & (measured["score"] >= found["threshold"])).nonzero().flatten().tolist()
-        share = tuple(round(each, 4) for each in wilson(len(changed) / found["photos"], found["photos"]))
-        found |= {"drift_threshold": drift_threshold, "changed": tuple(changed), "changed_share": share}
+        interval = tuple(round(each, 4) for each in wilson(len(changed) / found["photos"], found["photos"]))
+        found |= {"drift_threshold": drift_threshold, "changed": tuple(changed), "changed_share": interval}
         if (doubtful := float(far.float().mean())) > FINE_GRAINED:
-            notes.append(
-                f"these classes are fine-grained for {encoder.name!r}: beyond the small copies {doubtful:.0%} of the "
-                f"clean photos have another best class (more than {FINE_GRAINED:.0%}); the threshold keeps their "
-                "answers, and attacks have it easier"
-            )
+            share = f"beyond the small copies {doubtful:.0%} of the photos have another best class"
+            notes.append(f"these classes are fine-grained for {encoder.name!r}: {share}, and attacks have it easier")
     _check_photos(measured["features"], found["drift_threshold"])
     if base.copy_size is not None and base.size(encoder) is None:
         notes.append(f"{encoder.name!r} takes one image size only: copies are moved views of full size, 3 passes")
@@ -214,9 +211,7 @@ def _check_photos(features: Tensor, threshold: float) -> None:
     if apart < ALIKE:
         raise ReactClipError(f"the photos are all alike (median distance {apart:.2g}); give different ones")
     if threshold > FAR * apart:
-        raise ReactClipError(
-            f"the photos look attacked (threshold {threshold:.3g}, apart {apart:.3g}); give clean ones"
-        )
+        raise ReactClipError(f"the photos look attacked (threshold {threshold:.3g} of {apart:.3g}); give clean ones")
 
 
 # ---------------------------------------------------------------------- Algorithm 1

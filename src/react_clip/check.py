@@ -41,7 +41,8 @@ HELPS = 0.1
 """Least share of the photos that must be right under an attack only with the defence, for it to help there."""
 LEGEND = (
     "pgd is projected gradient descent in ten steps, input-diverse takes them at images resized at random, pgd-stop "
-    "stops once the answer is wrong; pixels change by at most 4/255. An attacked photo must be right clean as well."
+    "stops once the answer is wrong; pixels change by at most 4/255. An attacked photo must be right clean as well; "
+    "attacks do not know SecondLook, and an attacker who does can defeat it."
 )
 PLAIN, DEFENDED = "plain", "defended"
 """Names of both kinds of answers, in tables and in JSON."""
@@ -171,10 +172,7 @@ def _changed(result: EvaluationResult, *, labelled: bool) -> dict[int, dict[str,
 
 
 def _write_page(path: Path, document: dict[str, Any], calibration: Calibration, changed: Sequence[Photo]) -> None:
-    about = (
-        f"{document['calibrated']} photos calibrated SecondLook, {document['measured']} others were measured. The "
-        "attacks do not know SecondLook; an attacker who does can defeat it."
-    )
+    about = f"{document['calibrated']} photos calibrated SecondLook, {document['measured']} others were measured."
     time = "{plain:.1f} ms per clean image plain, {defended:.1f} ms defended".format(**document["milliseconds"])
     rows = []
     for title, sides in document["attacks"].items():

@@ -116,9 +116,7 @@ class LabelTable:
 
     def _nearest(self, key: str) -> str:
         # Short names with two letters swapped and names in other languages are less alike than typing errors.
-        near = next(
-            (n for cutoff in (0.7, 0.5) if (n := difflib.get_close_matches(key, self._lookup, n=3, cutoff=cutoff))), []
-        )
+        near = difflib.get_close_matches(key, self._lookup, n=3, cutoff=0.5)
         # "sky" should lead to "skyscraper" too, which is far away in edit distance.
         near += [other for other in self._lookup if len(key) > 2 and key in other and other not in near]
         return f" (near: {', '.join(self._lookup[other] for other in near[:4])})" if near else ""

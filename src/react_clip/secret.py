@@ -82,11 +82,9 @@ def described(seed: Seed) -> int | str:
     return "random secret" if was_drawn(seed) else f"secret {hashlib.blake2b(seed, digest_size=8).hexdigest()}"
 
 
-def check_seed(seed: object, name: str = "the secret", way_out: str = "such as secrets.token_bytes(32)") -> None:
+def check_seed(seed: object, name: str = "the secret", way_out: str = "give secrets.token_bytes(32)") -> None:
     """Refuse what is neither a number nor a secret that nobody can guess."""
     if not isinstance(seed, bytes | SupportsIndex):
         raise ReactClipError(f"seed is of type {type(seed).__name__}; give a whole number, or a secret of random bytes")
     if isinstance(seed, bytes) and len(seed) < SHORTEST_SECRET:
-        raise ReactClipError(
-            f"{name} has {len(seed)} bytes, which can be guessed; give {SHORTEST_SECRET} or more: {way_out}"
-        )
+        raise ReactClipError(f"{name} has {len(seed)} bytes, which can be guessed, not {SHORTEST_SECRET}; {way_out}")

@@ -187,10 +187,7 @@ def _table_features(encoder: Encoder, names: tuple[str, ...], templates: Sequenc
             "give photos of each class (--photos; ZeroShotClassifier.from_folder) or ready features (from_features)"
         )
     if templates is not None:
-        warnings.warn(
-            f"{encoder.name!r} has no text tower: the templates are ignored and the label table gives the classes",
-            stacklevel=3,
-        )
+        warnings.warn(f"{encoder.name!r} has no text tower: the templates are ignored", stacklevel=3)
     return table.features(names)
 
 

@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=count, default=5, help="measurements; the median is printed (%(default)s)")
     parser.add_argument("--attacked", type=fraction, default=0.0, help="fraction of attacked images (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="accelerate the encoder, as `react-clip serve` does")
-    parser.add_argument(
-        "--finetuning", action="store_true", help="a step of finetuning too, against its arithmetic limit"
-    )
+    parser.add_argument("--finetuning", action="store_true", help="measure a step of finetuning too")
     parser.add_argument("--defenses", type=options.comma_separated, default=(), help=f"others: {', '.join(DEFENSES)}")
     options.add_model_options(parser)
     options.add_label_options(parser)

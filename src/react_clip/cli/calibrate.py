@@ -24,14 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dataset_options(parser, metavar="PHOTOS", note="; for second_look a folder of clean photos")
     parser.add_argument("--defense", choices=options.DEFENSES, default="second_look", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="result (%(default)s)")
-    parser.add_argument(
-        "--clean-pass", type=options.fraction, help="fraction left as it is (second_look 0.995, react 0.95)"
-    )
+    parser.add_argument("--clean-pass", type=options.fraction, help="fraction left as it is (0.995, react 0.95)")
     parser.add_argument("--batch", type=options.count, help="images at a time (64, on a CPU 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of attack, motion and noise (%(default)s)")
-    parser.add_argument(
-        "--mapping", choices=MAPPINGS, default="linear", help="sigma over drift, for react (%(default)s)"
-    )
+    parser.add_argument("--mapping", choices=MAPPINGS, default="linear", help="for react (%(default)s)")
     parser.add_argument("--steps", type=options.count, default=10, help="PGD iterations, for react (%(default)s)")
     options.add_label_options(parser)
     options.add_model_options(parser)

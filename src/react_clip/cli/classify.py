@@ -109,13 +109,11 @@ def _shadow(
     from react_clip.report.page import PAGE, Section, write_page
 
     changed, passes = len(pictures), sum(row["shadow"]["passes"] for row in rows) / len(rows)
-    lines = [
-        f"{guard.label} would change {share_in_words(changed, len(rows))} answers, and take {passes:.2f} encoder "
-        "passes per image instead of 1"
-    ]
+    share = share_in_words(changed, len(rows))
+    lines = [f"{guard.label} would change {share} answers, and take {passes:.2f} encoder passes per image, not 1"]
     if args.out:
         sections = [changed_section(pictures, len(rows)), Section("Defence", facts={guard.label: repr(guard)})]
         write_page(args.out / PAGE, f"{guard.label} beside plain CLIP", lines, sections)
         lines.append(f"the page with these photos is {args.out / PAGE}")
-    share = wilson(changed / len(rows), len(rows))._asdict()
-    return {"shadow": {"defense": guard.to_dict(), "changed": changed, "share": share, "passes": passes}}, lines
+    summary = {"changed": changed, "share": wilson(changed / len(rows), len(rows))._asdict(), "passes": passes}
+    return {"shadow": {"defense": guard.to_dict(), **summary}}, lines

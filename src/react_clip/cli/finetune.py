@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from react_clip.choices import FINETUNING
 from react_clip.cli import common, options
 from react_clip.config import fields_of
 from react_clip.environment import typed_command
-from react_clip.errors import ReactClipError
 from react_clip.finetune.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ EXAMPLE = "react-clip finetune fare photos/ --steps 1400 --out runs/fare"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare one option per field of ``Settings``, and those for the photos and the model."""
-    parser.add_argument("method", help=f"one of {', '.join(FINETUNING)}")
+    parser.add_argument("method", choices=FINETUNING, help="see docs/models.md")
     options.add_dataset_options(parser, note="; for fare also any folder of photos, .tar shards and Parquet files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     parser.add_argument("--init", type=options.existing, help="checkpoint or finished run with the first weights")
@@ -41,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Finetune, and draw the loss."""
-    if args.method not in FINETUNING:
-        raise ReactClipError(f"method {args.method!r} does not exist; choose one of {', '.join(FINETUNING)}")
     given = {name: value for name in fields_of(Settings) if (value := getattr(args, name)) is not None}
     settings = Settings.from_dict(given)
     from react_clip.finetune import processes
@@ -125,9 +121,7 @@ def _draw(result: Finetuned) -> None:
     save_figure(figure, result.folder / "loss.png")
     caption = "Without labels a photo is its own class: right is what is nearest to its own original feature"
     drawn = read_figure(result.folder / "loss.svg", "Loss and held-out accuracy", caption)
-    facts = {
-        name: json.dumps(value) if isinstance(value, dict | list) else str(value) for name, value in record.items()
-    }
+    facts = {name: str(value) for name, value in record.items()}
     sections = [Section("The run", figures=[drawn]), Section("What the run was", facts=facts)]
     write_page(result.folder / PAGE, f"Finetuned: {result.folder.name}", [_summary(result)], sections)
 

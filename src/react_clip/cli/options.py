@@ -102,9 +102,7 @@ def add_defense_options(parser: argparse.ArgumentParser, *, choose: bool = True)
     # The noise of commands that defend people's photos cannot be predicted; demo and bench repeat.
     key = group.add_mutually_exclusive_group()
     if choose:
-        key.add_argument(
-            "--secret-file", type=existing, metavar="FILE", help="keys the noise ($REACT_CLIP_SECRET_FILE)"
-        )
+        key.add_argument("--secret-file", type=existing, help="keys the noise ($REACT_CLIP_SECRET_FILE)")
     seed = "seed of the noise instead of a secret, so that anybody can repeat it" if choose else "seed of the noise (0)"
     key.add_argument("--seed", type=int, default=None if choose else 0, help=seed)
 

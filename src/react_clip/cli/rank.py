@@ -29,15 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     group = parser.add_argument_group("proof")
     group.add_argument("--proof", type=Path, metavar="DIR", help="new folder with what others need to check the runs")
-    group.add_argument(
-        "--check",
-        type=options.existing,
-        metavar="DIR",
-        help="compute the cells of a proof again; code 1 if one differs",
-    )
+    group.add_argument("--check", type=options.existing, metavar="DIR", help="compute a proof's cells again")
     parser.add_argument("what", nargs="*", metavar="RUN_DIR or FILE.py:CLASS", help="runs, or a defence to measure")
     parser.add_argument(
-        "--out", type=_output, default=Path("ranking.html"), help="page or .csv, .md, .tex (%(default)s)"
+        "--out", type=_output, default=Path("ranking.html"), help=".html, .csv, .md or .tex (%(default)s)"
     )
     parser.add_argument("--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench`")
     group = parser.add_argument_group("for a defence of your own")
@@ -102,10 +97,8 @@ def _check(args: argparse.Namespace) -> int:
         cells += found
         for note in notes:
             common.notice(args, f"note: {note}")
-    failed, rounded = (
-        [cell for cell in cells if not cell.passed],
-        [cell for cell in cells if cell.passed and cell.flips],
-    )
+    failed = [cell for cell in cells if not cell.passed]
+    rounded = [cell for cell in cells if cell.passed and cell.flips]
     lines = [*(f"differs: {cell}" for cell in failed), *(f"within rounding: {cell}" for cell in rounded)]
     flips, answers = sum(cell.flips for cell in cells), sum(cell.answers for cell in cells)
     lines.append(f"{len(cells)} cells checked, {len(failed)} differ; {flips} of {answers} answers differ")
