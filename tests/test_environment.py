@@ -99,7 +99,7 @@ def test_writing_leaves_the_umask_alone_and_follows_it(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["new.txt"]
 
 
-def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path) -> None:
+def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (
         lambda: read_image(tmp_path / "nowhere.jpg"),
         lambda: rc.ZeroShotClassifier.from_folder(ToyEncoder(), tmp_path / "nowhere"),
@@ -109,16 +109,15 @@ def test_missing_files_and_packages_raise_what_python_raises(tmp_path: Path) -> 
         with pytest.raises(FileNotFoundError, match="nowhere") as raised:
             call()
         assert isinstance(raised.value, rc.ReactClipError)
-    with pytest.raises(ImportError, match=r"this needs no_such_package, which is missing; .*pip install -e") as missing:
-        require("no_such_package.part", "this", extra="eval")
-    assert isinstance(missing.value, rc.ReactClipError)
-
-
-def test_a_package_that_is_there_and_broken_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_package.py").write_text("raise ImportError('libpart.so: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"cannot be imported \(libpart.so: cannot open shared object file\); .*pip"):
-        require("broken_package", "this", extra="eval")
+    for package, says in (
+        ("no_such_package.part", r"this needs no_such_package, which is missing; .*pip install -e"),
+        ("broken_package", r"cannot be imported \(libpart.so: cannot open shared object file\); .*pip"),
+    ):
+        with pytest.raises(ImportError, match=says) as missing:
+            require(package, "this", extra="eval")
+        assert isinstance(missing.value, rc.ReactClipError)
 
 
 def test_loading_does_not_switch_off_the_log_of_the_process(

@@ -137,10 +137,8 @@ def check_tower(
     for row in result.rows:
         numbers = {"right": row.accuracy, "low": row.low, "high": row.high, "passes": row.passes}
         attacks.setdefault(row.attack, {})[row.defense] = numbers
-    clean, broken, *_ = (answers[PLAIN]["right"] for answers in attacks.values())
-    if not clean:
+    if not attacks[CLEAN][PLAIN]["right"]:
         raise ReactClipError("plain CLIP gets no photo right, so there is nothing to defend; check the labels")
-    weak = "PGD leaves plain CLIP more than half of its right answers: a robust tower, or an attack without gradients"
     changed = _changed(result, labelled=right == "label")
     gains = {name: row[DEFENDED]["right"] - row[PLAIN]["right"] for name, row in attacks.items() if name != CLEAN}
     verdict, sentence = judge(len(changed), len(files), gains)
@@ -155,7 +153,7 @@ def check_tower(
         "share": wilson(len(changed) / len(files), len(files))._asdict(),
         "attacks": attacks,
         "milliseconds": _milliseconds(clip, guard, pixels[:_TIMED], progress),
-        "notes": [*calibration.notes, *([weak] if broken > clean / 2 else [])],
+        "notes": list(calibration.notes),
     }
     pictures = [changed_photo(str(files[number]), pixels[number], **answers) for number, answers in changed.items()]
     _write_page(folder / PAGE, document, calibration, pictures)

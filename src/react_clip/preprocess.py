@@ -270,7 +270,7 @@ def check_range(pixels: Tensor) -> None:
     low, high = torch.stack(torch.aminmax(pixels.detach())).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails too
         raise ReactClipError(
-            f"pixels span {low:.9g} to {high:.9g}; they must lie in [0, 1]: not 0 to 255, not normalised"
+            f"pixels span {low:.9g} to {high:.9g}; they must lie in [0, 1], without NaN or mean and std"
         )
 
 

@@ -125,7 +125,7 @@ def test_fare_needs_neither_text_nor_heads(root: Path, tmp_path: Path, tune: Run
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["pgd", "stripes"], "method 'pgd' does not exist; choose one of clip-ft, fare, pmg-aft, tecoa"),
+        (["pgd", "stripes"], "method: invalid choice: 'pgd'"),
         (["tecoa", "nothing"], "data set 'nothing' is not known"),
         (["tecoa", "folder:empty"], "empty has no train photos"),
         (["tecoa", "stripes", "--eps", "much"], "--eps: 'much': it must be a number such as 4/255"),

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Attack the answer that undefended CLIP gives; images are written at the encoder's size."""
     reader = PhotoReader(args.photos_in, args)
-    _refuse_equal_names([path.stem for path in reader.files])
+    stems = [path.stem for path in reader.files]
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise ReactClipError(f"two photos are called {twice[0]!r}: one would overwrite the other; attack them apart")
     attack = _attack(args)
     encoder = common.load_encoder(args)
     from react_clip.preprocess import to_image
@@ -70,9 +72,3 @@ def _attack(args: argparse.Namespace) -> rc.attacks.Attack:
         known = ", ".join(rc.attacks.names("oblivious"))
         raise ReactClipError(f"--attack is {args.attack!r}, which attacks a defence; choose one of {known}")
     return attack
-
-
-def _refuse_equal_names(stems: list[str]) -> None:
-    if len(set(stems)) < len(stems):
-        twice = next(stem for stem in stems if stems.count(stem) > 1)
-        raise ReactClipError(f"two photos are called {twice!r} and would overwrite each other; attack them separately")
