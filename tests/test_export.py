@@ -111,9 +111,6 @@ def test_folders_that_are_not_what_was_exported_are_refused(exported: Path, tmp_
     (copy / "encoder.onnx").write_bytes(weights)
     with pytest.raises(rc.ReactClipError, match=r"encoder\.onnx is missing or not the file that encoder\.json"):
         rc.load(f"onnx:{copy}")
-    (copy / "encoder.onnx").unlink()
-    with pytest.raises(rc.ReactClipError, match=r"encoder\.onnx is missing .*; copy the whole folder"):
-        rc.load(f"onnx:{copy}")
     (copy / "encoder.json").write_text("[]")
     with pytest.raises(rc.ReactClipError, match="is no record of an exported tower"):
         rc.load(f"onnx:{copy}")

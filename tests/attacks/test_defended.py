@@ -105,7 +105,7 @@ def test_the_soft_gate_is_hard_forward_and_soft_backward(bright: Any) -> None:
     draw = forced_answers(RightHalf(), clf, pixels, 0)
     aim = Aim(y, clf.encoder(x))
     value = Adaptive(objective="bpda", temperature=0.01).value(draw, aim, 0.0)
-    logits = torch.where(draw.gated[:, None], draw.opened.logits, draw.closed.logits)
+    logits = torch.where(draw.gate.open[:, None], draw.opened.logits, draw.closed.logits)
     assert torch.allclose(value, nn.functional.cross_entropy(logits, y, reduction="none"))
     (slope,) = torch.autograd.grad(value.sum(), pixels)
     left, right = slope[..., :4].mean(), slope[..., 4:].mean()

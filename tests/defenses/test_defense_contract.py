@@ -140,9 +140,9 @@ def test_every_gate_can_be_forced_by_an_attacker(name: str) -> None:
     assert 0 < out.gate_open.sum() < 7, "both sides of the gate must be tried"
     pixels = trial.images.clone().requires_grad_()
     forced = forced_answers(trial.guard, trial.clf, pixels, 0)
-    assert torch.equal(forced.gated, out.gate_open)
-    assert torch.equal(forced.gated, forced.score >= forced.threshold)
-    opened, closed, gated = forced.opened, forced.closed, forced.gated[:, None]
+    assert torch.equal(forced.gate.open, out.gate_open)
+    assert torch.equal(forced.gate.open, forced.gate.margin >= 0)
+    opened, closed, gated = forced.opened, forced.closed, forced.gate.open[:, None]
     assert torch.allclose(torch.where(gated, opened.features, closed.features), out.features, atol=1e-9)
     assert torch.allclose(torch.where(gated, opened.logits, closed.logits), out.logits, atol=1e-7)
     assert (closed.features - opened.features).abs().amax(1).min() > 0
@@ -163,8 +163,8 @@ def test_an_attacker_gets_both_answers_for_the_passes_of_one(name: str) -> None:
     if name not in GATES:
         assert torch.allclose(forced.closed.features, trial.clf.encoder(trial.images), atol=1e-6)
         assert torch.allclose(forced.opened.features, trial.run(trial.images).features, atol=1e-4)
-        assert forced.gated.all()
-        assert (forced.threshold == -torch.inf).all()
+        assert forced.gate.open.all()
+        assert (forced.gate.margin == torch.inf).all()
 
 
 @every_toy_defense
@@ -287,6 +287,8 @@ def test_results_print_shortly_and_become_dictionaries_and_tables() -> None:
     assert features.to_dict()[0].keys() >= {"gated", "passes", "score"}
     with pytest.raises(rc.ReactClipError, match="without classes"):
         _ = features.logits
+    with pytest.raises(rc.ReactClipError, match="give a classifier with labels"):
+        defenses.CLIPure().run(clf.encoder, images, 0)
     with pytest.raises(AttributeError, match="'speed' is no field or diagnostic; there are drift"):
         _ = features.speed
 

@@ -108,8 +108,8 @@ class Adaptive(DefendedAttack):
         size = module.clf.encoder.image_size
         grey = torch.full((1, 3, size, size), 0.5, device=module.clf.device)
         with torch.no_grad():
-            gate = Draws(module, "gate").forced(grey).threshold
-        return "" if bool(gate.isfinite().all()) else f"{module.defense.name} has no gate to keep shut"
+            gate = Draws(module, "gate").forced(grey).gate
+        return "" if bool(gate.margin.isfinite().all()) else f"{module.defense.name} has no gate to keep shut"
 
     def search(self, problem: Problem) -> Tensor:
         """The best images over all searches."""
@@ -175,15 +175,16 @@ class Adaptive(DefendedAttack):
     def value(self, draw: Forced, aim: Aim, weight: float) -> Tensor:
         """The objective ``[n]``; ``weight`` is the lambda of ``evade``."""
         closed, opened = (self._loss(answer.logits, answer.features, aim) for answer in (draw.closed, draw.opened))
-        gateless = not bool(draw.threshold.isfinite().all())
+        margin = draw.gate.margin
+        gateless = not bool(margin.isfinite().all())
         if self.objective in ("both", "feature") or (self.objective == "joint" and gateless):
             return (closed + opened) / 2
         if self.objective == "evade":
-            return closed - weight * torch.relu(draw.score - draw.threshold + self.margin)
+            return closed - weight * torch.relu(margin + self.margin)
         if self.objective == "through" or gateless:  # or bpda
             return opened
-        soft = torch.sigmoid((draw.score - draw.threshold) / self.temperature)
-        gate = straight_through((draw.score >= draw.threshold).to(soft.dtype), soft)[:, None]
+        soft = torch.sigmoid(margin / self.temperature)
+        gate = straight_through((margin >= 0).to(soft.dtype), soft)[:, None]
         decided = aim.loss(draw.closed.logits + gate * (draw.opened.logits - draw.closed.logits))
         return decided if self.objective == "bpda" else (closed + opened + decided) / 3
 

@@ -75,7 +75,7 @@ def with_views(defense: Defense, views: int | None) -> Defense:
 
 def defended_answer(draw: Forced) -> tuple[Tensor, Tensor]:
     """The logits ``[n, K]`` and features ``[n, D]`` that the defence gives."""
-    opened, closed, gated = draw.opened, draw.closed, draw.gated[:, None]
+    opened, closed, gated = draw.opened, draw.closed, draw.gate.open[:, None]
     return torch.where(gated, opened.logits, closed.logits), torch.where(gated, opened.features, closed.features)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from react_clip.config import Registered, Registry
 from react_clip.defenses.batch import PLAIN_GRADIENTS, Gradients, straight_through
 from react_clip.defenses.result import Defended
-from react_clip.defenses.view import Classes, View
+from react_clip.defenses.view import Classes, Gate, View
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import Images
@@ -154,12 +154,7 @@ class Forced:
     """With the gate closed. For a defence without a gate: the plain answer."""
     opened: Defended
     """With the gate open. For a defence without a gate: its answer."""
-    gated: Tensor
-    """Mask ``[B]``: whose gate is open."""
-    score: Tensor
-    """What the gate compares with its threshold ``[B]``; NaN without a gate."""
-    threshold: Tensor
-    """The gate is open where the score is at least this ``[B]``; minus infinity without a gate."""
+    gate: Gate
 
 
 def forced_answers(
@@ -175,12 +170,13 @@ def forced_answers(
     first = defense._answer(x)
     if x.decision is not None:
         opened = defense._answer(View(*given, skip_unneeded=False, how=how, force=True, replay=x.recorded))
-        return Forced(first, opened, x.decision.open, x.decision.score, x.decision.threshold)
-    closed, nan = replace(first, features=x.plain, scores=clf.logits(x.plain)), torch.full_like(first.passes, torch.nan)
+        return Forced(first, opened, x.decision)
+    closed = replace(first, features=x.plain, scores=clf.logits(x.plain))
     if closed.features.requires_grad and not first.logits.requires_grad:
         features = straight_through(first.features, closed.features)
         first = replace(first, features=features, scores=straight_through(first.logits, closed.logits))
-    return Forced(closed, first, torch.ones_like(first.gated), nan, torch.full_like(nan, -torch.inf))
+    gateless = Gate(torch.ones_like(first.gated), torch.full_like(first.passes, torch.inf))
+    return Forced(closed, first, gateless)
 
 
 class DefendedModule(nn.Module):

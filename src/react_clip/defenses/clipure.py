@@ -26,6 +26,7 @@ from torch import Tensor
 from react_clip.config import Count, NonNegative
 from react_clip.defenses.base import Defense
 from react_clip.defenses.view import View
+from react_clip.errors import ReactClipError
 from react_clip.functional import normalize
 
 
@@ -54,6 +55,10 @@ class CLIPure(Defense):
 
     def defend(self, x: View) -> tuple[Tensor, dict[str, Tensor]]:
         """The moved features."""
+        if not x.classifiers:
+            raise ReactClipError(
+                "clipure needs the prompts of the classes, and there are none; give a classifier with labels"
+            )
         prompts = {clf: clf.empty_prompt() for clf in set(x.classifiers)}
         prompt = torch.stack([prompts[clf] for clf in x.classifiers])
         return self.purify(x.plain.detach() if self.graph == "none" else x.plain, prompt), {}

@@ -30,11 +30,11 @@ def single(classes: Classes) -> Classes:
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    """A decision per image ``[B]``; the gate is open where ``score >= threshold``."""
+    """A decision per image ``[B]``."""
 
-    score: Tensor
-    threshold: Tensor
     open: Tensor
+    margin: Tensor
+    """How far the score lies on the side of the threshold where the gate is open; infinite without a gate."""
 
 
 def _second(_: Tensor, given: Tensor) -> Tensor:
@@ -181,8 +181,8 @@ class View(Batch):
         if threshold is None:
             return torch.ones_like(score, dtype=torch.bool)
         opened = score < threshold if below else score >= threshold
-        sign = -1.0 if below else 1.0
-        self.decision = Gate(sign * score, torch.full_like(score, sign * threshold), opened)
+        beyond = score - torch.full_like(score, threshold)
+        self.decision = Gate(opened, -beyond if below else beyond)
         return opened if self.force is None else torch.full_like(opened, self.force)
 
     # ------------------------------------------------------------------ classes
