@@ -85,12 +85,8 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
     code, out, err = call("--quiet", capsys=capsys)
     assert (code, err) == (0, "")
     assert "| ReACT small |" in out
-    folder = place / "runs" / "toys"
-    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "images.parquet", "result.json"}
-    result = EvaluationResult.load(folder)
+    result = EvaluationResult.load(place / "runs" / "toys")
     assert [info.class_source for info in result.sets] == ["head toys.npz", "head others.npz"]
-    assert result.sets[0].fingerprint == data.load("toys", root=place / "data").fingerprint()
-    assert set(result.images["dataset"]) == {"toys", "others"}
     assert {row.n for row in result.means} == {35}
     assert call("--quiet", "--defenses", "ReACT small", "--out", "one", capsys=capsys)[0] == 0
     one = EvaluationResult.load(place / "one")
@@ -99,16 +95,14 @@ def test_the_command_runs_a_recipe(place: Path, capsys: pytest.CaptureFixture[st
         call("--defenses", "ReACT small, AOM", capsys=capsys)
 
 
-def test_json_is_the_result_with_its_numbers(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_replace_values_of_the_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--json", "--datasets", "toys", "--limit", "10", "--seeds", "0,4", "--batch", "4", "--out", "o")
     code, out, err = call(*options, capsys=capsys)
     assert code == 0
     assert re.search("toys.*100%", err), "the bar goes to stderr and reaches its end"
-    result = json.loads(out)
-    assert (result["recipe"]["limit"], result["recipe"]["seeds"], result["recipe"]["batch"]) == (10, [0, 4], 4)
-    assert result["sets"][0]["images"] == 10
-    assert any("took 10 of 20" in note for note in result["sets"][0]["notes"])
-    assert {row["defense"] for row in result["rows"]} == {"undefended", "ReACT small"}
+    recipe, [info] = (json.loads(out)[name] for name in ("recipe", "sets"))
+    assert (recipe["limit"], recipe["seeds"], recipe["batch"]) == (10, [0, 4], 4)
+    assert (info["images"], any("took 10 of 20" in note for note in info["notes"])) == (10, True)
 
 
 def test_validate_counts_and_runs_no_attack(
@@ -121,8 +115,6 @@ def test_validate_counts_and_runs_no_attack(
     assert lines[0] == "toys: 20 images, 5 classes, head toys.npz"
     assert lines[2] == f"work: at most 35 adversarial images and {35 * 2 * 2} defended answers"
     assert not (place / "runs").exists()
-    code, out, _ = call("--validate", "--json", capsys=capsys)
-    assert (json.loads(out)["crafted"], json.loads(out)["ok"]) == (35, True)
     assert check(place, adaptive_recipe(defenses=["defend-clip", "aom"])).crafted == 20 * 3 * 2
 
 
@@ -135,8 +127,8 @@ def test_validate_collects_all_problems(place: Path, capsys: pytest.CaptureFixtu
     problems = ("toys: ", "data set 'nothing'", "nowhere")
     assert code == 2
     for line, problem in zip(err.splitlines(), problems, strict=True):
-        assert re.search(problem, line)
-        assert not re.search(problem, out), "printed once"
+        assert problem in line
+        assert problem not in out, "printed once"
 
 
 def test_a_transfer_recipe_loads_its_model(place: Path) -> None:

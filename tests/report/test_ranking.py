@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import react_clip as rc
 from react_clip.cli import main
@@ -157,15 +156,6 @@ def test_the_page_and_the_command_hold_the_same_numbers(
 
 # ---------------------------------------------------------------------- a defence of one's own
 
-RECIPE = """
-title: Tiny
-model: {model}
-datasets: [toys]
-attacks: [{{kind: pgd, steps: 2, eps: 8/255}}]
-defenses: [{{kind: undefended, label: CLIP}}]
-batch: 4
-self_check: false
-"""
 MINE = """
 from react_clip.defenses.base import Defense
 
@@ -184,33 +174,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_new_classes: None) 
     """A file that a test may write, with a name that no other test imports."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path / f"{tmp_path.name}.py"
-
-
-def test_a_defence_of_ones_own_is_measured_and_ranked(
-    mine: Path,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(RECIPE.format(model=tiny_folder))
-    for number in range(8):
-        place = Path("data", "toys", "test", f"class {number % 2}")
-        place.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 255, (32, 32, 3), np.uint8)
-        Image.fromarray(pixels).save(place / f"{number}.png")
-    mine.write_text(MINE.format(line="features = -features"))
-    words = [f"{mine}:Mine", "--recipe", "tiny.yaml", "--data", "data", "--json", "--quiet"]
-    assert main(["rank", *words]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert set(document["defenses"]) == {"CLIP", "Mine"}
-    assert {*document["defenses"]["CLIP"][0]} == {"value", "low", "high"}
-    [run_dir] = Path("runs").iterdir()
-    assert main(["rank", str(run_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == document
-    assert main(["rank", str(run_dir), "my:Mine"]) == 2
-    assert "my:Mine is a defence to measure; give it alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,6 @@ def test_every_measured_number_has_a_table(run: EvaluationResult) -> None:
     assert cells[-1].value == pytest.approx(100 * one.accuracy)
 
 
-def test_cells_say_what_was_not_measured_and_how_wide_an_interval_is() -> None:
-    assert Cell(float("nan")).text() == "–"
-    assert Cell(2.345, digits=2).text() == "2.35"
-    assert Cell(61.0, 59.8, 62.2).text() == "61.0 ± 1.2"
-    assert Cell(80.0, 37.6, 96.4).text() == "80.0 [37.6, 96.4]"
-
-
 def test_texts_are_escaped() -> None:
     table = Table("t", "50 % of a_b & c", ("who|what", "x"), ((("a|b_c",), (Cell(1.0, 0.5, 1.5),)),))
     assert table.markdown().splitlines()[2:] == ["| who\\|what | x |", "| --- | ---: |", "| a\\|b_c | 1.0 ± 0.5 |"]
