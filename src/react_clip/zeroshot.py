@@ -138,11 +138,6 @@ def can_name(encoder: Encoder) -> bool:
     return encoder.has_text or encoder.feature_space == LabelTable.load().encoder
 
 
-def with_everyday_names(encoder: Encoder) -> ZeroShotClassifier | Encoder:
-    """A classifier over the vocabulary of the label table; the encoder itself where it cannot name anything."""
-    return ZeroShotClassifier(encoder, LabelTable.load().vocabulary()) if can_name(encoder) else encoder
-
-
 def check_names(names: Sequence[str], *, unique: bool = True) -> tuple[str, ...]:
     """Refuse an empty list, blank names and (unless a data set is known to have them) duplicates."""
     if isinstance(names, str):

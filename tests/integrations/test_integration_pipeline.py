@@ -97,12 +97,11 @@ def test_the_offline_tower_knows_the_names_of_its_table(tower: rc.Encoder, photo
 def test_errors_are_one_line(encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
     pipe, photo = rc.integrations.zero_shot_pipeline(encoder, CLOSED), str(photos[0])
     check_refusals(
-        (lambda: pipe("HTTP://example.org/cat.jpg", candidate_labels=LABELS), "is a URL and is not fetched"),
-        (lambda: pipe([photo, "https://example.org/cat.jpg"], candidate_labels=LABELS), "is not fetched"),
+        (lambda: pipe("HTTP://example.org/cat.jpg", candidate_labels=LABELS), "not fetched"),
+        (lambda: pipe([photo, "https://example.org/cat.jpg"], candidate_labels=LABELS), "not fetched"),
         (lambda: pipe("data:image/png;base64,???", candidate_labels=LABELS), "no valid base64"),
         (lambda: pipe(str(tmp_path / "none.png"), candidate_labels=LABELS), "does not exist"),
         (lambda: pipe(photo, candidate_labels=[]), "the list of labels is empty"),
         (lambda: pipe(photo, candidate_labels="cat, dog"), "the labels are one string"),
         (lambda: rc.integrations.zero_shot_pipeline(encoder), "there is no calibration"),
-        (lambda: rc.integrations.zero_shot_pipeline(encoder, CLOSED, device="cpu"), "load the encoder there"),
     )

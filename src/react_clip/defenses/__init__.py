@@ -29,8 +29,6 @@ from react_clip.defenses.ttc import TTC as TTC
 from react_clip.defenses.tte import TTE as TTE
 from react_clip.encoders.base import Encoder
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Images
-from react_clip.zeroshot import ZeroShotClassifier
 
 
 def names() -> list[str]:
@@ -49,32 +47,6 @@ def from_dict(data: Mapping[str, Any] | str) -> Defense:
     0.4
     """
     return Defense.registry.read(data)
-
-
-def resolve_guard(
-    guard: Defense | str | None, clip: ZeroShotClassifier | Encoder, photos: Images | None = None
-) -> Defense:
-    """The defence as it is; for ``"auto"`` SecondLook, calibrated on clean photos; for ``None`` the default.
-
-    Args:
-        guard: a defence, ``"auto"`` or ``None``.
-        clip: the classifier that it will defend, or the encoder alone.
-        photos: for ``"auto"``: some hundred clean photos, as :meth:`SecondLook.calibrate` takes them.
-    """
-    if guard == "auto":
-        if photos is None:
-            raise ReactClipError(
-                "guard='auto' measures SecondLook's thresholds on clean photos, and there are none; give photos=[...], "
-                "some hundred paths or images"
-            )
-        return SecondLook.calibrate(clip, photos).config
-    if isinstance(guard, str):
-        raise ReactClipError(f"guard is {guard!r}; give a defence, such as rc.ReACT(), or 'auto' with photos=[...]")
-    if photos is not None:
-        raise ReactClipError("photos are given, but only guard='auto' is calibrated on them; leave one of them out")
-    if guard is not None:
-        return guard
-    return default_for(clip.encoder if isinstance(clip, ZeroShotClassifier) else clip)
 
 
 def default_for(encoder: Encoder) -> ReACT | SecondLook:

@@ -51,13 +51,12 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 
     def get_config(self) -> dict[str, Any]:
         """The configuration that Chroma stores with a collection."""
-        ready_features = self.classifier is not None and self.labels is None
         return {
             "model": self.encoder.name,
             "guard": self.guard.to_dict(),
             "labels": self.labels,
             "seed": self.seed if isinstance(self.seed, int) else None,
-            "withheld": ["secret"] * self.has_own_secret + ["class_features"] * ready_features,
+            "secret": self.has_own_secret,
         }
 
     @staticmethod
@@ -74,10 +73,10 @@ class ChromaEmbeddings(DefendedFeatures, _chroma.EmbeddingFunction):  # type: ig
 def _build(config: str) -> ChromaEmbeddings:
     """Cached, because Chroma asks again for every handle on a collection."""
     values = json.loads(config)
-    if withheld := values.get("withheld"):
+    if values["secret"]:
         raise ReactClipError(
-            f"the collection was made with {' and '.join(withheld)}, which Chroma does not store; give the embedding "
-            "function to get_collection(embedding_function=...)"
+            "the collection was made with a secret, which Chroma does not store; give the embedding function to "
+            "get_collection(embedding_function=...)"
         )
     guard = defenses.from_dict(values["guard"])
-    return ChromaEmbeddings(values["model"], guard, labels=values.get("labels"), seed=values.get("seed"))
+    return ChromaEmbeddings(values["model"], guard, labels=values["labels"], seed=values["seed"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from react_clip.defenses import Defense, ReACT, resolve_guard
+from react_clip.defenses import Defense, ReACT, default_for
 from react_clip.encoders import Encoder, load
 from react_clip.errors import ReactClipError
-from react_clip.preprocess import Images, ImageSource
+from react_clip.preprocess import ImageSource, from_data_uri
 from react_clip.secret import Seed, seed_or_secret, was_drawn
 from react_clip.zeroshot import ZeroShotClassifier
 
@@ -34,13 +32,9 @@ def drift_only(guard: ReACT, tau: float = DRIFT_TAU) -> ReACT:
     return guard.replace(instability=False, tau=tau)
 
 
-def resolve_encoder(model: Encoder | str | Path, device: str | torch.device | None = None) -> Encoder:
+def as_encoder(model: Encoder | str | Path) -> Encoder:
     """An encoder as it is, or one loaded by its name."""
-    if not isinstance(model, Encoder):
-        return load(model, device=device)
-    if device is not None:
-        raise ReactClipError(f"device {str(device)!r} is given with a loaded encoder; load the encoder there instead")
-    return model
+    return model if isinstance(model, Encoder) else load(model)
 
 
 def noted_seed(seed: Seed | None, secret: bytes | None) -> Seed:
@@ -54,63 +48,43 @@ def noted_seed(seed: Seed | None, secret: bytes | None) -> Seed:
 
 def local_image(source: ImageSource) -> ImageSource:
     """Decode ``data:`` URIs and refuse URLs: fetching them would let callers reach into the service's own network."""
-    if isinstance(source, str) and source.lower().startswith(("http://", "https://", "ftp://")):
-        raise ReactClipError(f"{source[:60]!r} is a URL and is not fetched; download it and give the path or bytes")
-    if isinstance(source, str) and source.startswith("data:image/"):
-        try:
-            return base64.b64decode(source.partition(",")[2], validate=True)
-        except binascii.Error:
-            raise ReactClipError(f"{source[:60]!r} holds no valid base64; give a path or bytes") from None
-    return source
+    is_address = isinstance(source, str) and source.lower().startswith(("data:", "http://", "https://", "ftp://"))
+    return from_data_uri(str(source)) if is_address else source
 
 
 class DefendedFeatures:
     """Defended image features, and plain text features, for search and vector stores.
 
-    The guard compares predictions over ``labels`` or ``class_features``. Without either, SecondLook compares features
-    alone, and ReACT as the default guard uses the drift alone (:func:`drift_only`).
+    The guard compares predictions over ``labels``. Without them, SecondLook compares features alone, and ReACT as the
+    default guard uses the drift alone (:func:`drift_only`).
 
     Args:
         model: any name that :func:`react_clip.load` takes, or a loaded encoder.
-        guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
-            calibrates SecondLook on ``photos``.
+        guard: a defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
         labels: classes over which the guard compares predictions.
-        class_features: the same as ready features ``[K, dim]``.
         seed: of the noise, where others shall be able to repeat it.
         secret: key of the noise, instead of a seed; by default that of the process.
-        device: where to load the model; CUDA if there is one by default.
-        photos: for ``guard="auto"``: some hundred clean photos like those that will be defended.
     """
 
     def __init__(
         self,
         model: Encoder | str | Path,
-        guard: Defense | str | None = None,
+        guard: Defense | None = None,
         *,
         labels: Sequence[str] | None = None,
-        class_features: Tensor | None = None,
         seed: Seed | None = None,
         secret: bytes | None = None,
-        device: str | torch.device | None = None,
-        photos: Images | None = None,
     ) -> None:
-        if labels is not None and class_features is not None:
-            raise ReactClipError("labels and class_features are both given; choose one")
-        self.encoder = resolve_encoder(model, device)
+        self.encoder = as_encoder(model)
         self.seed, self.has_own_secret = noted_seed(seed, secret), isinstance(secret or seed, bytes)
         self.labels = None if labels is None else list(labels)
-        self.classifier: ZeroShotClassifier | None = None
-        if class_features is not None:
-            names = [f"class {i}" for i in range(len(class_features))]
-            self.classifier = ZeroShotClassifier.from_features(self.encoder, names, class_features)
-        elif labels is not None:
-            self.classifier = ZeroShotClassifier(self.encoder, labels)
-        self.guard = resolve_guard(guard, self.encoder if self.classifier is None else self.classifier, photos)
+        self.classifier = None if labels is None else ZeroShotClassifier(self.encoder, labels)
+        self.guard = guard or default_for(self.encoder)
         if self.classifier is None and isinstance(self.guard, ReACT) and self.guard.instability:
             if guard is not None:
                 raise ReactClipError(
                     f"the guard {self.guard.name!r} compares predictions, and there are no classes; give labels=[...], "
-                    "class_features=..., or a guard that needs none: rc.integrations.drift_only(guard)"
+                    "or a guard that needs none: rc.integrations.drift_only(guard)"
                 )
             self.guard = drift_only(self.guard)
 

@@ -14,7 +14,7 @@ from react_clip.encoders import Encoder
 from react_clip.encoders.openclip import wrap_model
 from react_clip.errors import ReactClipError
 from react_clip.integrations.common import DefendedFeatures
-from react_clip.preprocess import Images, from_levels
+from react_clip.preprocess import from_levels
 from react_clip.secret import Seed
 
 
@@ -26,42 +26,29 @@ class DefendedOpenCLIP(nn.Module):
     Args:
         model: what ``open_clip.create_model_and_transforms`` returns.
         guard: a defence, such as ``rc.SecondLook.for_encoder("open_clip:ViT-B-16/openai")``: the model itself does not
-            say which weights it holds. ``"auto"`` calibrates SecondLook on ``photos``.
+            say which weights it holds. Without labels it compares features alone.
         labels: classes over which the guard compares predictions; they need the model's ``tokenizer``.
-        class_features: the same as ready features ``[K, dim]``. Without classes the guard compares features alone.
         tokenizer: ``open_clip.get_tokenizer(...)``.
         seed: of the noise, where others shall be able to repeat it.
         secret: key of the noise, instead of a seed; by default that of the process.
-        photos: for ``guard="auto"``: some hundred clean photos like those that will be defended, as paths, PIL images
-            or pixels in [0, 1].
     """
 
     def __init__(
         self,
         model: nn.Module,
-        guard: Defense | str,
+        guard: Defense,
         *,
         labels: Sequence[str] | None = None,
-        class_features: Tensor | None = None,
         tokenizer: Any = None,
         seed: Seed | None = None,
         secret: bytes | None = None,
-        photos: Images | None = None,
     ) -> None:
         super().__init__()
         if labels is not None and tokenizer is None:
             raise ReactClipError("labels need the model's tokenizer; give tokenizer=open_clip.get_tokenizer(...)")
         self._model: Any = model
         self.encoder = _wrap(model, tokenizer)
-        self._defended = DefendedFeatures(
-            self.encoder,
-            guard,
-            labels=labels,
-            class_features=class_features,
-            seed=seed,
-            secret=secret,
-            photos=photos,
-        )
+        self._defended = DefendedFeatures(self.encoder, guard, labels=labels, seed=seed, secret=secret)
         self.guard = self._defended.guard
 
     @property

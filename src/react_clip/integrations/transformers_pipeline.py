@@ -7,11 +7,9 @@ closed the scores are the stock pipeline's up to rounding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
@@ -21,15 +19,14 @@ from transformers import (
     ZeroShotImageClassificationPipeline,
 )
 
-from react_clip.defenses import Defense, resolve_guard
+from react_clip.defenses import Defense, default_for
 from react_clip.encoders import Encoder
 from react_clip.encoders.loading import load_quietly
-from react_clip.integrations.common import local_image, noted_seed, resolve_encoder
-from react_clip.preprocess import ImageSource, read_image, to_image
+from react_clip.integrations.common import as_encoder, local_image, noted_seed
+from react_clip.preprocess import read_image
 from react_clip.secret import Seed
-from react_clip.zeroshot import ZeroShotClassifier, check_names, with_everyday_names
+from react_clip.zeroshot import ZeroShotClassifier, check_names
 
-Photos = Sequence[ImageSource] | Tensor
 _TEMPLATE = "This is a photo of {}."
 
 
@@ -45,34 +42,28 @@ class EncoderModel(PreTrainedModel):  # type: ignore[misc]
 
 def zero_shot_pipeline(
     model: Encoder | str | Path,
-    guard: Defense | str | None = None,
+    guard: Defense | None = None,
     seed: Seed | None = None,
     *,
     secret: bytes | None = None,
-    device: str | torch.device | None = None,
-    photos: Photos | None = None,
     **kwargs: Any,
 ) -> DefendedZeroShotImageClassificationPipeline:
     """A defended pipeline: ``pipe(images, candidate_labels=[...], hypothesis_template="...")``.
 
     Args:
         model: a hub id, a folder, the offline ``"clip-vit-b-16"`` or a loaded encoder.
-        guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`). ``"auto"``
-            calibrates SecondLook on ``photos``.
+        guard: any defence; by default the one for the model (:func:`react_clip.defenses.default_for`).
         seed: of the noise, where others shall be able to repeat it.
         secret: key of the noise, instead of a seed; by default that of the process.
-        device: where to run; CUDA if there is one by default.
-        photos: for ``guard="auto"``: some hundred clean photos like those that will be classified.
         kwargs: what every pipeline takes, such as ``batch_size``.
     """
-    encoder = resolve_encoder(model, device)
+    encoder = as_encoder(model)
     return DefendedZeroShotImageClassificationPipeline(
         model=EncoderModel(encoder),
         image_processor=_image_processor(encoder),
         device=encoder.device,
-        guard=guard,
+        guard=guard or default_for(encoder),
         seed=noted_seed(seed, secret),
-        photos=photos,
         **kwargs,
     )
 
@@ -83,18 +74,10 @@ class DefendedZeroShotImageClassificationPipeline(ZeroShotImageClassificationPip
     Made by :func:`zero_shot_pipeline`. Images are paths, PIL images, bytes or ``data:`` URIs; URLs are not fetched.
     """
 
-    def __init__(
-        self, *args: Any, guard: Defense | str | None, photos: Photos | None, seed: Seed, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, guard: Defense, seed: Seed, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.encoder: Encoder = self.model.encoder
-        if photos is not None and not isinstance(photos, Tensor):
-            # The threshold depends on the resizing, which is this pipeline's. The results have the encoder's size.
-            photos = [to_image(self.preprocess(photo)["pixel_values"][0]) for photo in photos]
-        # The labels of calls are not known yet.
-        clip = with_everyday_names(self.encoder) if guard == "auto" else self.encoder
-        self.guard = resolve_guard(guard, clip, photos)
-        self.seed = seed
+        self.guard, self.seed = guard, seed
         self._classifier = functools.lru_cache(maxsize=1)(self._new_classifier)
 
     def check_model_type(self, supported_models: Any) -> None:
@@ -142,9 +125,4 @@ def _image_processor(encoder: Encoder) -> Any:
             return AutoImageProcessor.from_pretrained(source, revision=revision or None, local_files_only=True)
     except (OSError, ValueError):
         size = encoder.image_size
-        return CLIPImageProcessor(
-            size={"shortest_edge": size},
-            crop_size={"height": size, "width": size},
-            image_mean=encoder.mean.flatten().tolist(),
-            image_std=encoder.std.flatten().tolist(),
-        )
+        return CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})

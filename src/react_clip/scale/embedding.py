@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from react_clip.defenses import resolve_guard
+from react_clip.defenses import default_for
 from react_clip.defenses.base import Defense
 from react_clip.environment import versions
 from react_clip.errors import ReactClipError
 from react_clip.optional import require
-from react_clip.preprocess import Images, Preprocessing, to_8bit, to_float
+from react_clip.preprocess import Preprocessing, to_8bit, to_float
 from react_clip.scale.cluster import connected, require_versions, resources
 from react_clip.scale.collection import Row, file_system, find_files, read_images
 from react_clip.scale.output import OutputFolder, Summary
@@ -41,9 +41,8 @@ def defend_dataset(
     source: str | Path | Sequence[str | Path],
     out: str | Path,
     clf: ZeroShotClassifier,
-    guard: Defense | str | None = None,
+    guard: Defense | None = None,
     *,
-    photos: Images | None = None,
     seed: Seed | None = None,
     secret: bytes | None = None,
     engine: Literal["local", "ray"] = "ray",
@@ -66,9 +65,7 @@ def defend_dataset(
             with ``*``; several may be given, as paths or fsspec URLs (``s3://...``).
         out: a folder, or an fsspec URL, that all workers see.
         clf: CLIP with its classes.
-        guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`). ``"auto"``
-            calibrates SecondLook on ``photos``.
-        photos: for ``guard="auto"``: some hundred clean photos like those of the collection.
+        guard: the defence; by default the one for the encoder (:func:`react_clip.defenses.default_for`).
         seed: of the defence's random numbers, where others shall be able to repeat them.
         secret: their key, instead of a seed; by default that of the process. A job whose secret was drawn continues
             with another one.
@@ -90,7 +87,7 @@ def defend_dataset(
     for one in sources:
         if f"{output.root}/".startswith(f"{file_system(one)[1]}/"):
             raise ReactClipError(f"{out} lies in {one}, which is read; choose an --out outside of it")
-    guard, seed = resolve_guard(guard, clf, photos), seed_or_secret(seed, secret)
+    guard, seed = guard or default_for(clf.encoder), seed_or_secret(seed, secret)
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)
