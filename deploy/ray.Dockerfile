@@ -9,7 +9,7 @@ FROM react-clip:0.1.0
 USER 0:0
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install 'ray[serve]==2.60.0' 'pyarrow>=26' 'fsspec>=2024.2'
+    pip install 'ray[serve]==2.60.0' 'pyarrow>=17' 'fsspec>=2024.2'
 # Ray needs a home directory and keeps its sessions in /tmp.
 ENV HOME=/tmp \
     RAY_USAGE_STATS_ENABLED=0

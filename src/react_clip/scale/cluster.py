@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from react_clip.environment import versions
@@ -34,7 +34,6 @@ def connected(address: str | None = None, *, advice: str, num_cpus: int | None =
     """
     os.environ.update(_SETTINGS | os.environ)
     ray = require("ray", "working on a cluster", extra="scale")
-    require("ray.data", "working on a cluster", extra="scale")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised
     with nullcontext() if ray.is_initialized() else _session(ray, address, num_cpus):
         try:
@@ -43,21 +42,16 @@ def connected(address: str | None = None, *, advice: str, num_cpus: int | None =
             raise ReactClipError(worker_message(error, advice)) from error
 
 
-@contextmanager
-def _session(ray: Any, address: str | None, num_cpus: int | None) -> Iterator[None]:
+def _session(ray: Any, address: str | None, num_cpus: int | None) -> AbstractContextManager[Any]:
     where = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
     if address is not None:
         where = {"address": address}
         if address != "auto":
             _check_address(address)
     try:
-        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+        return ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)  # type: ignore[no-any-return]
     except Exception as error:  # Ray raises a bare Exception when a node is late
         raise ReactClipError(f"no Ray cluster could be used: {first_line(error)}; try again") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _check_address(address: str) -> None:

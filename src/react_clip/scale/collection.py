@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -54,14 +54,16 @@ def is_shard(path: str) -> bool:
     return _suffix(path) in SHARD_SUFFIXES
 
 
-def read_images(file: str, column: str, done: Iterable[str] = ()) -> Iterator[Row]:
-    """The images of a file whose keys are not in ``done``; the last row of a file that cannot be read says why."""
-    read = {".tar": _read_tar, ".parquet": _read_parquet}.get(_suffix(file), _read_photo)
+def read_images(item: Mapping[str, Any], column: str) -> Iterator[Row]:
+    """The images of ``item["file"]`` whose keys are not in ``item["done"]``.
+
+    The last row of a file that cannot be read says why.
+    """
+    file, done = item["file"], frozenset(item["done"])
     fs, path = file_system(file)
-    done = frozenset(done)
     try:
         with fs.open(path, "rb") as stream:
-            for key, content in read(stream, file, column):
+            for key, content in _contents(stream, file, column):
                 if key not in done:
                     error = "the row holds no image" if content is None else ""
                     yield {"file": file, "key": key, "content": content or b"", "error": error}
@@ -69,24 +71,21 @@ def read_images(file: str, column: str, done: Iterable[str] = ()) -> Iterator[Ro
         yield {"file": file, "key": file, "content": b"", "error": f"{file} cannot be read ({first_line(error)})"}
 
 
-def _read_photo(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes]]:
-    yield file, stream.read(DEFAULT_LIMITS.max_bytes + 1)
-
-
-def _read_tar(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes]]:
-    for name, start, size in tar_photos(stream):
-        stream.seek(start)
-        yield f"{file}/{name}", stream.read(min(size, DEFAULT_LIMITS.max_bytes + 1))
-
-
-def _read_parquet(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes | None]]:
-    """The column holds bytes, or structs with a field ``bytes``, as Hugging Face writes them."""
-    table = require("pyarrow.parquet", "reading Parquet", extra="eval").ParquetFile(stream)
-    if column not in (names := table.schema_arrow.names):
-        raise ReactClipError(f"it has no column {column!r}; choose --column among {', '.join(names)}")
-    batches = table.iter_batches(batch_size=32, columns=[column])
-    for row, value in enumerate(itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)):
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(content, bytes | None):
-            raise ReactClipError(f"column {column!r} holds no bytes; choose --column among {', '.join(names)}")
-        yield f"{file}#{row}", content
+def _contents(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes | None]]:
+    """Keys and bytes of the images in a file; a Parquet file's column holds bytes, or structs with a field ``bytes``."""
+    if (kind := _suffix(file)) == ".tar":
+        for name, start, size in tar_photos(stream):
+            stream.seek(start)
+            yield f"{file}/{name}", stream.read(min(size, DEFAULT_LIMITS.max_bytes + 1))
+    elif kind == ".parquet":
+        table = require("pyarrow.parquet", "reading Parquet", extra="eval").ParquetFile(stream)
+        if column not in (names := table.schema_arrow.names):
+            raise ReactClipError(f"it has no column {column!r}; choose --column among {', '.join(names)}")
+        batches = table.iter_batches(batch_size=32, columns=[column])
+        for row, value in enumerate(itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)):
+            content = value.get("bytes") if isinstance(value, dict) else value
+            if not isinstance(content, bytes | None):
+                raise ReactClipError(f"column {column!r} holds no bytes; choose --column among {', '.join(names)}")
+            yield f"{file}#{row}", content
+    else:
+        yield file, stream.read(DEFAULT_LIMITS.max_bytes + 1)

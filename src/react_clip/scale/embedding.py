@@ -91,21 +91,20 @@ def defend_dataset(
     with output.locked():
         files = find_files(sources)
         done = output.claim(_description(clf, guard, seed, top), resume=resume)
-        items: list[dict[str, Any]] = [
-            {"file": file, "done": [*done.get(file, ())]} for file in files if file not in done.get(file, ())
-        ]
+        items = [{"file": file, "done": [*done[file]]} for file in files if file not in done[file]]
         if engine == "local":
-            rows = itertools.chain.from_iterable(read_images(each["file"], column, each["done"]) for each in items)
+            rows = itertools.chain.from_iterable(read_images(item, column) for item in items)
             _run_locally(rows, Defender(clf, guard, seed, top), output, batch, progress)
         elif items:
             with connected(address, advice="what was finished is kept, --resume continues") as ray:
                 device, pool, share = resources(ray, workers, device)
                 ray.data.DataContext.get_current().enable_progress_bars = progress
-                read = partial(read_and_decode, column=column, how=clf.encoder.preprocessing)
+                read, to_pixels = partial(read_images, column=column), partial(decode, how=clf.encoder.preprocessing)
                 job = (deepcopy(clf).cpu(), guard, seed, top, device, versions())
                 (
                     ray.data.from_items(items, override_num_blocks=min(len(items), 1000))
                     .flat_map(read, num_cpus=_IO_CPUS)
+                    .map(to_pixels, num_cpus=_IO_CPUS)
                     .map_batches(Defender, fn_constructor_args=job, batch_size=batch, compute=pool, **share)
                     .write_parquet(output.root, filesystem=output.fs, ray_remote_args={"num_cpus": _IO_CPUS})
                 )
@@ -131,11 +130,6 @@ def _run_locally(rows: Iterator[Row], defender: Defender, output: OutputFolder, 
             decoded = list(pool.map(to_pixels, some))
             output.write(defender({name: np.array([row[name] for row in decoded]) for name in decoded[0]}))
             bar.update(len(some))
-
-
-def read_and_decode(item: Mapping[str, Any], column: str, how: Preprocessing) -> Iterator[Row]:
-    """The images of ``item["file"]`` whose keys are not in ``item["done"]``, decoded."""
-    return (decode(row, how) for row in read_images(item["file"], column, item["done"]))
 
 
 def decode(row: Row, how: Preprocessing) -> Row:
@@ -171,14 +165,13 @@ class Defender:
         pixels = torch.tensor(batch["pixels"][good if len(good) else [0]])
         out = self._guard(self.clf, to_float(pixels.to(self.clf.device)), seed=self._seed)
         best = out.probs.topk(min(self._top, len(self.clf.names)), dim=-1)
-        answers = zip(out.to_dict(), out.features.float().cpu().numpy(), *map(torch.Tensor.tolist, best), strict=True)
-        names = ("file", "key", "error")
-        rows = [{name: batch[name][i] or None for name in names} for i in range(len(batch["error"]))]
-        for row, (measured, feature, probs, best_classes) in zip(good, answers, strict=False):
-            labels = [self.clf.names[k] for k in best_classes]
+        answers = (out.to_dict(), out.features.float().tolist(), best.values.tolist(), best.indices.tolist())
+        rows = [{name: batch[name][i] or None for name in ("file", "key", "error")} for i in range(len(batch["error"]))]
+        for row, measured, feature, probs, classes in zip(good, *answers, strict=False):
+            labels = [self.clf.names[k] for k in classes]
             rows[row] |= {**measured, "feature": feature, "label": labels[0], "labels": labels, "probs": probs}
         real, text = pa.float32(), pa.string()
-        kinds = dict.fromkeys((*names, "label"), text) | {"gated": pa.bool_(), "passes": real}
-        kinds |= {"feature": pa.list_(real, self.clf.encoder.dim), "labels": pa.list_(text), "probs": pa.list_(real)}
+        kinds = dict.fromkeys(("file", "key", "error", "label"), text) | {"gated": pa.bool_(), "passes": real}
+        kinds |= {"feature": pa.list_(real), "labels": pa.list_(text), "probs": pa.list_(real)}
         kinds |= {name: pa.bool_() if value.dtype == torch.bool else real for name, value in out.diagnostics.items()}
         return pa.Table.from_pylist(rows, pa.schema(kinds))

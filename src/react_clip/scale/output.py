@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -46,27 +48,21 @@ class OutputFolder:
         is_local = "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
         return storage.held_folder(Path(self.root)) if is_local else nullcontext()
 
-    def claim(self, description: dict[str, Any], *, resume: bool) -> dict[str, set[str]]:
+    def claim(self, description: dict[str, Any], *, resume: bool) -> defaultdict[str, set[str]]:
         """Write the description; returns the keys of finished images by file. Raises if a part is of another job."""
         beside, parts = f"{self.root}.json", self._parts()
         if parts:
             earlier = json.loads(self.fs.cat_file(beside)) if self.fs.exists(beside) else {}
-            other = [name for name, value in description.items() if earlier.get(name) != value]
-            if other == ["seed"]:
-                raise ReactClipError(
-                    f"{self.url} holds rows of this job with the seed {earlier.get('seed')!r}; continue with the same "
-                    "--seed or --secret-file, or choose another --out"
-                )
-            if other:
-                raise ReactClipError(f"{self.url} holds another job (other {', '.join(other)}); choose another --out")
+            if other := [name for name, value in description.items() if earlier.get(name) != value]:
+                line = f"{self.url} holds another job (other {', '.join(other)}); continue with the same"
+                raise ReactClipError(f"{line} (its seed: {earlier.get('seed')!r}), or choose another --out")
             if not resume:
                 raise ReactClipError(f"{self.url} holds rows of this job; continue it with --resume, or remove them")
-        if not parts:  # else it is there already
+        else:
             self._write(beside, lambda: self.fs.pipe_file(beside, json.dumps(description, indent=1).encode()))
-        done: dict[str, set[str]] = {}
-        for part in parts:
-            for file, key in self._finished(part):
-                done.setdefault(file, set()).add(key)
+        done = defaultdict[str, set[str]](set)
+        for file, key in itertools.chain.from_iterable(map(self._finished, parts)):
+            done[file].add(key)
         return done
 
     def write(self, table: Any) -> None:

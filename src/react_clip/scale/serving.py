@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from react_clip.environment import versions
@@ -31,12 +29,10 @@ def application(build: Callable[[], FastAPI], settings: Settings, *, gpus: float
     ``gpus`` is the number of GPUs for each replica, unless ``--device`` is cpu.
     """
     serve = require("ray.serve", "serving on a cluster", extra="scale")
-    directory, driver = Path.cwd(), versions()
+    driver = versions()
 
     def build_in_replica() -> FastAPI:
         require_versions(driver)
-        with suppress(OSError):
-            os.chdir(directory)  # flags may name files relative to it
         return build()
 
     on_cpu = (settings.device or "").startswith("cpu")
