@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from react_clip.serve.admission import BATCH_FRACTION, WAIT_FRACTION, admit
+from react_clip.serve.client import BATCH_FRACTION, WAIT_FRACTION, admit
 from react_clip.serve.errors import RequestError
 from react_clip.serve.settings import Settings
 

@@ -24,7 +24,6 @@ from starlette.testclient import TestClient
 
 import react_clip as rc
 from react_clip import serve
-from react_clip.preprocess import DEFAULT_LIMITS
 from react_clip.serve import reading
 
 Direct = Callable[..., rc.Defended]
@@ -107,7 +106,6 @@ def test_diagnostics(open_client: Any, direct: Direct, photos: list[bytes]) -> N
             assert (shown["gated"], shown["passes"]) == (bool(expected.gated[i]), float(expected.passes[i]))
     info = open_client.get("/v1/info").json()
     assert (info["defence"]["name"], info["defence"]["tau"]) == ("second_look", 0.27)
-    assert info["defence"]["passes"] == {"most": 3.0}
     assert info["diagnostics"]
 
 
@@ -130,8 +128,7 @@ def test_health_info_and_heads(client: Any) -> None:
     info = client.get("/v1/info").json()
     assert info["labels"] == {"preset": ["cat", "dog", "teapot"], "free": True, "source": "text"}
     assert (info["defence"]["name"], info["defence"]["tau"]) == ("react", 1.48)
-    assert (info["diagnostics"], info["demo"], info["limits"]["max_images"]) == (False, None, 16)
-    assert info["formats"] == [f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats]
+    assert (info["diagnostics"], info["demo"], info["limits"]["max_images"]) == (False, False, 16)
     assert "/" not in info["model"], "the model's folder is not shown to callers"
 
 
@@ -153,7 +150,7 @@ def test_metrics_count(open_client: Any, photos: list[bytes]) -> None:
 
 
 def test_the_demo_attacks_a_photo(open_client: Any, client: Any, photos: list[bytes]) -> None:
-    assert open_client.get("/v1/info").json()["demo"] == {"eps_least": 0, "eps_most": 16}
+    assert open_client.get("/v1/info").json()["demo"] is True
     answer = open_client.post("/v1/demo/attack", **as_form(photos[1:2], eps="8", labels="cat,zebra,boat")).json()
     assert answer["attacked_label"] == answer["clean"]["plain"][0]["label"]
     assert answer["attacked"]["plain"][0]["label"] != answer["attacked_label"]

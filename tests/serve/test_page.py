@@ -306,7 +306,7 @@ def test_without_a_demo_the_page_says_what_is_missing(pair: Any, visit: Visit) -
     page.get_by_role("button", name="Use this key").click()
     page.locator("#page").wait_for()
     assert field.is_hidden()
-    assert "second_look with at most 3 passes" in page.inner_text("#about")
+    assert "defended by second_look" in page.inner_text("#about")
     # The server's secret is a new one each time: which photos open its gate is not known before.
     asked = [png(seed) for seed in range(48)]
     found: dict[bool, bytes] = {}

@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
         from react_clip.scale.serving import serve_on_cluster
 
         serve_on_cluster(partial(build_app, settings, secrets), settings, announce)
-        return 0
-    return serve.run(settings, secrets, load_model, announce)
+    else:
+        serve.run(settings, secrets, load_model, announce)
+    return 0
 
 
 def settings_of(args: argparse.Namespace) -> serve.Settings:

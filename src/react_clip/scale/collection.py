@@ -72,7 +72,7 @@ def read_images(item: Mapping[str, Any], column: str) -> Iterator[Row]:
 
 
 def _contents(stream: Any, file: str, column: str) -> Iterator[tuple[str, bytes | None]]:
-    """Keys and bytes of the images in a file; a Parquet file's column holds bytes, or structs with a field ``bytes``."""
+    """Keys and bytes of a file's images; a Parquet file's column holds bytes or structs with a field ``bytes``."""
     if (kind := _suffix(file)) == ".tar":
         for name, start, size in tar_photos(stream):
             stream.seek(start)

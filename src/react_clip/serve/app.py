@@ -17,14 +17,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from react_clip.environment import __version__
-from react_clip.serve import openapi, responses
+from react_clip.serve import responses
 from react_clip.serve.callers import Rates, check_caller
 from react_clip.serve.client import ModelClient
 from react_clip.serve.errors import RequestError, answer_http_error, busy
 from react_clip.serve.log import RequestLog
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.reading import read
-from react_clip.serve.requests import Asked, ClassifyRequest, EmbeddingsRequest
+from react_clip.serve.requests import Asked, ClassifyRequest, EmbeddingsRequest, described
 from react_clip.serve.settings import Secrets, Settings, allowed_hosts
 
 if TYPE_CHECKING:
@@ -46,13 +46,12 @@ class Service:
 
 
 _KEYED = [Security(check_caller)]
-api = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(*openapi.BODY_ERRORS))
-about = APIRouter(prefix="/v1", dependencies=_KEYED, responses=openapi.errors(400, 401, 503))
-state = APIRouter(responses=openapi.errors(400, 503))
+api = APIRouter(prefix="/v1", dependencies=_KEYED, responses=responses.ERRORS)
+state = APIRouter(responses=responses.ERRORS)
 site = APIRouter(include_in_schema=False)
 
 
-@api.post("/classify", openapi_extra=openapi.request_body(ClassifyRequest, top_k=3))
+@api.post("/classify", openapi_extra=described(ClassifyRequest, top_k=3))
 async def classify(
     request: Request, asked: Annotated[Asked[ClassifyRequest], read(ClassifyRequest)]
 ) -> responses.ClassifyResponse:
@@ -80,7 +79,7 @@ async def classify(
     return responses.ClassifyResponse(model=client.info.model, results=results)
 
 
-@api.post("/embeddings", openapi_extra=openapi.request_body(EmbeddingsRequest, encoding_format="float"))
+@api.post("/embeddings", openapi_extra=described(EmbeddingsRequest, encoding_format="float"))
 async def embeddings(
     request: Request, asked: Annotated[Asked[EmbeddingsRequest], read(EmbeddingsRequest)]
 ) -> responses.EmbeddingsResponse:
@@ -102,18 +101,18 @@ async def embeddings(
                 diagnostics=responses.Diagnostics.of(numbers) if numbers and client.info.diagnostics else None,
             )
         )
-    usage = responses.Usage(images=len(answers))
+    usage = {"prompt_tokens": 0, "total_tokens": 0, "images": len(answers)}
     return responses.EmbeddingsResponse(data=data, model=client.info.model, usage=usage)
 
 
-@about.get("/info")
+@api.get("/info")
 async def info(request: Request) -> responses.Info:
     """Model, labels, limits and defence of this service."""
     known: responses.Info = request.app.state.service.client.info
     return known
 
 
-@about.get("/models")
+@api.get("/models")
 async def models(request: Request) -> dict[str, Any]:
     """The served model, in the shape of OpenAI's list."""
     service: Service = request.app.state.service
@@ -140,7 +139,7 @@ async def readyz(request: Request) -> responses.Status:
 async def check_observer(request: Request) -> None:
     """Refuse callers who may not know how often the gate opens."""
     service: Service = request.app.state.service
-    if not service.secrets.keys and not service.settings.sends_diagnostics:
+    if not service.secrets.keys and not service.client.info.diagnostics:
         line = "this tells how often the gate opens; start with API keys or with --diagnostics"
         raise RequestError(403, line)
 
@@ -148,7 +147,7 @@ async def check_observer(request: Request) -> None:
 _OBSERVED = [*_KEYED, Depends(check_observer)]
 
 
-@state.get("/metrics", dependencies=_OBSERVED, response_class=PlainTextResponse, responses=openapi.errors(401, 403))
+@state.get("/metrics", dependencies=_OBSERVED, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     service: Service = request.app.state.service
@@ -197,7 +196,7 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_headers=["*"], **shared)
     app.add_middleware(RequestLog, service=service)
     app.add_exception_handler(HTTPException, answer_http_error)
-    for router in (api, about, state, site):
+    for router in (api, state, site):
         app.include_router(router)
     if model is not None and model.attack is not None:
         from react_clip.serve.demo import routes
@@ -206,6 +205,6 @@ def create_app(settings: Settings, secrets: Secrets, *, model: Model | None = No
     if settings.shadow is not None:
         from react_clip.serve import shadow
 
-        app.include_router(shadow.router, dependencies=_OBSERVED, responses=openapi.errors(400, 401, 403, 503))
+        app.include_router(shadow.router, dependencies=_OBSERVED, responses=responses.ERRORS)
     app.mount("/static", StaticFiles(directory=_STATIC))
     return app

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from react_clip import noise
 from react_clip.preprocess import data_uri, to_float, to_image
-from react_clip.serve import openapi, responses
+from react_clip.serve import responses
 from react_clip.serve.client import ModelClient
 from react_clip.serve.model import Model
 from react_clip.serve.reading import read
-from react_clip.serve.requests import Asked, AttackRequest
+from react_clip.serve.requests import Asked, AttackRequest, described
 
 _DEADLINES = 9
 """Time for an attack, as a multiple of the deadline."""
@@ -31,9 +31,9 @@ _DRAWN = 127.0
 
 def routes(model: Model, secret: bytes) -> APIRouter:
     """The demo's route."""
-    router, thread = APIRouter(prefix="/v1/demo", responses=openapi.errors(*openapi.BODY_ERRORS)), ThreadPoolExecutor(1)
+    router, thread = APIRouter(prefix="/v1/demo", responses=responses.ERRORS), ThreadPoolExecutor(1)
 
-    @router.post("/attack", openapi_extra=openapi.request_body(AttackRequest, eps=4))
+    @router.post("/attack", openapi_extra=described(AttackRequest, eps=4))
     async def attack_photo(
         request: Request, asked: Annotated[Asked[AttackRequest], read(AttackRequest, _DEADLINES)]
     ) -> dict[str, Any]:
@@ -73,7 +73,8 @@ def routes(model: Model, secret: bytes) -> APIRouter:
 
 def attacked_with_answers(model: Model, asked: Asked[AttackRequest], left: Event) -> tuple[Tensor, Tensor]:
     """The photo before and after the attack, ``[2, 3, S, S]`` in 8 bits, and plain CLIP's probabilities for both."""
-    classes, eps = model.classes(asked.body.labels), asked.body.eps / 255
+    classes, eps = model.labels_of(asked.body.labels).classes, asked.body.eps / 255
+    assert classes is not None, "the labels were needed for the first answer"
     clean = to_float(asked.pixels.to(model.encoder.device))
 
     def advance(_: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -31,13 +33,7 @@ class RequestError(HTTPException):
     """An answer other than 200: its status, one line, its type, the field it is about, and extra headers."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str | None = None,
-        field: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, *, kind: str = "", field: str | None = None, headers: Any = None
     ) -> None:
         super().__init__(status, " ".join(message.split()), headers)
         self.kind, self.field = kind or kind_of(status), field

@@ -34,7 +34,6 @@ _HEADERS = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 """Headers of answers that do not have their own."""
-_METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 
 
 class RequestLog:
@@ -51,9 +50,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, metrics, status = self._service, self._service.metrics, 0
+        service, metrics, method, status = self._service, self._service.metrics, scope["method"], 0
         began, headers = time.perf_counter(), Headers(scope=scope)
-        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         given, trace = headers.get("x-request-id", ""), headers.get("traceparent", "")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
         own = _HEADERS | {b"x-request-id": name.encode()}
@@ -69,7 +67,7 @@ class RequestLog:
             await send(message)
 
         # The server below leaves out the body: its scope still says HEAD.
-        inner = {**scope, "method": "GET" if method == "HEAD" else scope["method"], "answers": []}
+        inner = {**scope, "method": "GET" if method == "HEAD" else method, "answers": []}
         with metrics.in_flight.track_inprogress():
             try:
                 await self._app(inner, receive, send_with_headers)

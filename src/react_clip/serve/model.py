@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 import threading
 import time
@@ -28,11 +29,11 @@ from react_clip.defenses.base import Defense
 from react_clip.defenses.result import Defended
 from react_clip.errors import ReactClipError
 from react_clip.preprocess import to_float
-from react_clip.serve import admission
+from react_clip.serve.client import BATCH_FRACTION, admit
 from react_clip.serve.errors import RequestError, busy
 from react_clip.serve.metrics import Metrics
 from react_clip.serve.responses import Info, label_source
-from react_clip.serve.settings import BEAT, GRACE, PROMPTS_PER_SLOT, Settings, prompt_slots
+from react_clip.serve.settings import BEAT, GRACE, PROMPTS_PER_SLOT, Settings
 from react_clip.serve.shadow import Shadow
 from react_clip.zeroshot import DEFAULT_TEMPLATES, ZeroShotClassifier, fill_template
 
@@ -51,7 +52,7 @@ _GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(eq=False)
-class _Labels:
+class Labels:
     """A label list: the classes, or what of its prompts is encoded so far."""
 
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ class _Ask:
     pixels: Tensor
     """``[N, 3, S, S]`` in 8 bits."""
     keys: list[int]
-    labels: _Labels
+    labels: Labels
     arrived: float = field(default_factory=time.monotonic)
 
     def __len__(self) -> int:
@@ -104,7 +105,7 @@ class Model:
         self._on_gpu = self.encoder.device.type == "cuda"
         self._largest = settings.batch or (64 if self._on_gpu else 32)
         self._keep([])
-        self._preset = _Labels(preset.names, classes=preset)
+        self._preset = Labels(preset.names, classes=preset)
         self._labels = lru_cache(_LABEL_LISTS)(self._new_labels)
         self._computing: _Batch | None = None
         self._callers: set[bytes] = set()
@@ -115,9 +116,7 @@ class Model:
         self._seconds = self._rates[0]
         if shadow:
             self._warm_up(shadow)
-        size = self.encoder.image_size
-        everything = self._run(torch.zeros(1, 3, size, size), [0], [preset], defense, lazy=False)
-        self.info = Info.of(self.encoder, defense, list(preset.names), everything.passes.max().item(), settings)
+        self.info = Info.of(self.encoder, defense, list(preset.names), settings)
 
     @contextmanager
     def running(self, address: str) -> Iterator[None]:
@@ -160,7 +159,7 @@ class Model:
     # ------------------------------------------------------------------ requests
 
     @property
-    def _new(self) -> list[_Labels]:
+    def _new(self) -> list[Labels]:
         """Label lists that waiting requests need."""
         return list(dict.fromkeys(ask.labels for ask in self._queue if ask.labels.classes is None))
 
@@ -200,41 +199,35 @@ class Model:
             images = torch.frombuffer(pixels.buffer, dtype=torch.uint8).view(-1, 3, size, size)
         try:
             # Texts to embed are prompts without images and names.
-            labels = _Labels((), texts) if texts else self._known(message["labels"])
+            labels = Labels((), texts) if texts else self.labels_of(message["labels"])
             ask, prompts = _Ask(caller, message["id"], images, keys, labels), 0
-            admission.admit(len(ask), self._waiting, self._seconds, self.settings)
+            admit(len(ask), self._waiting, self._seconds, self.settings)
             if labels.classes is None and labels not in self._new:
                 # Prompts get half of the time and of the places: images must find room beside any label lists.
                 prompts, waiting = _slots([labels]), 2 * self._prompts
                 what = "texts" if texts else "new labels"
-                admission.admit(2 * prompts, waiting, self._seconds, self.settings, what=what)
+                admit(2 * prompts, waiting, self._seconds, self.settings, what=what)
         except RequestError as error:
             self._refuse(caller, message["id"], error)
             return
         self._queue.append(ask)
         self._images, self._prompts = self._images + len(ask), self._prompts + prompts
 
-    def _known(self, names: list[str] | None) -> _Labels:
+    def labels_of(self, names: list[str] | None) -> Labels:
         """The label list of a request, or the preset one."""
         return self._preset if names is None else self._labels(tuple(names))
 
-    def _new_labels(self, names: tuple[str, ...]) -> _Labels:
+    def _new_labels(self, names: tuple[str, ...]) -> Labels:
         """A label list, whose prompts are not encoded yet."""
         if label_source(self.encoder) == "bank":
             try:
-                return _Labels(names, classes=ZeroShotClassifier(self.encoder, names))
+                return Labels(names, classes=ZeroShotClassifier(self.encoder, names))
             except ReactClipError as error:
                 # The rest of the library's message is for programmers; a caller can only choose other names.
                 line = str(error).partition("; use one of its names")[0] + "; choose other labels"
                 raise RequestError(422, line, field="labels") from None
         templates = self.settings.template or DEFAULT_TEMPLATES
-        return _Labels(names, [fill_template(template, name) for template in templates for name in names])
-
-    def classes(self, names: list[str] | None) -> ZeroShotClassifier:
-        """Classes of a request that was answered just now."""
-        classes = self._known(names).classes
-        assert classes is not None, "they were needed for the answer"
-        return classes
+        return Labels(names, [fill_template(template, name) for template in templates for name in names])
 
     def _send(self, caller: bytes, message: dict[str, Any], *frames: Any) -> None:
         message |= {"waiting": self._waiting, "seconds": self._seconds}
@@ -257,7 +250,7 @@ class Model:
     @property
     def _batch_limit(self) -> int:
         """Largest next batch: fewer images where that many would take too long for the deadline."""
-        return max(1, min(self._largest, int(admission.BATCH_FRACTION * self.settings.deadline / self._seconds)))
+        return max(1, min(self._largest, int(BATCH_FRACTION * self.settings.deadline / self._seconds)))
 
     def _take_batch(self, ready: list[_Ask]) -> list[_Ask]:
         """Take the requests of a batch from the queue."""
@@ -292,12 +285,12 @@ class Model:
             return None
 
     @torch.no_grad()
-    def _run(self, pixels: Tensor, keys: list[int], classes: list[Any], guard: Defense, lazy: bool = True) -> Defended:
+    def _run(self, pixels: Tensor, keys: list[int], classes: list[Any], guard: Defense) -> Defended:
         """Defended answers for 8-bit pixels on the host, with one key and one classifier for each."""
         device = self.encoder.device
         on_device = (pixels.pin_memory() if self._on_gpu else pixels).to(device, non_blocking=True)
         streams = torch.tensor(keys).to(device)
-        return guard.run(self.encoder, to_float(on_device), streams, classes, skip_unneeded=lazy)
+        return guard.run(self.encoder, to_float(on_device), streams, classes)
 
     def _rows(self, out: Defended) -> tuple[list[str], Tensor]:
         """One row of numbers per image, ``[B, D + numbers + K]``: feature, numbers with their names, probabilities."""
@@ -353,7 +346,7 @@ class Model:
         return max(time.monotonic() - began, 1e-6)
 
     @torch.no_grad()
-    def _encode_prompts(self, new: _Labels) -> None:
+    def _encode_prompts(self, new: Labels) -> None:
         """Encode some prompts of a new label list; when it is complete its requests are ready.
 
         Nothing of a request is written to the library's cache on disk, which belongs to the owner of the machine.
@@ -384,5 +377,6 @@ def _images(asks: Iterable[_Ask]) -> int:
     return sum(map(len, asks))
 
 
-def _slots(lists: Iterable[_Labels]) -> int:
-    return sum(prompt_slots(len(labels.prompts)) for labels in lists)
+def _slots(lists: Iterable[Labels]) -> int:
+    """Places of the queue that their prompts take."""
+    return sum(math.ceil(len(labels.prompts) / PROMPTS_PER_SLOT) for labels in lists)

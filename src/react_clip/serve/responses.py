@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from react_clip.environment import __version__
-from react_clip.preprocess import DEFAULT_LIMITS
-from react_clip.serve.settings import MAX_EPS, Settings, public_name
+from react_clip.serve.errors import KINDS
+from react_clip.serve.settings import Settings, public_name
+from react_clip.zeroshot import can_name
 
 if TYPE_CHECKING:
     from react_clip.defenses.base import Defense
@@ -97,27 +98,19 @@ class Embedding(Schema):
     diagnostics: Diagnostics | None = None
 
 
-class Usage(Schema):
-    """OpenAI's count of tokens, which is zero, and the number of photos."""
-
-    prompt_tokens: int = 0
-    total_tokens: int = 0
-    images: int
-
-
 class EmbeddingsResponse(Schema):
     """The features, in the order of the entries."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: dict[str, int]
+    """OpenAI's count of tokens, which is zero, and the number of photos."""
 
 
 class Info(Schema):
     """Model, labels, limits and defence of this service."""
 
-    service: Literal["react-clip"] = "react-clip"
     version: str
     model: str
     image_size: int
@@ -127,21 +120,19 @@ class Info(Schema):
     labels: dict[str, Any]
     """``preset``: the names for requests without labels; ``free``: whether requests may send names; ``source``: text
     tower, label bank (its names only) or neither."""
-    formats: list[str]
-    """Media types of images."""
     limits: dict[str, float]
     """Of one request, by the names of the settings."""
     diagnostics: bool
     """True if answers carry diagnostics."""
-    demo: dict[str, int] | None
-    """Strengths of /v1/demo/attack in 255ths; null where it is not offered."""
+    demo: bool
+    """True if there is /v1/demo/attack."""
     defence: dict[str, Any]
-    """Its name, the threshold ``tau`` of its gate (or null), the most encoder passes of an image, and all constants:
-    they are public; the secret that keys the noise is not."""
+    """Its name, the threshold ``tau`` of its gate (or null), and all constants: they are public; the secret that keys
+    the noise is not."""
 
     @classmethod
-    def of(cls, encoder: Encoder, defense: Defense, preset: list[str], passes: float, settings: Settings) -> Info:
-        """The description of a model and its defence; ``passes`` are the most that an image takes."""
+    def of(cls, encoder: Encoder, defense: Defense, preset: list[str], settings: Settings) -> Info:
+        """The description of a model and its defence."""
         source = "preset" if settings.fixed_labels else label_source(encoder)
         tau = getattr(defense, "tau", getattr(defense, "threshold", None))
         names = ("max_body", "max_images", "max_pixels", "max_labels", "deadline")
@@ -152,24 +143,16 @@ class Info(Schema):
             dim=encoder.dim,
             text=encoder.has_text,
             labels={"preset": preset, "free": source != "preset", "source": source},
-            formats=[f"image/{name.lower()}" for name in DEFAULT_LIMITS.formats],
             limits={name: getattr(settings, name) for name in names},
-            diagnostics=settings.sends_diagnostics,
-            demo={"eps_least": 0, "eps_most": MAX_EPS} if settings.demo else None,
-            defence={
-                "name": defense.name,
-                "tau": tau,
-                "passes": {"most": round(passes, 4)},
-                "config": defense.to_dict(),
-            },
+            diagnostics=settings.diagnostics or settings.demo,
+            demo=settings.demo,
+            defence={"name": defense.name, "tau": tau, "config": defense.to_dict()},
         )
 
 
 def label_source(encoder: Encoder) -> Literal["text", "bank", "preset"]:
     """Source of class features: text tower, label table, or neither (only the server's own labels)."""
-    from react_clip.label_table import LabelTable
-
-    return "text" if encoder.has_text else "bank" if LabelTable.load().encoder == encoder.feature_space else "preset"
+    return "text" if encoder.has_text else "bank" if can_name(encoder) else "preset"
 
 
 class Status(Schema):
@@ -190,3 +173,8 @@ class ErrorBody(Schema):
     """Every answer that is not 200."""
 
     error: ErrorLine
+
+
+ERRORS: dict[int | str, dict[str, Any]]
+ERRORS = {status: {"model": ErrorBody, "description": text} for status, (_, text) in KINDS.items()}
+"""Descriptions of error answers."""

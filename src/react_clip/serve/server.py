@@ -12,7 +12,7 @@ import threading
 from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -35,9 +35,6 @@ _HEAD_BYTES = 2**14
 """Longest head of a request."""
 _START_SECONDS = 60
 """A process that says nothing for so long is replaced; one that starts is silent while it imports libraries."""
-
-Load: TypeAlias = "Callable[[Settings], Model]"
-"""Loads the model."""
 
 
 class Connection(HttpToolsProtocol):
@@ -88,8 +85,10 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[str], None]) -> int:
-    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones; returns the exit code.
+def run(
+    settings: Settings, secrets: Secrets, load: Callable[[Settings], Model], announce: Callable[[str], None]
+) -> None:
+    """Answer requests until SIGTERM or SIGINT, then finish the accepted ones.
 
     ``announce`` gets the URL as soon as the model is loaded.
     """
@@ -98,21 +97,20 @@ def run(settings: Settings, secrets: Secrets, load: Load, announce: Callable[[st
     with open_socket(settings) as listener, tempfile.TemporaryDirectory(prefix="react-clip-") as folder:
         if settings.workers > 1:
             share_between_processes(folder)
-            model, address = load(settings), f"ipc://{folder}/model"
+        model, address = load(settings), f"ipc://{folder}/model"
+        listener.listen(128)  # from now on connections wait for uvicorn instead of being refused
+        if settings.workers > 1:
             workers = _config(partial(_worker, settings, secrets, address), settings)
             with model.running(address):
-                listener.listen(128)  # from now on connections wait for uvicorn instead of being refused
                 announce(url_of(listener))
                 Multiprocess(workers, sockets=[listener]).run()
-            return 0
-        app = partial(_drained, create_app(settings, secrets, model=load(settings)))
+            return
         # uvicorn raises the signal again when it has stopped; with this handler the process still exits with 0.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        listener.listen(128)
         announce(url_of(listener))
+        app = partial(_drained, create_app(settings, secrets, model=model))
         uvicorn.Server(_config(app, settings)).run(sockets=[listener])
-        return 0
 
 
 def _config(app: Callable[[], FastAPI], settings: Settings) -> uvicorn.Config:

@@ -140,20 +140,6 @@ class Settings(BaseSettings):
             )
         return self
 
-    @property
-    def sends_diagnostics(self) -> bool:
-        """True if answers carry the defence's measurements and decision."""
-        return self.diagnostics or self.demo
-
-
-def prompt_slots(prompts: int) -> int:
-    """Places of the queue that new prompts take.
-
-    >>> prompt_slots(0), prompt_slots(1), prompt_slots(1000)
-    (0, 1, 63)
-    """
-    return -(-prompts // PROMPTS_PER_SLOT)
-
 
 def public_name(name: str) -> str:
     """A model's name without the folders of this machine.

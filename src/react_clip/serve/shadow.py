@@ -56,7 +56,6 @@ class Shadow:
         except Exception as error:
             logger.error("the shadow failed: %s", type(error).__name__)
             return
-        self._counts["corrected"] += int(out.gated.sum())
         self._passes += out.passes.sum().item()
         for image, before, after, names in zip(pixels, answers, out.labels.tolist(), out.class_names, strict=True):
             outcome = "same" if before == after else "changed"
@@ -74,7 +73,7 @@ class Shadow:
             "shadow": self.defense.to_dict(),
             "compared": compared,
             "skipped": counts["taken"] - compared - len(self.waiting),
-            **{name: counts[name] for name in ("changed", "corrected")},
+            "changed": counts["changed"],
             "changed_share": wilson(counts["changed"] / compared, compared)._asdict() if compared else None,
             "passes": self._passes / compared if compared else None,
             "labels": [{"answer": before, "shadow": after, "images": n} for (before, after), n in pairs],

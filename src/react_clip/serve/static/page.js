@@ -84,8 +84,8 @@ async function start() {
   if (!info) return;
   say("");
   [by("key").hidden, by("page").hidden] = [true, false];
-  const { name, passes } = info.defence;
-  const how = name === "undefended" ? "without a defence" : `defended by ${name} with at most ${short(passes.most)} passes a photo`;
+  const { name } = info.defence;
+  const how = name === "undefended" ? "without a defence" : `defended by ${name}`;
   by("about").append(` Here: ${info.model}, ${how}.`);
   by("comparison").hidden = Boolean(info.demo);
   by("switch").hidden = !info.demo;
@@ -360,9 +360,9 @@ function gateWords({ score, gated }) {
 
 function explain(diagnostics) {
   const { drift, instability, score, sigma, gated, passes } = diagnostics;
-  const { tau, name, passes: cost } = info.defence;
+  const { tau } = info.defence;
   const words = gateWords(diagnostics);
-  const spent = ` ${short(passes)} encoder passes were spent of at most ${short(cost.most)}.`;
+  const spent = ` ${short(passes)} encoder passes were spent.`;
   by("gate").replaceChildren(make("b", { className: gated ? "open" : "", textContent: words[0] }), words[1] + spent);
   const reach = Math.max(2, 1.25 * (tau ?? 0));
   const line = (title, about, value, text, low, high, mark) => make("div", {},
@@ -374,7 +374,7 @@ function explain(diagnostics) {
     score !== undefined && line("score", "what the gate looks at", score, number(score), 0, reach + Math.LN2, tau),
     sigma !== undefined && line("\u03c3", "noise of the correction", sigma, number(sigma), 0, Math.max(0.15, sigma), null),
   ].filter(Boolean);
-  by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, cost.most, null));
+  by("scales").replaceChildren(...measured, line("passes", "runs of the encoder", passes, short(passes), 0, Math.max(4, passes), null));
 }
 
 function scale(name, value, text, low, high, tau) {
