@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny_clip
-from react_clip.defenses import react
+from react_clip import ReACT
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
@@ -23,7 +23,7 @@ def test_the_examples_run(
     for file, photo in zip(("beach.jpg", "city.jpg"), photos, strict=False):
         shutil.copy(photo, tmp_path / file)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(react, "_OPENAI_VIT_B_32", {str(hf_folder), *react._OPENAI_VIT_B_32})
+    monkeypatch.setitem(ReACT.constants, str(hf_folder), None)
     space: dict[str, Any] = {}
     for example in EXAMPLES:
         for large, small in {

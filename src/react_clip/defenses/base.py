@@ -123,7 +123,8 @@ class CalibratedDefense(Defense):
         raise ReactClipError(
             f"there is no calibration for {name!r} of {cls.__name__}, and every encoder needs its own, from some "
             f"hundred clean photos: `react-clip calibrate PHOTOS --model {name}` writes a file for --config, in Python "
-            f"give guard='auto', photos=[...]; {cls.__name__}() has the constants of its paper, or of another encoder"
+            f"SecondLook.calibrate(clf, photos).config is one; {cls.__name__}() has the constants of its paper, or of "
+            "another encoder"
         )
 
 
