@@ -56,9 +56,6 @@ def test_the_crop_is_torchvisions_resize_256_and_centre_crop_224() -> None:
     published = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.ToTensor()])
     for size in ((500, 375), (375, 500), (64, 64), (300, 301), (224, 225)):
         assert torch.equal(to_pixels(photo(*size), Preprocessing.paper(224)), published(photo(*size))), size
-
-
-def test_preprocessing_twice_is_preprocessing_once() -> None:
     once = Preprocessing.paper(224)(photo(300, 200))
     assert Preprocessing.paper(224)(once) is once
 
@@ -109,12 +106,8 @@ def test_sixteen_bit_grey_is_rounded_to_the_nearest_level(mode: str) -> None:
     # 257 is odd, so that no value lies half-way between two levels: there is only one right answer.
     expected = np.rint(values / 257).astype(np.uint8)
     assert np.array_equal(np.asarray(read_image(image)), np.stack([expected] * 3, -1))
-    assert np.array_equal(np.asarray(image).ravel(), values.ravel()), "the caller's image is left alone"
-
-
-def test_thirty_two_bit_grey_is_clipped_to_sixteen() -> None:
-    image = Image.fromarray(np.array([[-(2**31), -1, 0, 65535, 65536, 2**31 - 1]], np.int32))
-    assert np.asarray(read_image(image))[0, :, 0].tolist() == [0, 0, 0, 255, 255, 255]
+    beyond = Image.fromarray(np.array([[-(2**31), -1, 65536, 2**31 - 1]], np.int32))
+    assert np.asarray(read_image(beyond))[0, :, 0].tolist() == [0, 0, 255, 255]
 
 
 def test_of_several_frames_or_pages_the_first_counts() -> None:

@@ -127,7 +127,7 @@ def test_impossible_features_templates_and_folders_are_refused(tiny_folder: Path
         rc.ZeroShotClassifier(rc.load(tiny_folder, device="cpu"), ["cat"], templates=["a photo"])
     (photos / "bird").mkdir()
     for folder, says in (
-        (tmp_path / "missing", "has no sub-folders"),
+        (tmp_path / "missing", "missing does not exist"),
         (photos, "bird holds no photos"),
         (photos / "bird", "has no sub-folders"),
     ):

@@ -106,8 +106,6 @@ class Configuration:
 
     removed: ClassVar[Mapping[str, Any]] = {}
     """Fields that files of earlier versions have, with the value that still means the same (``...`` for any)."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Names of fields in files of earlier versions, and what they are now."""
 
     def __init_subclass__(cls, *, described: bool = False, **kwargs: Any) -> None:
         """With ``described`` the descriptions in :func:`fields_of` are the docstrings below the fields."""
@@ -155,8 +153,7 @@ class Configuration:
         if not isinstance(data, Mapping):
             raise ReactClipError(f"{_short(data)} is not a mapping of {cls.__name__}; {_known_fields(cls)}")
         # JSON and YAML have no tuples; fields are never lists, so that configurations can be hashed.
-        named = {cls.renamed.get(str(key), str(key)): value for key, value in data.items()}
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in named.items()}
+        values = {str(key): tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         for key, default in cls.removed.items():
             if key in values and values.pop(key) != default and default is not ...:
                 raise ReactClipError(f"{_title(cls)} no longer has {key!r} (now always {_short(default)}); remove it")

@@ -18,10 +18,10 @@ class MissingPackageError(ReactClipError, ImportError):
 def missing_or_wrong(path: Path, line: str) -> ReactClipError:
     """The error for a path that cannot be used: :class:`MissingFileError` if nothing is there.
 
-    >>> type(missing_or_wrong(Path("nowhere"), "nowhere is no folder")).__name__
-    'MissingFileError'
+    >>> missing_or_wrong(Path("nowhere"), "nowhere is no folder")
+    MissingFileError('nowhere does not exist; check the path')
     """
-    return ReactClipError(line) if path.exists() else MissingFileError(line)
+    return ReactClipError(line) if path.exists() else MissingFileError(f"{path} does not exist; check the path")
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from react_clip.errors import MissingFileError, ReactClipError, first_line
+from react_clip.errors import ReactClipError, first_line, missing_or_wrong
 from react_clip.storage import photo_files
 
 ImageSource = Image.Image | Path | str | bytes | io.BytesIO | NDArray[np.uint8]
@@ -125,12 +125,8 @@ def _read_bytes(source: Path | str | bytes | io.BytesIO, limits: Limits) -> tupl
     try:
         with path.open("rb") as stream:
             return str(path), stream.read(limits.max_bytes + 1)
-    except FileNotFoundError:
-        raise MissingFileError(f"{path} does not exist; check the path") from None
-    except IsADirectoryError:
-        raise ReactClipError(f"{path} is a folder; give an image file") from None
     except OSError as error:
-        raise ReactClipError(f"{path} cannot be read: {error.strerror}") from None
+        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}") from None
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

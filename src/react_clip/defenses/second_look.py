@@ -86,7 +86,6 @@ class SecondLook(CalibratedDefense):
 
     kind = "second_look"
     colour = "#332288"
-    renamed: ClassVar[Mapping[str, str]] = {"look": "copy_size"}
     constants: ClassVar[Mapping[str, str]] = dict.fromkeys(OPENAI_VIT_B_16, "")
 
     copy_size: Size | None = 176 / 224
@@ -155,7 +154,8 @@ class SecondLook(CalibratedDefense):
                 stacklevel=2,
             )
             kept = data.keys() & {"kind", "look", "copy_size", "motion", "lazy", "max_batch"}
-            data = {"drift_threshold": old, **{name: data[name] for name in kept}}
+            named = {"copy_size" if name == "look" else name: data[name] for name in kept}
+            data = {"drift_threshold": old, **named}
         return super().from_dict(data)
 
     @classmethod
