@@ -29,7 +29,13 @@ PLAIN: list[Attack] = [
     attacks.DIFGSM(steps=3),
     attacks.AutoAttack(version="standard"),
 ]
+OTHERS: list[Attack] = [
+    attacks.Targeted(by=attacks.APGD(steps=5), target_class=1),
+    attacks.L2PGD(eps=1.0, steps=4),
+    attacks.Patch(area=0.2, steps=4),
+]
 every_attack = pytest.mark.parametrize("attack", PLAIN, ids=repr)
+every_attack_and_ball = pytest.mark.parametrize("attack", [*PLAIN, *OTHERS], ids=repr)
 
 EPS = 8 / 255
 SMALL: dict[str, Any] = {"eps": EPS, "steps": 3, "eot": 2, "checkpoint": False}
@@ -103,7 +109,7 @@ def test_images_are_allowed(attack: Attack, data: st.DataObject) -> None:
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 
-@every_attack
+@every_attack_and_ball
 def test_seeds_repeat_and_leave_the_global_state_alone(attack: Attack, task: Task) -> None:
     x, y = task.head(6)
     state = torch.get_rng_state()
@@ -139,7 +145,7 @@ def test_results_do_not_depend_on_the_batch(attack: Attack, task: Task) -> None:
 # --- what is returned -------------------------------------------------------------------------------------------------
 
 
-@every_attack
+@every_attack_and_ball
 def test_success_loss_and_queries_are_those_of_the_model(attack: Attack, task: Task) -> None:
     x, y = task.x[:16], task.y[:16]
     model, steps = Record(task.net), list[int]()
@@ -172,7 +178,7 @@ def test_few_classes(attack: Attack, classes: int) -> None:
     assert attack(task.net, x, y, eps=EPS).crafted.tolist() == [True] * 5 + [False] * 5
 
 
-@every_attack
+@every_attack_and_ball
 def test_the_final_pass_judges_a_randomised_model(attack: Attack, task: Task) -> None:
     """A model that answers wrongly on every call but the last: nothing it said before counts."""
     x, y = task.head(3)
@@ -190,7 +196,7 @@ def test_the_final_pass_judges_a_randomised_model(attack: Attack, task: Task) ->
     assert result.success.tolist() == [False, False, False]
 
 
-@every_attack
+@every_attack_and_ball
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_model_and_input_stay_untouched(attack: Attack, task: Task, outer: Callable[[], torch.no_grad]) -> None:
     linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))

@@ -44,7 +44,7 @@ def test_eps_in_255ths_is_refused(kind: type[Attack]) -> None:
         ("labels have shape (1,)", X, Y[:1]),
         ("class indices from 0", X, Y.float()),
         ("class indices from 0", X, Y - 1),
-        ("a label is 4, but the model has 4 classes (0 to 3)", X, Y + 3),
+        ("at least 5 classes, as a label is 4", X, Y + 3),
     ],
 )
 def test_bad_images_and_labels(text: str, x: Tensor, y: Tensor) -> None:

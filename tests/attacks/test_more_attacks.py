@@ -35,12 +35,6 @@ from toys import patch_encoder, write_photos
 from .conftest import Task, problem_of, sign_steps
 
 EPS = 8 / 255
-EVERY: list[Attack] = [
-    DIFGSM(steps=3, smooth=2, step_size=3 / 255),
-    Targeted(by=APGD(steps=5), target_class=1),
-    L2PGD(eps=1.0, steps=4),
-    Patch(area=0.2, steps=4),
-]
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -56,20 +50,6 @@ def patches() -> tuple[Any, Tensor, Tensor]:
     clf = rc.ZeroShotClassifier.from_features(encoder, [f"class {i}" for i in range(4)], features)
     x = torch.rand(3, 3, 32, 32, generator=generator)
     return clf, x, clf(x).argmax(1)
-
-
-@pytest.mark.parametrize("attack", EVERY, ids=lambda attack: attack.name)
-def test_results_follow_from_image_and_seed_alone(attack: Attack, task: Task) -> None:
-    x, y = task.head(5)
-    state = torch.get_rng_state()
-    whole = attack(task.net, x, y, seed=4)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(whole.images, attack(task.net, x, y, seed=4).images)
-    assert apart(whole.images[1:3], attack(task.net, x[1:3], y[1:3], seed=4).images) < 0.01
-    assert torch.equal(attack(task.net, x, y, eps=0.0).images, x)
-    # An image that is broken before the first gradient has none.
-    assert attack(task.net, x, y, seed=4).flat.nan_to_num(0.0).tolist() == [0.0] * 5
-    assert rc.attacks.from_dict(attack.to_dict()) == attack
 
 
 def test_a_gradient_that_is_zero_at_the_start_is_noted(task: Task) -> None:

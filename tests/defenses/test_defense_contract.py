@@ -261,7 +261,7 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ("react", "sequential", 0.99, "react no longer has 'sequential'"),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),
-        ("r-tpt", "words", " ", "words is ' '; give the words before the name"),
+        ("r-tpt", "words", " ", "words is ' ': "),
         ("r-tpt", "augmix", {"area": [0.5, 1.5]}, "augmix: area is"),
         ("ss-tpt", "augmentation", {"blur_kernel": 4}, "augmentation: blur_kernel is 4; it must be odd"),
     ],

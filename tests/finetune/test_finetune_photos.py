@@ -78,14 +78,9 @@ def test_every_origin_gives_the_same_squares_in_memory_and_read_ahead(
     squares = memory.take(torch.arange(26)).flatten(1)
     assert memory.take(torch.tensor([0])).shape[-1] == HOW.resize
     assert len(squares.unique(dim=0)) == 24, "neighbours stand in for the two"
-    expected = {
-        torch.from_numpy(np.asarray(HOW_LARGE(Image.open(io.BytesIO(picture(n))))).copy()).sum() for n in range(24)
-    }
+    largest = Preprocessing(HOW.resize, HOW.resize, interpolation=HOW.interpolation)
+    expected = [np.asarray(largest(Image.open(io.BytesIO(picture(number))))).sum() for number in range(24)]
     assert {int(each.sum()) for each in squares} == {int(each) for each in expected}
-
-
-def HOW_LARGE(image: Image.Image) -> Image.Image:  # noqa: N802
-    return Preprocessing(HOW.resize, HOW.resize, interpolation=HOW.interpolation)(image)
 
 
 def test_a_damaged_shard_is_named_and_gives_what_comes_before(tmp_path: Path) -> None:

@@ -254,13 +254,12 @@ def check_in_ball(images: Tensor, ball: linf.Ball, name: str) -> None:
 
 def _checked(logits: Tensor, y: Tensor) -> Tensor:
     """The logits as floats, refused unless they are finite, ``[n, K]``, and cover the labels."""
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(y) or logits.shape[1] < 2:
+    least = max(2, int(y.max()) + 1)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(y) or logits.shape[1] < least:
         raise ReactClipError(
             f"the model answered {len(y)} images with {_shape(logits)}, but an attack needs logits [{len(y)}, K] of at "
-            "least 2 classes"
+            f"least {least} classes, as a label is {int(y.max())}"
         )
-    if int(y.max()) >= (classes := logits.shape[1]):
-        raise ReactClipError(f"a label is {int(y.max())}, but the model has {classes} classes (0 to {classes - 1})")
     if not bool(logits.isfinite().all()):
         raise ReactClipError(
             "the model's logits hold NaN or infinite values; run the model in float32 and check its weights"

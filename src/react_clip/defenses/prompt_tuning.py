@@ -99,7 +99,7 @@ class PromptTuning(Defense):
     """Learning rate of AdamW, whose other constants are torch's defaults, as in the published codes."""
     steps: Whole = 1
     """Steps per image; 0 keeps the words as they are."""
-    words: str = "a photo of a"
+    words: Annotated[str, Field(pattern=r"\w")] = "a photo of a"
     """Words before the class name, whose embeddings are tuned. The classifier's own templates are not used."""
     augmix: AugMix = field(default_factory=AugMix)
     """The augmentation that draws the views."""
@@ -107,8 +107,6 @@ class PromptTuning(Defense):
     def __post_init__(self) -> None:
         if self.selected > self.views:
             raise ReactClipError(f"selected is {self.selected}; there are only {self.views} views to select from")
-        if not self.words.strip():
-            raise ReactClipError(f"words is {self.words!r}; give the words before the name, such as 'a photo of a'")
 
     def _views(self, images: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
         """What is encoded of each view ``[N * variants, 3, S, S]``; ``shared`` are keys of the images of the views."""
