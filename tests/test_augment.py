@@ -12,13 +12,6 @@ from react_clip import ReactClipError, noise
 from react_clip.augment import JitterFirst, WeakAugmentation, _hue_matrices
 from toys import toy_images
 
-STILL = WeakAugmentation(rotation=0, translation=0, scale=(1, 1), probability=0)
-
-
-def test_no_magnitude_is_the_identity() -> None:
-    images = toy_images(3)
-    assert torch.allclose(STILL(images, torch.arange(3)), images, atol=1e-6)
-
 
 def test_hue_keeps_the_brightness() -> None:
     pixels = 0.4 + 0.2 * toy_images(2)

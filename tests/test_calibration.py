@@ -19,7 +19,6 @@ from react_clip.attacks import PGD
 from react_clip.augment import smaller_copy
 from react_clip.calibration import Calibration, calibrate, clean_threshold, fit_mappings
 from react_clip.defenses import AOM, SecondLook
-from react_clip.preprocess import to_image
 from toys import patch_encoder, toy_classifier, toy_images
 
 
@@ -182,16 +181,6 @@ def test_classes_near_what_lies_beyond_the_copies_are_said_to_be_fine_grained(fi
         warnings.simplefilter("ignore")
         notes = SecondLook.calibrate(clf, images).notes
     assert any("fine-grained for 'patches': beyond the small copies 100%" in note for note in notes) is fine
-
-
-def test_a_folder_calibrates_as_its_photos_do(tmp_path: Path) -> None:
-    encoder, images = patch_encoder(), smooth_photos(24).mul(255).round() / 255
-    for number, image in enumerate(images):
-        to_image(image).save(tmp_path / f"{number:02}.png")
-    with pytest.warns(UserWarning, match="24 photos are few"):
-        results = [SecondLook.calibrate(encoder, photos) for photos in (images, str(tmp_path), tmp_path.iterdir())]
-    assert results[0] == results[1]
-    assert results[0].config == results[2].config
 
 
 def test_photos_that_cannot_calibrate_are_refused() -> None:

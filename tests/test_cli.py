@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import react_clip as rc
 from programs import Run
 from react_clip import choices
 from react_clip.cli import COMMANDS, main
+from react_clip.cli.common import build_guard
 from react_clip.cli.embed import write_features
 from react_clip.secret import _drawn_secret, described
 from toys import patch_encoder, write_photos
@@ -170,39 +172,32 @@ def test_a_failed_write_keeps_both_old_files(
     assert np.load(path, allow_pickle=False).shape == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "guard"),
-    [
-        ([], rc.SecondLook()),
-        (["--defense", "react"], rc.ReACT.for_encoder("clip-vit-b-16")),
-        (["--config", "paper"], rc.ReACT()),
-        (["--config", "mine.json"], rc.SecondLook(threshold=0)),
-    ],
-)
-def test_the_defence_is_second_look_unless_another_is_asked_for(
-    run: Run,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    guard: rc.Defense,
+def test_embed_writes_what_the_default_defence_gives(
+    run: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = patch_encoder()
     encoder.name = encoder.weights = "clip-vit-b-16"
     monkeypatch.setattr("react_clip.cli.common.load_encoder", lambda args: encoder)
-    monkeypatch.chdir(tmp_path)
-    rc.SecondLook(threshold=0).save("mine.json")
-    for name in ("red", "blue"):
-        (tmp_path / "classes" / name).mkdir(parents=True)
-        Image.new("RGB", (40, 40), name).save(tmp_path / "classes" / name / "0.png")
-    clf = rc.ZeroShotClassifier.from_folder(encoder, tmp_path / "classes")
-    expected = guard(clf, sorted(photos.iterdir()), seed=0)
-    code, _, err = run("embed", photos, "--photos", "classes", *options, "--seed", 0, "--out", "features.npy")
-    assert code == 0, err
-    assert err.count(f"the defence is {type(guard).label}") == 1
-    files = json.loads(Path("features.files.json").read_text())["files"]
-    assert np.allclose(np.load("features.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
+    classes = write_photos(tmp_path / "classes" / "one").parent
+    expected = rc.SecondLook()(rc.ZeroShotClassifier.from_folder(encoder, classes), sorted(photos.iterdir()), seed=0)
+    code, _, err = run("embed", photos, "--photos", classes, "--seed", 0, "--out", tmp_path / "f.npy")
+    assert (code, err.count("the defence is SecondLook")) == (0, 1), err
+    files = json.loads((tmp_path / "f.files.json").read_text())["files"]
+    assert np.allclose(np.load(tmp_path / "f.npy", allow_pickle=False), expected.features.numpy(), atol=1e-5)
     assert [Path(name).name for name in files] == ["photo0.png", "photo1.png", "photo2.png"]
+
+
+def test_the_defence_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    encoder, file = patch_encoder(), str(tmp_path / "mine.json")
+    encoder.name = encoder.weights = "clip-vit-b-16"
+    rc.SecondLook(threshold=0).save(file)
+    for defense, config, guard in (
+        (None, None, rc.SecondLook()),
+        ("react", None, rc.ReACT.for_encoder("clip-vit-b-16")),
+        (None, "paper", rc.ReACT()),
+        (None, file, rc.SecondLook(threshold=0)),
+    ):
+        assert build_guard(Namespace(defense=defense, config=config), encoder) == guard
 
 
 def test_without_a_seed_the_noise_follows_a_secret(

@@ -41,17 +41,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_ours_agree_with_theirs(python: str) -> None:
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "others",
-        "-p",
-        "no:cacheprovider",
-        "tests/attacks/test_libraries.py",
-    ]
+    options = "-q -m others -p no:cacheprovider tests/attacks/test_libraries.py"
+    command = [python, "-m", "pytest", *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d+ passed in", done.stdout), "none is skipped"

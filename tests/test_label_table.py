@@ -72,12 +72,9 @@ def test_a_group_is_the_mean_of_its_members_and_photos_of_the_word_itself_weigh_
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("cats", "cat"),
         ("golden_Retriever", "golden retriever"),
-        ("goldenretrievers", "golden retriever"),
         ("T Shirt", "t-shirt"),
         ("butterflies", "butterfly"),
-        ("wolves", "wolf"),
         ("knives", "knife"),
         ("buses", "bus"),
         ("jean", "jeans"),
