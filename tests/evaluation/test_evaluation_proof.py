@@ -57,8 +57,8 @@ def proof(run: Path, tmp_path: Path) -> Path:
 def test_an_honest_proof_passes_without_the_data(proof: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells, notes = check_proof(proof, progress=False)
     assert (len(cells), notes) == (CELLS, [])
-    assert all(cell.passed and not cell.flips and cell.claimed == cell.found for cell in cells)
-    claimed = {(cell.attack, cell.defense): cell.claimed for cell in cells}
+    assert (cells["passed"] & (cells["flips"] == 0) & (cells["claimed"] == cells["found"])).all()
+    claimed = {(cell.attack, cell.defense): cell.claimed for cell in cells.itertuples()}
     for row in rc.EvaluationResult.load(run).rows:
         assert claimed[title_of(row.attack, row.eps), row.defense] == pytest.approx(row.accuracy)
     manifest = json.loads((proof / MANIFEST).read_text())
@@ -164,12 +164,12 @@ def test_rounding_is_counted_and_made_up_answers_fail(proof: Path, capsys: pytes
 def test_scores_that_do_not_follow_from_the_answers_fail(proof: Path) -> None:
     forge_answers(proof, 24, {"robust": lambda rows: ~rows["robust"].to_numpy(bool) | True})
     cells, _ = check_proof(proof, progress=False)
-    assert [(cell.defense, cell.flips, cell.claimed) for cell in cells if not cell.passed] == [("ReACT", 0, 1.0)]
+    assert cells.loc[~cells["passed"], ["defense", "flips", "claimed"]].to_numpy().tolist() == [["ReACT", 0, 1.0]]
 
 
 def test_another_revision_is_a_note(proof: Path) -> None:
     manifest = json.loads((proof / MANIFEST).read_text())
     (proof / MANIFEST).write_text(json.dumps({**manifest, "package": "other", "commit": "1234567890abcdef"}))
     cells, [note] = check_proof(proof, progress=False)
-    assert all(cell.passed for cell in cells)
+    assert cells["passed"].all()
     assert "was made by another revision of the package (commit 1234567890ab)" in note

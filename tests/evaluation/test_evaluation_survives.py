@@ -182,7 +182,7 @@ def test_a_folder_with_another_or_a_damaged_recipe_is_refused(tmp_path: Path) ->
     toy_run(tmp_path, **SMALL, title="first")
     recipe = tmp_path / "recipe.yaml"
     for prepare, message in (
-        (lambda: None, r"holds a run of 'first' with other values of .*seed.*, or choose another --out"),
+        (lambda: None, "holds a run of 'first' with 0 in its seed, which"),
         (lambda: recipe.write_text("title: ["), "remove it to continue, or choose another --out"),
         (recipe.unlink, r"has a result\.json but no recipe\.yaml"),
     ):
@@ -223,9 +223,12 @@ def test_a_run_grows_by_what_is_missing_and_loses_nothing(tmp_path: Path, monkey
     crafted = attacked * (two.steps + 3)  # judged as floats, as 8 bits, and by the run
     assert sum(encoded) == second_seed + new_images + crafted + repeated, "the first attack is not run again"
     for smaller, name in (
-        ({**grown, "seeds": (0, 1)}, "'pgd-3' among its attacks"),
-        ({**grown, "attacks": [one, two]}, "1 among its seeds"),
-        ({**grown, "attacks": [one, two], "seeds": (0, 1), "defenses": {"CLIP": rc.ReACT()}}, "'CLIP' among its def"),
+        ({**grown, "seeds": (0, 1)}, "'pgd-3' in its attacks"),
+        ({**grown, "attacks": [one, two]}, "1 in its seeds"),
+        (
+            {**grown, "attacks": [one, two], "seeds": (0, 1), "defenses": {"CLIP": rc.ReACT()}},
+            "'CLIP' in its def",
+        ),
     ):
-        with pytest.raises(rc.ReactClipError, match=f"holds a run with {name}.*a run only grows"):
+        with pytest.raises(rc.ReactClipError, match=f"holds a run of .* with {name}.*a run only grows"):
             toy_run(tmp_path, **smaller)

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from react_clip.calibration import Calibration
 from react_clip.defenses import Defense, ReACT
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.report.figures import (
@@ -19,7 +18,6 @@ from react_clip.report.figures import (
     MissingDataError,
     accuracy_over_budget,
     accuracy_over_passes,
-    calibration_figure,
     diagnostics_of,
     draw_all,
     gate_over_budget,
@@ -30,8 +28,6 @@ from react_clip.report.figures import (
 )
 from react_clip.report.style import lines_of, new_figure, save_figure
 from synthetic_runs import CLIP, DEFENSES, REACT, SECOND, SETS, synthetic_run
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def mean(run: EvaluationResult, defense: str, attack: str = "clean", eps: float 
 
 def test_there_are_seven_kinds_and_each_is_drawn_or_says_why_not(run: EvaluationResult, tmp_path: Path) -> None:
     assert len(KINDS) == 7
-    drawn, missing = draw_all(run, None, tmp_path, False)
+    drawn, missing = draw_all(run, tmp_path, False)
     assert [item.name for item in drawn] == [name for name in KINDS if name != "leakage"]
     assert {path.name for path in tmp_path.iterdir()} == {f"{d.name}.{kind}" for d in drawn for kind in ("svg", "png")}
     assert missing == [
@@ -66,7 +62,7 @@ def test_there_are_seven_kinds_and_each_is_drawn_or_says_why_not(run: Evaluation
 
 
 def test_a_run_without_attacks_or_defences_has_reasons(tmp_path: Path) -> None:
-    drawn, missing = draw_all(synthetic_run([CLIP], sets={"pets": 9}, attacks={}), None, tmp_path, False)
+    drawn, missing = draw_all(synthetic_run([CLIP], sets={"pets": 9}, attacks={}), tmp_path, False)
     assert drawn == []
     text = "\n".join(missing)
     for words in ("attacked no image", "one data set", "no defence of it measured", "has a gate that opened"):
@@ -134,14 +130,10 @@ def test_boxes_have_the_median_and_the_threshold_of_the_score() -> None:
         assert clean["score"].median() in heights
 
 
-def test_sigma_is_drawn_over_drift_or_from_a_calibration(run: EvaluationResult) -> None:
+def test_sigma_is_drawn_over_drift(run: EvaluationResult) -> None:
     [axes] = sigma_over_drift(run).axes
     assert list(points(axes)) == ["ReACT"]
     assert all(y == pytest.approx(0.03 + 0.04 * x) for x, y in points(axes)["ReACT"])
-    calibration = Calibration.load(RESULTS / "calibration" / "clip-vit-b-16.json")
-    found = points(calibration_figure(calibration).axes[0])
-    for point in calibration.points:
-        assert found[f"{255 * point.eps:g}/255"] == near((point.mean_drift, point.best_sigma))
     with pytest.raises(MissingDataError, match="maps a drift to an anchor scale"):
         sigma_over_drift(synthetic_run([SECOND]))
 

@@ -18,8 +18,6 @@ from react_clip.report.figures import KINDS
 from react_clip.report.page import write_report
 from synthetic_runs import CLIP, REACT, save_run, synthetic_run
 
-CALIBRATION = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "calibration" / "clip-vit-b-16.json"
-
 
 @pytest.fixture(autouse=True)
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +32,7 @@ def rows_of(page: str) -> list[str]:
 
 
 def test_the_page_has_figures_tables_images_and_the_run(folder: Path, tmp_path: Path) -> None:
-    report = write_report([folder], tmp_path / "out", calibration=CALIBRATION)
+    report = write_report([folder], tmp_path / "out")
     text = report.page.read_text()
     assert text.count("data:image/svg+xml;base64,") == len(report.figures) / 2 == 2
     assert all(path.is_file() for path in report.figures)
@@ -76,28 +74,13 @@ def test_the_command_joins_runs_or_writes_beside_one(tmp_path: Path, capsys: pyt
         assert ("ReACT, pgd-10" in Path(answer["page"]).read_text()) == (len(given) > 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["RUN/.."], "give the folder of a finished run"),
-        (["RUN", "--calibration", "RUN/result.json"], "result.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert main(["report", "--quiet", *(argument.replace("RUN", str(folder)) for argument in arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert says in captured.err
-
-
 def test_a_damaged_run_is_one_line(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     (copy / "images.parquet").write_bytes((copy / "images.parquet").read_bytes()[:-100])
     with pytest.raises(rc.ReactClipError, match=r"images.parquet is damaged .* run the evaluation again"):
         write_report([copy], tmp_path / "out")
+    with pytest.raises(rc.ReactClipError, match="give the folder of a finished run"):
+        write_report([tmp_path], tmp_path / "out")
 
 
 def test_the_demo_shows_every_answer_with_the_names_of_its_diagnostics(tmp_path: Path) -> None:

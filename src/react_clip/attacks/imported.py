@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,10 +15,20 @@ from torch import Tensor
 from react_clip import storage
 from react_clip.attacks.base import ADAPTIVE, OBLIVIOUS, TRANSFER, Attack
 from react_clip.attacks.problem import Problem
-from react_clip.errors import MissingFileError, ReactClipError, first_line
+from react_clip.config import Configuration
+from react_clip.errors import ReactClipError, first_line
 from react_clip.preprocess import read_image, to_float, to_image
 
 MANIFEST = "manifest.json"
+
+
+class Manifest(Configuration):
+    """Which image belongs to which photo."""
+
+    images: dict[str, str]
+    """Files, or rows of tensors, by the SHA-256 of the clean photo's pixels."""
+    sha256: dict[str, str]
+    """SHA-256 of each file."""
 
 
 class Imported(Attack):
@@ -43,7 +52,7 @@ class Imported(Attack):
 
     def __repr__(self) -> str:
         """The configuration with the digest of the manifest: other images are another attack."""
-        return f"{super().__repr__()} {storage.sha256_of(self._manifest_file)}"
+        return f"{super().__repr__()} {hashlib.sha256(repr(self._manifest).encode()).hexdigest()}"
 
     @property
     def name(self) -> str:
@@ -60,42 +69,31 @@ class Imported(Attack):
             with storage.atomic_path(folder / name) as temporary:
                 to_image(image).save(temporary, format="PNG")
             digests[name] = storage.sha256_of(folder / name)
-        storage.write_text(folder / MANIFEST, json.dumps({"images": listed, "sha256": digests}, indent=1) + "\n")
+        Manifest(listed, digests).save(folder / MANIFEST)
         return folder / MANIFEST
 
     def search(self, problem: Problem) -> Tensor:
         """The images of these photos; refused where one is missing, changed, or leaves the budget."""
-        listed, names, intact = self._manifest["images"], [], set[Path]()
+        listed, names, intact = self._manifest.images, [], set[Path]()
         for photo in problem.x:
             if (digest := photo_digest(photo)) not in listed:
                 raise ReactClipError(
-                    f"{self._manifest_file} has no image of the photo with SHA-256 {digest}; every attacked photo "
-                    "needs one, at the encoder's size"
+                    f"{self.folder} has no image of the photo with SHA-256 {digest}; every attacked photo needs one, "
+                    "at the encoder's size"
                 )
-            names.append(str(listed[digest]))
+            names.append(listed[digest])
         return torch.stack([self._image(name, problem.x.shape[-1], intact) for name in names]).to(problem.x)
 
-    @property
-    def _manifest_file(self) -> Path:
-        if not (file := Path(self.folder) / MANIFEST).is_file():
-            raise MissingFileError(f"{file} does not exist; write the images with attacks.Imported.write")
-        return file
-
     @cached_property
-    def _manifest(self) -> dict[str, Any]:
-        manifest = storage.read_json(self._manifest_file, "write the images with attacks.Imported.write")
-        if not (
-            isinstance(manifest, dict) and all(isinstance(manifest.get(key), dict) for key in ("images", "sha256"))
-        ):
-            raise ReactClipError(f"{self._manifest_file} lacks the mappings 'images' and 'sha256'; write it again")
-        return manifest
+    def _manifest(self) -> Manifest:
+        return Manifest.load(Path(self.folder) / MANIFEST)
 
     def _image(self, name: str, size: int, intact: set[Path]) -> Tensor:
         """One image ``[3, S, S]`` in [0, 1]; ``intact`` collects the files whose hash was compared."""
         file, _, row = name.partition("#")
         path = Path(self.folder) / file
         if path not in intact:
-            intact.add(storage.verified(Path(self.folder), file, self._manifest["sha256"].get(file)))
+            intact.add(storage.verified(Path(self.folder), file, self._manifest.sha256.get(file)))
         try:
             if row:
                 with safe_open(path, framework="pt") as stored:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -91,18 +91,26 @@ def _check(args: argparse.Namespace) -> int:
         load_defense(reference)
     if not (proofs := sorted(args.check.rglob(MANIFEST))):
         raise ReactClipError(f"{args.check} holds no {MANIFEST}; give a folder that `react-clip rank --proof` wrote")
-    cells = []
+    import pandas as pd
+
+    tables = []
     for path in proofs:
-        found, notes = check_proof(path.parent, device=args.device, progress=not args.quiet)
-        cells += found
+        table, notes = check_proof(path.parent, device=args.device, progress=not args.quiet)
+        tables.append(table)
         for note in notes:
             common.notice(args, f"note: {note}")
-    failed = [cell for cell in cells if not cell.passed]
-    rounded = [cell for cell in cells if cell.passed and cell.flips]
-    lines = [*(f"differs: {cell}" for cell in failed), *(f"within rounding: {cell}" for cell in rounded)]
-    flips, answers = sum(cell.flips for cell in cells), sum(cell.answers for cell in cells)
-    lines.append(f"{len(cells)} cells checked, {len(failed)} differ; {flips} of {answers} answers differ")
-    common.print_result(args, {"passed": not failed, "cells": [asdict(cell) for cell in cells]}, lines)
+    cells = pd.concat(tables, ignore_index=True)
+    line = (
+        "{verdict}: {dataset}, {attack}, {defense}: {flips} of {answers} answers differ; accuracy {claimed:.2%} in the "
+        "proof, {found:.2%} here"
+    )
+    shown = cells[(cells["flips"] > 0) | ~cells["passed"]]
+    shown = shown.assign(verdict=shown["passed"].map({True: "within rounding", False: "differs"}))
+    lines = [line.format(**cell) for cell in shown.to_dict("records")]
+    failed = int((~cells["passed"]).sum())
+    counts = f"{cells['flips'].sum()} of {cells['answers'].sum()} answers differ"
+    lines.append(f"{len(cells)} cells checked, {failed} differ; {counts}")
+    common.print_result(args, {"passed": not failed, "cells": json.loads(cells.to_json(orient="records"))}, lines)
     return 1 if failed else 0
 
 

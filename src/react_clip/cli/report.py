@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("runs", nargs="+", type=options.existing, metavar="RUN_DIR", help="folder of an evaluation")
     parser.add_argument("--out", type=Path, help="folder of the report (RUN_DIR/report; for several runs report/)")
-    parser.add_argument("--calibration", type=options.existing, help="JSON of `react-clip calibrate` to show as well")
     group = parser.add_argument_group("a table instead of the page")
     group.add_argument("--table", metavar="NAME", help="print this table: accuracy, per_dataset, passes, attacks, ...")
     group.add_argument("--format", choices=FORMATS, help="of the table (markdown)")
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from react_clip.report.page import write_report
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
-    report = write_report(args.runs, out, calibration=args.calibration, progress=not args.quiet)
+    report = write_report(args.runs, out, progress=not args.quiet)
     document = {
         "page": str(report.page),
         "figures": [str(path) for path in report.figures],

@@ -79,20 +79,19 @@ def _check_or_write_recipe(folder: Path, recipe: Recipe) -> None:
             stored = read_yaml(path)
         except ReactClipError as error:
             raise ReactClipError(f"{error}; remove it to continue, or choose another --out") from None
-        keys = [key for key in asked if stored.get(key) != asked[key] and key not in (*_GROWING, *_DESCRIBING)]
-        if keys or stored.keys() != asked.keys():
-            raise ReactClipError(
-                f"{folder} holds a run of {stored.get('title')!r} with other values of {', '.join(keys) or 'some keys'}"
-                "; ask for the same values to continue it, or choose another --out"
-            )
-        for key in _GROWING:
-            for item in stored[key]:
-                if item not in asked[key]:
-                    name = item["label"] if isinstance(item, dict) else item
-                    raise ReactClipError(
-                        f"{folder} holds a run with {name!r} among its {key}, which is missing now or differs; a run "
-                        "only grows: ask for it as it was, or choose another --out"
-                    )
+        if stored.keys() != asked.keys():
+            raise ReactClipError(f"{path} is of another version of react-clip; choose another --out")
+        for key in [key for key in asked if key not in _DESCRIBING]:
+            if key in _GROWING:
+                lost = [item for item in stored[key] if item not in asked[key]]
+            else:
+                lost = [stored[key]] if stored[key] != asked[key] else []
+            for item in lost:
+                name = item["label"] if key in ("attacks", "defenses") else item
+                raise ReactClipError(
+                    f"{folder} holds a run of {stored['title']!r} with {name!r} in its {key}, which is missing now or "
+                    "differs; a run only grows: ask for it as it was, or choose another --out"
+                )
     elif existing := [name for name in (RESULT, IMAGES) if (folder / name).exists()]:
         raise ReactClipError(f"{folder} has a {existing[0]} but no {RECIPE}; choose another --out")
     recipe.save(path)

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 from react_clip.defenses import ReACT
 from react_clip.errors import ReactClipError
-from react_clip.evaluation.recipe import CLEAN, format_eps, title_of
+from react_clip.evaluation.recipe import CLEAN, title_of
 from react_clip.evaluation.results import EvaluationResult
 from react_clip.report.style import (
     GREY,
@@ -37,9 +36,6 @@ from react_clip.report.style import (
     save_figure,
     style_axes,
 )
-
-if TYPE_CHECKING:
-    from react_clip.calibration import Calibration
 
 MEASURED = 0.95
 """Least fraction of images on which a diagnostic must be known: the gate skips some, and not at random."""
@@ -64,18 +60,14 @@ class Drawn:
     caption: str
 
 
-def draw_all(
-    result: EvaluationResult, calibration: Calibration | None, folder: Path, progress: bool
-) -> tuple[list[Drawn], list[str]]:
+def draw_all(result: EvaluationResult, folder: Path, progress: bool) -> tuple[list[Drawn], list[str]]:
     """Draw every figure that the run has data for; returns them, and one line for each of the others."""
     drawn, missing = [], []
     images = sum(info.images for info in result.sets)
     about = f"{images:,} images; {result.model}; threat model {result.threat}, scoring {result.scoring}."
     for name, (title, make) in tqdm(KINDS.items(), "figures", disable=not progress):
         try:
-            fitted = calibration if name == "sigma" else None
-            figure = make(result) if fitted is None else calibration_figure(fitted)
-            save_figure(figure, folder / name)
+            save_figure(make(result), folder / name)
             drawn.append(Drawn(name, title, f"{inspect.cleandoc(str(make.__doc__))} {about}"))
         except MissingDataError as reason:
             missing.append(f"{title}: {reason}")
@@ -224,28 +216,6 @@ def sigma_over_drift(result: EvaluationResult) -> Figure:
         if len(own):
             point = {**line, "markersize": 3, "linestyle": "none"}
             axes.plot(own["drift"], own["sigma"], label=label, alpha=0.4, rasterized=True, **point)
-    legend(figure)
-    return figure
-
-
-def calibration_figure(calibration: Calibration) -> Figure:
-    """Mean drift and best anchor scale of each budget (stars), and the fitted mappings."""
-    if not calibration.points:
-        raise MissingDataError("the calibration measured a threshold alone, no anchor scales")
-    figure = new_figure()
-    x, y = "mean relative cross-noise drift r", "best anchor scale σ (pixels in [0, 1])"
-    axes = style_axes(figure.add_subplot(), x, y)
-    points = calibration.points
-    grid = torch.linspace(0.0, 1.12 * max(point.mean_drift for point in points), 200)
-    for name, fit in calibration.fits.items():
-        used = fit == getattr(calibration.config, "mapping", None)
-        label = name.replace("_", " ") + (" (used)" if used else "")
-        axes.plot(grid, fit(grid), linewidth=2.2 if used else 1.2, label=label)
-    for place, point in enumerate(points):
-        colour = budget_colour(place + 1, len(points))
-        star = {"marker": "*", "markersize": 11, "linestyle": "none", "color": colour}
-        axes.plot([point.mean_drift], [point.best_sigma], label=format_eps(point.eps), **star)
-    axes.set_ylim(bottom=0)
     legend(figure)
     return figure
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from PIL.Image import Resampling
 from torch import Tensor
 
-from react_clip.errors import ReactClipError
 from react_clip.evaluation.results import EvaluationResult, join
 from react_clip.optional import require
 from react_clip.preprocess import data_uri, to_image
@@ -123,28 +122,20 @@ class Report:
     missing: tuple[str, ...]
 
 
-def write_report(
-    folders: Sequence[str | Path], out: Path, *, calibration: Path | None = None, progress: bool = False
-) -> Report:
+def write_report(folders: Sequence[str | Path], out: Path, *, progress: bool = False) -> Report:
     """Write the page and the figures of a finished run, or of several over the same photos.
 
     Args:
         folders: folders of ``react-clip evaluate``.
         out: the only folder that is written to.
-        calibration: a file of ``react-clip calibrate`` to show as well.
         progress: show a progress bar.
     """
     require("matplotlib", "the report", extra="eval")
-    from react_clip.calibration import Calibration
     from react_clip.report.figures import draw_all
     from react_clip.report.images import table_of_images
 
     result = join([EvaluationResult.load(Path(folder)) for folder in folders])
-    try:
-        fitted = Calibration.load(calibration) if calibration is not None else None
-    except ReactClipError as error:
-        raise ReactClipError(f"{calibration} is no file of `react-clip calibrate`: {error}") from None
-    drawn, missing = draw_all(result, fitted, out / FIGURES, progress)
+    drawn, missing = draw_all(result, out / FIGURES, progress)
     figures = [read_figure(out / FIGURES / f"{item.name}.svg", item.title, item.caption) for item in drawn]
     columns, rows = table_of_images(result, [Path(folder) for folder in folders])
     if not any(row.pictures for row in rows):
