@@ -114,15 +114,11 @@ def test_a_table_of_the_paper_has_all_its_columns_and_budgets(name: str) -> None
 
 
 @pytest.mark.usefixtures("in_folder")
-def test_the_example_of_the_readme_runs(tiny_folder: Path) -> None:
+def test_the_examples_of_readme_and_production_run(tiny_folder: Path) -> None:
     Image.new("RGB", (40, 50), "teal").save("photo.jpg")
     space = run_examples("README.md", tiny_folder)
     assert space["out"].names[0] in ("cat", "dog", "teapot")
     assert space["net"](torch.rand(1, 3, 32, 32)).shape == (1, 3)
-
-
-@pytest.mark.usefixtures("in_folder")
-def test_the_tutorial_for_production_runs(tiny_folder: Path) -> None:
     space = run_examples("docs/production.md", tiny_folder)
     assert (space["attacked"] - space["pixels"]).abs().max() <= 4 / 255 + 1e-6
     assert len(space["answer"].names) == 2

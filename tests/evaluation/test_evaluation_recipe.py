@@ -80,15 +80,10 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("attacks: [{kind: pgd, eps: 8}]", "eps is 8.*so write 8/255"),
         ("attacks: [{kind: pgd, eps: []}]", "eps is"),
-        ("attacks: [fgsm]", "'fgsm' does not exist; choose one of .*apgd, .*fab, .*pgd, .*square"),
         ("attacks: pgd", "it must be a list of names, mappings or objects"),
-        ("attacks: [3]", "it must be a list of names, mappings or objects"),
         ("attacks: [{kind: pgd}, {kind: pgd}]", "'pgd-10 4/255' is there 2 times; give one of them a label"),
-        ("attacks: [{kind: pgd, label: [a]}]", "label is"),
         ("defenses: []", "defenses is empty"),
-        ("defenses: [{tau: 3}]", "the defence has no kind; choose one of"),
         ("defenses: [{kind: react, tua: 0.4}]", "tua is 0.4.*the fields of react are"),
         ("model: x\ndefenses: [react]", "no calibration of 'react' for 'x'; .*--model x.* its tau, .*calibrated: f"),
         ("model: x\ndefenses: [second_look]", "no calibration of 'second_look' for 'x'.*give its threshold, or"),
@@ -97,8 +92,6 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("defenses: [react, react]", "'react' is there 2 times"),
         ("datasets: [mean]", "rename its folder"),
         ("datasets: [dtd, dtd]", "name each once"),
-        ("batch: yes", "batch is True"),
-        ("images: {store: png}", "uint8.*none"),
         ("worst_of: [fab 4/255]", "worst_of names 'fab 4/255', which is no attack of the recipe; choose of .*all"),
         ("attacks: [adaptive]", "'adaptive-both-100 4/255' belongs to adaptive; for it set threat: adaptive"),
         ("threat: adaptive", "'pgd-10 1/255' belongs to oblivious or transfer; for it set threat: oblivious"),
@@ -112,7 +105,6 @@ def test_words_for_groups_of_sets(tmp_path: Path) -> None:
         ("defenses: [{kind: aom, label: '{alpha:d}', grid: {alpha: [1.0]}}]", "label '{alpha:d}' cannot be filled in"),
         ("defenses: [{kind: aom, grid: {alpha: 2.0}}]", "grid is 2.0: .*valid list"),
         ("defenses: [{kind: aom, grid: {alpha.x: [1]}}]", "alpha"),
-        ("defenses: [{kind: aom, grid: {alpha: [-1.0]}}]", "alpha is -1.0"),
     ],
 )
 def test_a_mistake_is_one_clear_line(change: str, message: str) -> None:
@@ -165,7 +157,6 @@ def test_a_grid_is_every_combination() -> None:
         (b"title: !!python/object/apply:os.system [ls]", "not valid YAML"),
         (b"[" * 3000, "not valid YAML"),
         (b"\xff\xfe\x00", "not UTF-8 text"),
-        (b"", "a recipe is a mapping"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, text: bytes, message: str) -> None:
