@@ -84,15 +84,10 @@ def synthetic_run(
     images = pd.concat(frames, ignore_index=True)
     images["gated"] &= images["defense"].map({entry["label"]: entry["kind"] for entry in defenses}) != "undefended"
     return EvaluationResult(
-        **{
-            "schema": 2,
-            "title": "Toys",
-            "paper": "",
-            "created": "2026-01-01T00:00:00+00:00",
-            "command": "react-clip x",
-        },
-        **{"commit": "abc", "package": "def", "versions": {"torch": "2"}, "device": "cpu", "recipe": settings},
-        **{"recipe_hash": "0", "self_check": SelfCheck(True, "pets", 1, 1.0, 0.0, 0.3), "checks": (), "notes": ()},
+        **{"schema": 2, "title": "Toys", "created": "2026-01-01T00:00:00+00:00", "command": "react-clip x"},
+        **{"paper": "", "commit": "abc", "package": "def", "versions": {"torch": "2"}, "device": "cpu"},
+        **{"recipe": settings, "recipe_hash": "0", "checks": (), "notes": ()},
+        self_check=SelfCheck(True, "pets", 1, 1.0, 0.0, 0.3),
         sets=tuple(SetInfo(name, size, len(names), name, "text", "m", (), tuple(names)) for name, size in sets.items()),
         images=images,
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import react_clip as rc
-from react_clip import defenses
+from react_clip import attacks, defenses
 from react_clip.config import Configuration, Count, Fraction, PixelLength, PositiveLength, Range, Registered, Registry
 from toys import install, toy_classifier, toy_images
 
@@ -143,6 +143,24 @@ class Fade(Defense):
     def defend(self, x):
         return x.encode(x.changed(lambda images: images * (1 - self.fraction) + self.fraction / 2)), {}
 """
+
+
+ATTACK = """
+from react_clip.attacks import PGD
+
+class Gentle(PGD):
+    kind = "gentle"
+    steps: int = 1
+"""
+
+
+@pytest.mark.usefixtures("no_new_classes")
+def test_an_attack_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "gentle_attacks", ATTACK, "[react_clip.attacks]\ngentle = gentle_attacks:Gentle\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clf, images = toy_classifier(), toy_images(3)
+    attack = attacks.from_dict({"kind": "gentle", "eps": "1/255"})
+    assert 0 < (attack(clf, images, clf(images).argmax(1)).images - images).abs().max() <= 1 / 255 + 1e-6
 
 
 @pytest.mark.usefixtures("no_new_classes")

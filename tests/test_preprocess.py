@@ -136,10 +136,7 @@ def png_header(width: int, height: int) -> bytes:
         (b"hello, this is no image", "is not an image we read; convert it to one of JPEG, PNG"),
         (encoded(photo(), "JPEG")[:300], "truncated or damaged"),
         (encoded(photo(), "PNG")[:200], "truncated or damaged"),
-        (
-            png_header(60_000, 60_000),
-            r"3,600,000,000 pixels; the limit is 64,000,000|more than 64,000,000",
-        ),
+        (png_header(60_000, 60_000), "more than 64,000,000 pixels"),
         (png_header(9_000, 9_000), "81,000,000 pixels; the limit is 64,000,000; scale it down"),
         (encoded(Image.new("F", (40, 30), 0.5), "TIFF"), "has float pixels, whose range is not known"),
         (encoded(photo(), "PPM"), "is not an image we read"),

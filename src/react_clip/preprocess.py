@@ -265,9 +265,7 @@ def check_range(pixels: Tensor) -> None:
     """Raise on pixels outside [0, 1] and on NaN; waits for a GPU."""
     low, high = torch.stack(torch.aminmax(pixels.detach())).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails too
-        raise ReactClipError(
-            f"pixels span {low:.9g} to {high:.9g}; they must lie in [0, 1], without NaN or mean and std"
-        )
+        raise ReactClipError(f"pixels span {low:.9g} to {high:.9g}; they must lie in [0, 1] without NaN")
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -60,11 +60,7 @@ class ZeroShotClassifier(nn.Module):
             self._set(encoder, names, _table_features(encoder, names, templates))
 
     def _set(
-        self,
-        encoder: Encoder,
-        names: tuple[str, ...],
-        features: Tensor,
-        templates: tuple[str, ...] = DEFAULT_TEMPLATES,
+        self, encoder: Encoder, names: tuple[str, ...], features: Tensor, templates: tuple[str, ...] = DEFAULT_TEMPLATES
     ) -> None:
         super().__init__()
         self.encoder = encoder

@@ -121,11 +121,7 @@ def test_an_unreadable_photo_is_named(pets: Path) -> None:
         ("imagnet", {}, r"'imagnet' is not known, and here/imagnet has no test photos; .*folder:PATH or .*cifar10"),
         ("mine", {}, "here/mine has no test photos; put them in here/mine/test/<class>/"),
         ("hollow", {}, r"no photo under here/hollow/test \(1 class folders\)"),
-        (
-            "stl10",
-            {},
-            r"goldfish/0\.jpg of stl10 has the label 'goldfish', none of 10 classes",
-        ),
+        ("stl10", {}, r"goldfish/0\.jpg of stl10 has the label 'goldfish', none of 10 classes"),
         ("dtd", {"split": "../train"}, r"split is '\.\./train'"),
         ("oxford_pets", {"split": "val"}, r"has the splits test, train; put 'val' in here/oxford_pets/val"),
         ("pets", {"limit": 0}, "limit is 0; the least is 1"),

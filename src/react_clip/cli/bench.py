@@ -8,7 +8,7 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import react_clip as rc
 from react_clip.choices import DEFENSES
@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write the JSON after every round: an interrupted run keeps its rounds."""
     reader = PhotoReader(args.photos_in, args)
+    import torch
+
     from react_clip import bench
 
     guards = [rc.defenses.from_dict(name) for name in args.defenses]
@@ -69,7 +71,16 @@ def run(args: argparse.Namespace) -> int:
         trained = rc.load(args.model, device=args.device, dtype="fp32")
         contenders[bench.FINETUNING] = bench.finetuning(trained, images, args.batch, args.dtype)
     comparison = bench.Comparison(contenders, images, batch=args.batch)
-    report = _report(args, clf, guards)
+    report = {
+        "schema": SCHEMA,
+        **common.provenance(args, encoder),
+        "classes": len(clf.names),
+        "architecture": platform.machine(),
+        "threads": torch.get_num_threads(),
+        **{name: getattr(args, name) for name in _REPEATED},
+        "defenses": {type(guard).label: guard.to_dict() for guard in guards},
+        "contenders": [],
+    }
     timings: list[Timing] = []
     with common.progress(args, "step", comparison.steps(args.rounds)) as bar:
         for timings in comparison.measure(
@@ -83,24 +94,6 @@ def run(args: argparse.Namespace) -> int:
         notices.append(f"{encoder.name} has no text tower: Defend-CLIP as published is timed without its class prompts")
     common.print_result(args, report, _lines(timings), notices)
     return reader.exit_code
-
-
-def _report(
-    args: argparse.Namespace, clf: rc.ZeroShotClassifier, guards: Sequence[rc.defenses.Defense]
-) -> dict[str, Any]:
-    """The JSON document, without measurements."""
-    import torch
-
-    return {
-        "schema": SCHEMA,
-        **common.provenance(args, clf.encoder),
-        "classes": len(clf.names),
-        "architecture": platform.machine(),
-        "threads": torch.get_num_threads(),
-        **{name: getattr(args, name) for name in _REPEATED},
-        "defenses": {type(guard).label: guard.to_dict() for guard in guards},
-        "contenders": [],
-    }
 
 
 _COLUMNS = {

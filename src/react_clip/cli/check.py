@@ -23,9 +23,7 @@ EXAMPLE = "react-clip check openai/clip-vit-base-patch32 holiday/ --labels 'beac
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", help=options.MODEL_HELP)
-    parser.add_argument(
-        "photos_in", type=options.existing, metavar="PHOTOS", help="clean photos; sub-folders are classes"
-    )
+    parser.add_argument("photos_in", type=options.existing, metavar="PHOTOS", help="clean photos, or class folders")
     parser.add_argument("--out", type=Path, default=Path("react-clip-check"), help="folder of results (%(default)s)")
     parser.add_argument("--limit", type=options.count, default=300, help="most photos to measure (%(default)s)")
     parser.add_argument("--device", help=options.DEVICE_HELP)

@@ -21,7 +21,7 @@ EXAMPLE = "react-clip finetune fare photos/ --steps 1400 --out runs/fare"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare one option per field of ``Settings``, and those for the photos and the model."""
-    parser.add_argument("method", choices=FINETUNING, help="see docs/models.md")
+    parser.add_argument("method", choices=FINETUNING, help="loss to train with")
     options.add_dataset_options(parser, note="; for fare also any folder of photos, .tar shards and Parquet files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rc.load reads it when finished")
     parser.add_argument("--init", type=options.existing, help="checkpoint or finished run with the first weights")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--check", type=options.existing, metavar="DIR", help="compute a proof's cells again")
     parser.add_argument("what", nargs="*", metavar="RUN_DIR or FILE.py:CLASS", help="runs, or a defence to measure")
     parser.add_argument(
-        "--out", type=_output, default=Path("ranking.html"), help=".html, .csv, .md or .tex (%(default)s)"
+        "--out", type=_output, default=Path("ranking.html"), help=".html, .csv, .md, .tex (%(default)s)"
     )
     parser.add_argument("--timings", type=options.existing, nargs="+", default=[], help="files of `react-clip bench`")
     group = parser.add_argument_group("for a defence of your own")

@@ -35,11 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
     report = write_report(args.runs, out, progress=not args.quiet)
-    document = {
-        "page": str(report.page),
-        "figures": [str(path) for path in report.figures],
-        "missing": report.missing,
-    }
+    figures = [str(path) for path in report.figures]
+    document = {"page": str(report.page), "figures": figures, "missing": report.missing}
     notices = [f"missing: {line}" for line in report.missing]
     common.print_result(args, document, [str(report.page)], notices)
     return 0
