@@ -15,13 +15,13 @@ class MissingPackageError(ReactClipError, ImportError):
     """A package of an extra that is not installed."""
 
 
-def missing_or_wrong(path: Path, line: str) -> ReactClipError:
+def missing_or_wrong(path: Path, line: str, advice: str = "check the path") -> ReactClipError:
     """The error for a path that cannot be used: :class:`MissingFileError` if nothing is there.
 
     >>> missing_or_wrong(Path("nowhere"), "nowhere is no folder")
     MissingFileError('nowhere does not exist; check the path')
     """
-    return ReactClipError(line) if path.exists() else MissingFileError(f"{path} does not exist; check the path")
+    return ReactClipError(line) if path.exists() else MissingFileError(f"{path} does not exist; {advice}")
 
 
 def first_line(error: BaseException) -> str:

@@ -132,7 +132,7 @@ def read_text(path: Path, advice: str = "check the path") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}; {advice}") from None
+        raise missing_or_wrong(path, f"{path} cannot be read: {error.strerror}; {advice}", advice) from None
     except UnicodeDecodeError:
         raise ReactClipError(f"{path} cannot be read: not UTF-8 text; {advice}") from None
 

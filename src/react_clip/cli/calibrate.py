@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     calibrate = _react if args.defense == "react" else _second_look
     result, exit_code = calibrate(args, encoder, common.provenance(args, encoder), given)
     result.save(args.out)
-    usage = f"written to {args.out}; use it with --config {args.out}, `react-clip report --calibration` draws it"
+    usage = f"written to {args.out}; use it with --config {args.out}"
     common.print_result(args, result.to_dict(), _lines(result), [usage])
     return exit_code
 
