@@ -30,14 +30,20 @@ JUDGE_DRAWS = 10
 
 
 class Draws(DefendedModule):
-    """A defended classifier that draws new noise in every call; the sequence follows from the seed and the label."""
+    """A defended classifier that draws new noise in every call; the sequence follows from the seed and the label.
+
+    With ``views`` it is a cheaper copy for gradients: a defence that averages views averages at most so many. The mean
+    of fewer has the same expectation, so its gradients point the same way with more noise. Results are judged on the
+    defence itself.
+    """
 
     def __init__(
         self, module: DefendedModule, label: str, *, views: int | None = None, how: Gradients = PLAIN_GRADIENTS
     ) -> None:
-        super().__init__(
-            module.clf, with_views(module.defense, views), seed=derived_seed(module.seed, label), fresh=True
-        )
+        defense, own = module.defense, getattr(module.defense, "views", None)
+        if views is not None and isinstance(own, int):
+            defense = defense.replace(views=min(views, own))
+        super().__init__(module.clf, defense, seed=derived_seed(module.seed, label), fresh=True)
         self.how = how
 
     def forced(self, pixels: Tensor) -> Forced:
@@ -57,20 +63,6 @@ class Draws(DefendedModule):
                 wrong = wrong + (logits.argmax(1) != problem.y)
                 loss = loss + margin(logits, problem.y).float()
         return Candidates(images, wrong / draws, loss / draws)
-
-
-def with_views(defense: Defense, views: int | None) -> Defense:
-    """A cheaper copy of a defence that averages views: at most so many of them.
-
-    The mean of fewer views has the same expectation, so its gradients point the same way with more noise. Attackers
-    may optimise on the copy; results are judged on the defence itself.
-
-    >>> from react_clip.defenses import TTC, ReACT
-    >>> with_views(ReACT(), 4).views, with_views(ReACT(), None).views, with_views(TTC(), 4) == TTC()
-    (4, 10, True)
-    """
-    own = getattr(defense, "views", None)
-    return defense if views is None or not isinstance(own, int) else defense.replace(views=min(views, own))
 
 
 def defended_answer(draw: Forced) -> tuple[Tensor, Tensor]:

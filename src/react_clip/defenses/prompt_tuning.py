@@ -64,22 +64,20 @@ class SoftPrompts:
         self.start = start if start.dtype == torch.float64 else start.float()
         self._embeddings, self._ends = self._text.embed([f"{words} {name}." for name in names])
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def __call__(self, context: Tensor) -> Tensor:
         """Unit class features ``[B, K, dim]`` of contexts ``[B, n, width]``; differentiable in the context.
 
         The backward pass runs each call again instead of keeping what it computed, so that memory does not grow with
         the number of classes.
         """
-        rows = torch.arange(len(context) * len(self), device=context.device)
+        classes = len(self._ends)
+        rows = torch.arange(len(context) * classes, device=context.device)
         options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         features = [checkpoint(self._encode, context, part, **options) for part in torch.split(rows, PROMPTS)]
-        return torch.cat(features).reshape(len(context), len(self), -1)
+        return torch.cat(features).reshape(len(context), classes, -1)
 
     def _encode(self, context: Tensor, rows: Tensor) -> Tensor:
-        image, label = rows // len(self), rows % len(self)
+        image, label = rows // len(self._ends), rows % len(self._ends)
         fixed = self._embeddings[label]
         soft = context[image].to(fixed.dtype)
         embeddings = torch.cat([fixed[:, :1], soft, fixed[:, 1 + soft.shape[1] :]], 1)

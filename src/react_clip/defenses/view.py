@@ -23,11 +23,6 @@ Classes = ZeroShotClassifier | Sequence[ZeroShotClassifier] | None
 """The classes of a batch: one classifier for all images, one per image, or none."""
 
 
-def single(classes: Classes) -> Classes:
-    """One classifier where all images have the same."""
-    return classes[0] if isinstance(classes, Sequence) and len(set(classes)) == 1 else classes
-
-
 @dataclass(frozen=True, eq=False)
 class Gate:
     """A decision per image ``[B]``."""
@@ -35,10 +30,6 @@ class Gate:
     open: Tensor
     margin: Tensor
     """How far the score lies on the side of the threshold where the gate is open; infinite without a gate."""
-
-
-def _second(_: Tensor, given: Tensor) -> Tensor:
-    return given
 
 
 class View(Batch):
@@ -64,7 +55,10 @@ class View(Batch):
         replay: Sequence[Any] | None = None,
     ) -> None:
         super().__init__(encoder, pixels, keys, how, replay)
-        self.classes, self.skip_unneeded, self.force = single(classes), skip_unneeded, force
+        if isinstance(classes, Sequence) and len(set(classes)) == 1:
+            classes = classes[0]
+        self.classes = classes
+        self.skip_unneeded, self.force = skip_unneeded, force
         self.image = Copies(unchanged, recordable=True)
         self.decision: Gate | None = None
         self.known_plain: Tensor | None = None
@@ -77,7 +71,7 @@ class View(Batch):
 
     def given(self, images: Tensor) -> Copies:
         """Images ``[B, 3, s, s]`` that are made already."""
-        return Copies(_second, values=(images,))
+        return Copies(lambda _, given: given, values=(images,))
 
     def drawn(
         self,

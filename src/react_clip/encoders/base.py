@@ -342,11 +342,6 @@ class Encoder(nn.Module):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)};".encode())
         return digest.hexdigest()[:16]
 
-    def extra_repr(self) -> str:
-        """One line: name, size, dtype, device."""
-        sizes = f"image_size={self.image_size}, dim={self.dim}"
-        return f"name={self.name!r}, {sizes}, dtype={self.dtype}, device={self.device}"
-
 
 @dataclass(frozen=True)
 class _Counted:

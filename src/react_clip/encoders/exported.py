@@ -184,8 +184,6 @@ def _write_graph(encoder: Encoder, path: Path, size: int) -> None:
             warnings.simplefilter("ignore")
             module = _PixelsToFeatures(encoder).eval()
             torch.onnx.export(module, (example,), path, **names, dynamo=True, external_data=False, verbose=False)
-    except OSError:
-        raise
     except Exception as error:  # exporters raise almost anything
         raise ReactClipError(
             f"{encoder.name!r} cannot be exported ({first_line(error)}); nothing was written"

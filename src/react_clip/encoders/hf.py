@@ -126,7 +126,9 @@ def load_hf(
     text_kind = HFText if is_clip else SigLIPText
     mean, std = (CLIP_MEAN, CLIP_STD) if is_clip else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     towers = {part: getattr(model, part) for part in ("text_model", "text_projection") if hasattr(model, part)}
-    size = _image_size(vision)
+    # NaFlex models name the patches of their square grid instead of a size.
+    grid = getattr(vision, "num_patches", None)
+    size = int(vision.image_size if grid is None else vision.patch_size * math.isqrt(grid))
     encoder = Encoder(
         _image_tower(model, vision, name),
         name=name,
@@ -175,13 +177,6 @@ def _image_tower(model: Any, vision: Any, name: str) -> nn.Module:
     if (tower := VisionTower.of(to_openai(weights), **how)) is None:
         raise ReactClipError(f"{name!r} is no vision transformer as CLIP has it; correct its config.json")
     return tower
-
-
-def _image_size(vision: Any) -> int:
-    """Side of the images; NaFlex models name the patches of their square grid instead."""
-    if getattr(vision, "num_patches", None) is not None:
-        return int(vision.patch_size) * math.isqrt(int(vision.num_patches))
-    return int(vision.image_size)
 
 
 def _expected_activation(source: str, model: Any) -> str | None:

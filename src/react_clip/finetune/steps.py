@@ -61,9 +61,7 @@ class Trainer:
         self.photos = Photos(photos, encoder.preprocessing)
         labels, features = self._labels(encoder, method, labels, class_features)
         self.labels, self.class_features = labels.long().to(encoder.device), features.to(encoder.device)
-        order = torch.arange(len(photos))
-        if settings.check_every:
-            order = shuffled(len(photos), seed_of(settings.seed, "held out"))
+        order = shuffled(len(photos), seed_of(settings.seed, "held out"))
         held = min(settings.check_photos, len(photos) // 10) if settings.check_every else 0
         self.held_out, self.trained = order[:held].sort().values, order[held:].sort().values
         self.student, self.original = copy.deepcopy(encoder).eval(), copy.deepcopy(encoder).eval()
