@@ -23,7 +23,7 @@ def test_the_examples_run(
     for file, photo in zip(("beach.jpg", "city.jpg"), photos, strict=False):
         shutil.copy(photo, tmp_path / file)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(ReACT.constants, str(hf_folder), None)
+    monkeypatch.setitem(ReACT.constants, str(hf_folder), "")
     space: dict[str, Any] = {}
     for example in EXAMPLES:
         for large, small in {

@@ -54,9 +54,6 @@ def test_a_chroma_collection_of_images_and_texts(encoder: rc.Encoder, photos: li
         assert found["distances"][0][0] == pytest.approx(0, abs=1e-5)
     everything = collection.query(query_texts=["a dog"], n_results=7)
     assert everything["ids"][0][0] == "a dog"
-    similarity = encoder.encode_text(["a dog"]) @ expected.T
-    ranking = [name for name in everything["ids"][0] if name.endswith(".png")]
-    assert ranking == [photos[i].name for i in similarity[0].argsort(descending=True)]
 
 
 def test_a_closed_guard_is_chromas_own_clip(open_clip_name: str, open_clip_weights: Path, fitting: list[Path]) -> None:
@@ -67,7 +64,6 @@ def test_a_closed_guard_is_chromas_own_clip(open_clip_name: str, open_clip_weigh
     mixed = [*arrays(fitting), *TEXTS]
     assert np.allclose(function(mixed), stock(mixed), atol=1e-5)
     assert function.default_space() == stock.default_space()
-    assert np.allclose(function.embed_query(TEXTS), stock(TEXTS), atol=1e-5)
 
 
 def test_a_stored_collection_opens_with_what_it_was_made_with(
@@ -86,9 +82,7 @@ def test_a_stored_collection_opens_with_what_it_was_made_with(
     assert rebuilt.get_config() == function.get_config()
 
 
-def test_secrets_are_not_stored(
-    hf_folder: Path, encoder: rc.Encoder, photos: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_secrets_are_not_stored(hf_folder: Path, encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
     import chromadb
 
     secret = b"open sesame, once and for all"
@@ -99,13 +93,6 @@ def test_secrets_are_not_stored(
     assert np.allclose(function(arrays(photos)), defended(encoder, photos, secret).numpy(), atol=1e-5)
     with pytest.raises(rc.ReactClipError, match="made with a secret, which Chroma does not store"):
         function.build_from_config(function.get_config())
-    # In place of a drawn secret, one of this process is used.
-    function = rc.integrations.ChromaEmbeddings(hf_folder, ALWAYS)
-    rebuilt = function.build_from_config(function.get_config())
-    assert np.allclose(rebuilt(arrays(photos)), function(arrays(photos)), atol=1e-5)
-    assert {record.getMessage()[:45] for record in caplog.records if record.name.startswith("react_clip")} == {
-        "the noise is keyed by a new random secret: fe"
-    }
 
 
 def test_langchain_searches_texts_and_photos(encoder: rc.Encoder, photos: list[Path]) -> None:
@@ -121,8 +108,6 @@ def test_langchain_searches_texts_and_photos(encoder: rc.Encoder, photos: list[P
     store = InMemoryVectorStore(embeddings)
     store.add_texts(TEXTS)
     assert store.similarity_search("a teapot", k=1)[0].page_content == "a teapot"
-    nearest = (torch.tensor(vectors[0]) @ encoder.encode_text(TEXTS).T).argmax()
-    assert store.similarity_search_by_vector(vectors[0], k=1)[0].page_content == TEXTS[nearest]
     assert embeddings.embed_documents([]) == embeddings.embed_image([]) == []
 
 

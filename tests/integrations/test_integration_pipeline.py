@@ -85,15 +85,6 @@ def test_any_encoder_can_be_in_a_pipeline(open_clip_name: str, photos: list[Path
     )
 
 
-@pytest.mark.tower
-def test_the_offline_tower_knows_the_names_of_its_table(tower: rc.Encoder, photos: list[Path]) -> None:
-    pipe = rc.integrations.zero_shot_pipeline(tower)
-    assert pipe.guard == rc.SecondLook()
-    with pytest.warns(UserWarning, match="the templates are ignored"):
-        answer = scores(pipe(photos[2], candidate_labels=["cat", "dog"], hypothesis_template=TEMPLATE))
-    assert set(answer) == {"cat", "dog"}
-
-
 def test_errors_are_one_line(encoder: rc.Encoder, photos: list[Path], tmp_path: Path) -> None:
     pipe, photo = rc.integrations.zero_shot_pipeline(encoder, CLOSED), str(photos[0])
     check_refusals(

@@ -240,8 +240,6 @@ def test_bad_requests_are_one_line(clf: rc.ZeroShotClassifier, photos: Path, tmp
         "empty does not exist or holds none of .jpg": {"source": empty},
         "nothing://there cannot be reached": {"source": "nothing://there"},
         "--batch is 0; give at least 1": {"batch": 0},
-        "--top is 0; give at least 1": {"top": 0},
-        "--workers is 0; give at least 1": {"workers": 0},
         "choose an --out outside of it": {"out": photos / "out"},
         "there is no image in the sources": {"source": write_tar(tmp_path / "e.tar", {"a.txt": b"x"})},
     }

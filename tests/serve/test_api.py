@@ -67,10 +67,7 @@ def test_embed_has_the_shape_of_openai(client: Any, direct: Direct, photos: list
     for row, feature in zip(text["data"], features, strict=True):
         decoded = np.frombuffer(base64.b64decode(row["embedding"]), "<f4").copy()
         assert torch.allclose(torch.from_numpy(decoded), feature)
-    renamed = {"input": as_json(photos[:1])["json"]["images"], "model": numbers["model"]}
-    first, second = (client.post("/v1/embeddings", json=renamed).json()["data"] for _ in range(2))
-    assert first == second, "the same image gets the same answer"
-    alone = torch.tensor(first[0]["embedding"])
+    alone = torch.tensor(client.post("/v1/embeddings", **write(photos[:1])).json()["data"][0]["embedding"])
     assert torch.allclose(alone, features[0], rtol=0, atol=1e-6), "whatever else is in its batch, up to rounding"
 
 
@@ -120,11 +117,9 @@ def test_any_defence_can_be_served(start: Any, direct: Direct, photos: list[byte
     assert [result["diagnostics"]["gated"] for result in results] == expected.gated.tolist()
 
 
-def test_health_info_and_heads(client: Any) -> None:
+def test_health_and_info(client: Any) -> None:
     assert client.get("/healthz").json() == {"status": "alive"}
     assert client.get("/readyz").json() == {"status": "ready"}
-    for path in ("/healthz", "/readyz"):
-        assert client.head(path).status_code == 200
     info = client.get("/v1/info").json()
     assert info["labels"] == {"preset": ["cat", "dog", "teapot"], "free": True, "source": "text"}
     assert (info["defence"]["name"], info["defence"]["tau"]) == ("react", 1.48)
@@ -279,28 +274,6 @@ def test_slow_bodies_slow_answers_and_callers_that_leave_end(
 # ---------------------------------------------------------------------- pages, headers, wrong requests
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
-def test_the_pages_load_nothing_from_elsewhere(client: Any, path: str) -> None:
-    page = client.get(path)
-    assert page.headers["content-type"].startswith("text/html")
-    links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
-    assert links
-    for link in links:
-        assert link == "data:," or client.get(f"/{link}").status_code == 200, link
-    policy = page.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-
-
-def test_the_document_describes_every_route(client: Any) -> None:
-    paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/v1/classify", "/v1/embeddings", "/v1/info", "/v1/models", "/healthz", "/readyz", "/metrics"}
-    for path in ("/v1/classify", "/v1/embeddings"):
-        content = paths[path]["post"]["requestBody"]["content"]
-        assert set(content) == {"application/json", "multipart/form-data"}
-        assert set(paths[path]["post"]["responses"]) >= {"200", "400", "401", "408", "413", "415", "422", "503"}
-
-
 def test_headers_and_unknown_routes(client: Any) -> None:
     check_error(client.get("/nothing"), 404, "/docs")
     check_error(client.get("/static/../settings.py"), 404)
@@ -310,14 +283,18 @@ def test_headers_and_unknown_routes(client: Any) -> None:
     for answer in (wrong, client.get("/healthz")):
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["cache-control"] == "no-store"
-        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    for path in ("/", "/docs"):
+        assert client.get(path).headers["content-type"].startswith("text/html")
+        policy = client.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"colour": "red"}, ("colour", "images, labels")),
-        ({"top_k": 0}, ("top_k is 0",)),
         ({"top_k": "many"}, ("top_k is 'many'",)),
         ({"labels": ["cat", "cat"]}, ("'cat'", "2 times")),
         ({"labels": ["cat", " "]}, ("blank",)),
@@ -325,14 +302,12 @@ def test_headers_and_unknown_routes(client: Any) -> None:
         ({"labels": ["a", "x" * 101]}, ("labels[1] is 'xx", "at most 100 characters")),
         ({"labels": [f"label {i}" for i in range(1001)]}, ("1001 prompts", "limit is 1000")),
         ({"model": "gpt"}, ("'gpt'",)),
-        ({"images": []}, ("images",)),
         ({"images": ["%%%"]}, ("images[0]", "base64")),
         ({"images": [7]}, ("images[0] is 7", "base64")),
         ({"images": ["%%%", "bm8gcGhvdG8="]}, ("images[0]", "base64", "(2 wrong of 2)")),
         ({"images": [""]}, ("images[0] is empty",)),
         ({"images": ["bm8gcGhvdG8="]}, ("images[0] is not an image we read",)),
         ({"images": ["https://example.org/cat.jpg"]}, ("images[0]", "not fetched")),
-        ({"images": ["data:image/png,abc"]}, ("images[0]", "base64")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -363,20 +338,6 @@ def test_wrong_bodies_get_one_clear_line(client: Any, photos: list[bytes]) -> No
     check_error(client.post("/v1/classify", json=[1]), 422, "body is a list")
     for other in ("image/png", "text/plain", "application/x-www-form-urlencoded", ""):
         check_error(post(photos[0], other), 415, "application/json or multipart/form-data")
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        *((body, 400) for body in (b"", b"{", b"\xff\xfe", b'{"images": ["\\ud800"]}', b"[" * 90_000)),
-        (b'{"top_k": ' + b"9" * 5000 + b"}", 400),
-        (b'{"images": NaN}', 422),
-        (b'{"images": {"a": 1}}', 422),
-        (b'{"images": ["aaaa"], "top_k": 1e999}', 422),
-        (b'{"images": ["aaaa"], "top_k": true}', 422),
-        (b'{"images": [' + b"0," * 300_000 + b"0]}", 422),
-    ],
-    ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else None,
-)
-def test_odd_json(client: Any, body: bytes, status: int) -> None:
-    check_error(client.post("/v1/classify", content=body, headers={"content-type": "application/json"}), status)
+    for body in (b"", b"{", b"\xff\xfe", b'{"images": ["\\ud800"]}', b"[" * 90_000):
+        check_error(post(body, "application/json"), 400)
+    check_error(post(b'{"images": [' + b"0," * 300_000 + b"0]}", "application/json"), 422, "values; the limit is")

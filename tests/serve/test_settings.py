@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from react_clip import ReactClipError
 from react_clip.cli import main, parse_args
 from react_clip.cli.serve import settings_of
+from react_clip.serve.server import open_socket
 from react_clip.serve.settings import Secrets, Settings, allowed_hosts, digest, read_secrets
 
 
@@ -88,16 +90,16 @@ def test_secrets_come_from_files_or_variables(tmp_path: Path, monkeypatch: pytes
     file.write_text("# comment\na-key-of-some-length\n\nanother-key-of-length\n")
     files = read_secrets(Settings(secrets_dir=tmp_path))
     assert (files.noise, files.keys) == (b"0123456789abcdef", given.keys)
-    secret.write_text("short")
-    with pytest.raises(ReactClipError, match="5 bytes; it needs at least 16"):
-        read_secrets(Settings(secrets_dir=tmp_path))
-    secret.unlink()
-    file.write_text("# the next is too short\na-key-of-some-length\nshort\n")
-    with pytest.raises(ReactClipError, match="an API key has 5 bytes"):
-        read_secrets(Settings(secrets_dir=tmp_path))
-    file.write_text("# nothing\n")
-    with pytest.raises(ReactClipError, match="the API keys are empty"):
-        read_secrets(Settings(secrets_dir=tmp_path))
+    for broken, text, line in (
+        (secret, "short", "5 bytes; it needs at least 16"),
+        (file, "# too short\nshort\n", "an API key has 5 bytes"),
+        (file, "# nothing\n", "the API keys are empty"),
+    ):
+        before = broken.read_text()
+        broken.write_text(text)
+        with pytest.raises(ReactClipError, match=line):
+            read_secrets(Settings(secrets_dir=tmp_path))
+        broken.write_text(before)
 
 
 def test_hosts_are_this_machines_unless_callers_have_keys() -> None:
@@ -106,3 +108,9 @@ def test_hosts_are_this_machines_unless_callers_have_keys() -> None:
     assert "*" not in allowed_hosts(Settings(host="0.0.0.0"), none)
     assert allowed_hosts(Settings(), some) == ["*"]
     assert allowed_hosts(Settings.model_validate({"allowed_hosts": "a.example"}), some) == ["a.example"]
+
+
+def test_small_packets_are_sent_at_once() -> None:
+    """Answers have two parts; without TCP_NODELAY the second would wait for the caller's acknowledgement."""
+    with open_socket(Settings(port=0)) as listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
