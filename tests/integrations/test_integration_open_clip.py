@@ -119,6 +119,7 @@ def test_errors_are_one_line(made: Any, fitting: list[Path]) -> None:
     mixed.visual.half()
     check_refusals(
         (lambda: defended.encode_image(images * 255), "not \\[0, 1\\]; give what open_clip's preprocess returns"),
+        (lambda: defended.encode_image(images * torch.nan), "not \\[0, 1\\]"),
         (lambda: defended.encode_image((images * 50).to(torch.uint8)), "dtype torch.uint8"),
         (lambda: defended.encode_image(images[:, :, :16]), "pixels have shape"),
         (lambda: DefendedOpenCLIP(model, OPEN), "there are no classes"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -35,6 +37,16 @@ class Server:
         """Kill the server if it is still running."""
         self.client.close()
         self.command.end()
+
+
+HEAD = "POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+"""The head of a request, all but the length of its body."""
+
+
+def dial(server: Server) -> socket.socket:
+    """A connection to a server."""
+    parts = urlsplit(server.url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 def metric(client: Any, name: str) -> float:

@@ -12,20 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serve_client import as_form, as_json, check_error, metric
+from serve_client import HEAD, as_form, as_json, check_error, dial, metric
 
 from programs import wait_for
 
 pytestmark = pytest.mark.process
-
-
-def dial(server: Any) -> socket.socket:
-    parts = urlsplit(server.url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -77,7 +71,6 @@ def test_a_server_answers(server: Any, photos: list[bytes]) -> None:
 
 
 def test_half_open_connections_keep_nobody_out_and_heads_are_limited(server: Any, photos: list[bytes]) -> None:
-    head = "POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with dial(server) as crowded, dial(server) as long:
         began = time.monotonic()
         crowded.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
@@ -85,7 +78,7 @@ def test_half_open_connections_keep_nobody_out_and_heads_are_limited(server: Any
         assert read_all(long).startswith(b"HTTP/1.1 400 ")
         crowd = [dial(server) for _ in range(300)]
         for connection in crowd[:260]:  # their bodies may take longer, so that they end with the test
-            connection.sendall(f"{head}content-length: 1000\r\n\r\nbegun".encode())
+            connection.sendall(f"{HEAD}content-length: 1000\r\n\r\nbegun".encode())
         wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") > 260)
         answer = server.client.post("/v1/classify", **as_form(photos[:1]))
         assert answer.status_code == 200, "half-open connections keep nobody out"
@@ -101,9 +94,8 @@ def test_half_open_connections_keep_nobody_out_and_heads_are_limited(server: Any
 def test_a_caller_that_is_gone_costs_nothing(server: Any, photos: list[bytes]) -> None:
     before = metric(server.client, "react_clip_rejected_total")
     body = json.dumps(as_json(photos)["json"]).encode()
-    head = "POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with dial(server) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:100])
+        connection.sendall(f"{HEAD}content-length: {len(body)}\r\n\r\n".encode() + body[:100])
         wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") == 2)
     wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") == 1)
     assert metric(server.client, "react_clip_rejected_total") == before + 1

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from serve_client import as_form, as_json, check_error, metric
+from serve_client import HEAD, as_form, as_json, check_error, dial, metric
 
 from programs import wait_for
 
 pytestmark = pytest.mark.process
 
 
-def refuses(address: Any) -> bool:
+def refuses(server: Any) -> bool:
     try:
-        socket.create_connection((address.hostname, address.port), timeout=60).close()
+        dial(server).close()
     except ConnectionRefusedError:
         return True
     return False
@@ -43,10 +41,8 @@ def test_accepted_requests_are_finished_on_sigterm(pair: Any, photos: list[bytes
 def test_one_process_says_that_it_stops_and_finishes_accepted_requests(server: Any, photos: list[bytes]) -> None:
     """Load balancers see /readyz and go elsewhere; until they do, requests are answered. Then the port is closed."""
     body = json.dumps(as_json(photos[:1])["json"]).encode()
-    head = "POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    parts = urlsplit(server.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:100])
+    with dial(server) as connection:
+        connection.sendall(f"{HEAD}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body[:100])
         wait_for(lambda: metric(server.client, "react_clip_requests_in_flight") == 2)
         assert server.client.get("/readyz").status_code == 200
         server.command.signal(signal.SIGTERM)
@@ -54,7 +50,7 @@ def test_one_process_says_that_it_stops_and_finishes_accepted_requests(server: A
         check_error(server.client.get("/readyz"), 503, "the service is stopping")
         late = server.client.post("/v1/classify", **as_form(photos[:1]))
         assert (late.status_code, late.headers["connection"]) == (200, "close")
-        wait_for(lambda: refuses(parts))
+        wait_for(lambda: refuses(server))
         connection.sendall(body[100:])
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
     server.command.process.join(60)
