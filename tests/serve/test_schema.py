@@ -43,7 +43,11 @@ def test_generated_requests_get_documented_answers(server: Any, mode: Generation
         @seed(0)
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            if mode is GenerationMode.POSITIVE and case.media_type == "application/json":
+            if (
+                mode is GenerationMode.POSITIVE
+                and isinstance(case.body, dict)
+                and case.media_type == "application/json"
+            ):
                 # No generator finds a valid photo; with one in place the other fields are reached too.
                 case.body["images"] = [as_json([png(0)])["json"]["images"][0]]
             response = case.call(timeout=30)
