@@ -16,6 +16,7 @@ Arguments with spaces stand in quotes; lists are separated by ``|``. The tables:
     scores RUN ...                   joined runs: the paper's score with the strict one in brackets, and passes
     attacks RUN DEFENCES [COLUMN [ATTACKS]]     one row per attack or kind of damage; accuracy, gate_rate, passes, ...
     pairs RUN FIRST SECOND [COLUMN [ATTACKS]]   two defences on the same photos, one row per attack
+    harm RUN FIRST SECOND            what the second does to honest photos, one row per set
     suites RUN ...                   photos that each AutoAttack broke with its first attack, later, or not at all
     claims                           the sentences of all documents with a marked number, and its file
     mean RUN DEFENCE COLUMN          mean of a column of images.parquet per data set and budget

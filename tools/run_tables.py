@@ -84,6 +84,24 @@ def pairs(run: str, first: str, second: str, column: str = "robust", only: str =
     return with_source(markdown(header, lines), caption(result, words), run, result)
 
 
+def harm(run: str, first: str, second: str) -> str:
+    """What the second defence does to honest photos that the first does not, one row per data set."""
+    result, lines = load(run), []
+    for name, images in result.images.groupby("dataset", observed=True):
+        photo = ["attack", "eps", "index"]
+        right = images.pivot(index=photo, columns="defense", values="correct")[[first, second]].astype(float)
+        answers = images.pivot(index=photo, columns="defense", values="prediction").loc["clean"]
+        clean, means = right.loc["clean"], right.groupby(["attack", "eps"], observed=True).mean()
+        difference = (means[second] - means[first]).drop("clean")
+        lost = ((clean[first] - clean[second]) > 0).sum() / clean[first].sum()
+        shares = (*clean.mean(), (answers[first] != answers[second]).mean(), lost)
+        worst = f"{100 * difference.min():+.1f} ({title_of(*difference.idxmin())})"
+        lines.append([str(name), f"{len(clean):,}", *(f"{100 * each:.1f}" for each in shares), worst])
+    header = ["data set", "photos", first, second, "answers changed", "right become wrong", "worst damage"]
+    words = "clean accuracy, changed answers and right answers that become wrong in %; accuracy lost to damage in points"
+    return with_source(markdown(header, lines), caption(result, words), run, result)
+
+
 def difference(one: Pair) -> str:
     """The difference with its interval, in points."""
     value, low, high = (100 * bound for bound in one.difference)
@@ -242,7 +260,7 @@ def rows(file: str, path: str, *words: str) -> str:
 TABLES = {
     **{"run": run_table, "scores": scores, "attacks": attacks, "mean": mean, "parts": parts},
     **{"leakage": leakage, "ranking": ranking, "informed": informed, "paper": paper, "rows": rows},
-    **{"units": units, "pairs": pairs, "suites": suites},
+    **{"units": units, "pairs": pairs, "harm": harm, "suites": suites},
 }
 
 
