@@ -98,7 +98,7 @@ def harm(run: str, first: str, second: str) -> str:
         worst = f"{100 * difference.min():+.1f} ({title_of(*difference.idxmin())})"
         lines.append([str(name), f"{len(clean):,}", *(f"{100 * each:.1f}" for each in shares), worst])
     header = ["data set", "photos", first, second, "answers changed", "right become wrong", "worst damage"]
-    words = "clean accuracy, changed answers and right answers that become wrong in %; accuracy lost to damage in points"
+    words = "clean accuracy, changed answers, right answers that become wrong in %; accuracy lost to damage in points"
     return with_source(markdown(header, lines), caption(result, words), run, result)
 
 
