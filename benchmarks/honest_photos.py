@@ -1,26 +1,31 @@
 """What defences do to honest users: answers among everyday names, and search by image.
 
-    python benchmarks/honest_photos.py --data photos/ --heads heads/ --device cuda --dtype bf16
+    python benchmarks/honest_photos.py names --data photos/ --heads heads/
+    python benchmarks/honest_photos.py search --data photos/ --heads heads/ --device cuda --dtype bf16
 
 Names: clean ImageNet photos are asked about 10, 100 (drawn five times) and all of the names of ``lvis1203.npz``; an
 answer is changed where it is not that of plain CLIP. Search: each test photo of a set looks for the nearest of the
 other test photos by its defended feature, without classes; recall@1 is the share whose nearest photo has the same
-class. Attacked photos (PGD-10 at 4/255 on the classes of the set) look among clean ones.
+class. Attacked photos (PGD-10 at 4/255 on the classes of the set) look among clean ones. The result is an entry of
+benchmarks/results/honest-photos.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import where, write
+from _common import RESULTS, where, write
 from torch import Tensor
+from tqdm import tqdm
 
 import react_clip as rc
 from react_clip import data
+from react_clip.defenses.view import View
 from react_clip.evaluation.sets import class_source
 from react_clip.intervals import wilson
 from react_clip.preprocess import to_float
@@ -41,23 +46,38 @@ def changed_answers(encoder: rc.Encoder, root: Path, heads: Path, limit: int | N
     photos = data.load("imagenet", root=root, limit=limit)
     pixels = to_float(photos.pixels(encoder.preprocessing))
     names = data.load_class_features(heads / "lvis1203.npz")
-    result: dict[str, Any] = {}
+    vocabularies = []
     for count, draws in ((10, 5), (100, 5), (len(names.names), 1)):
-        changed = dict.fromkeys(DEFENSES, 0)
         for draw in range(draws):
             rows = torch.randperm(len(names.names), generator=torch.Generator().manual_seed(draw))[:count]
             chosen = [names.names[row] for row in rows.tolist()]
-            clf = rc.ZeroShotClassifier.from_features(encoder, chosen, names.features[rows], unique=False)
-            for part in pixels.split(BATCH):
-                best = {name: guard(clf, part, seed=draw).logits.argmax(1) for name, guard in DEFENSES.items()}
-                for name, answer in best.items():
-                    changed[name] += int((answer != best["CLIP"]).sum())
-        total = draws * len(pixels)
-        result[str(count)] = {
-            "answers": total,
-            "changed": {name: {"count": n, **_percent(n / total, total)} for name, n in changed.items()},
-        }
+            vocabularies.append(
+                rc.ZeroShotClassifier.from_features(encoder, chosen, names.features[rows], unique=False)
+            )
+    changed: dict[int, dict[str, int]] = {len(clf.names): dict.fromkeys(DEFENSES, 0) for clf in vocabularies}
+    for part in tqdm(pixels.split(BATCH)):
+        plain = answers(DEFENSES["CLIP"], encoder, part, vocabularies)
+        for name, guard in DEFENSES.items():
+            for clf, best, other in zip(vocabularies, plain, answers(guard, encoder, part, vocabularies), strict=True):
+                changed[len(clf.names)][name] += int((best != other).sum())
+    result = {}
+    for count, by_defense in changed.items():
+        total = len(pixels) * sum(len(clf.names) == count for clf in vocabularies)
+        shares = {name: {"count": n, **_percent(n / total, total)} for name, n in by_defense.items()}
+        result[str(count)] = {"answers": total, "changed": shares}
     return result
+
+
+def answers(
+    guard: rc.Defense, encoder: rc.Encoder, pixels: Tensor, vocabularies: list[rc.ZeroShotClassifier]
+) -> list[Tensor]:
+    """The answers ``[B]`` in each vocabulary; views that do not depend on the classes are encoded once."""
+    found, recorded = [], list[Any]()
+    for clf in vocabularies:
+        view = View(encoder, encoder.prepare(pixels), 0, clf, replay=recorded)
+        found.append(guard._answer(view).labels)
+        recorded = view.recorded
+    return found
 
 
 def recall(encoder: rc.Encoder, name: str, root: Path, heads: Path, limit: int | None) -> dict[str, Any]:
@@ -87,8 +107,9 @@ def _percent(share: float, n: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and write ``second-look-honest.json``."""
+    """Measure and write the entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("names", "search"))
     parser.add_argument("--data", type=Path, required=True, help="folder of the sets")
     parser.add_argument("--heads", type=Path, required=True, help="folder of class features")
     parser.add_argument("--model", default="clip-vit-b-16")
@@ -98,16 +119,17 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     encoder = rc.load(args.model, device=args.device, dtype=args.dtype)
-    result: dict[str, Any] = {
-        "what": "answers that a defence changes on clean photos; recall@1 by defended features",
-        "model": args.model,
-        "dtype": args.dtype,
-        "defenses": {name: guard.to_dict() for name, guard in DEFENSES.items()},
-        "seeds": "draw of the names: 0 to 4, also the seed of the defence; attack and search: 0",
-        "names": changed_answers(encoder, args.data, args.heads, args.limit),
-        "search": {name: recall(encoder, name, args.data, args.heads, args.limit) for name in SEARCHED},
-    }
-    write("second-look-honest.json", {**result, "seconds": round(time.monotonic() - began, 1), **where()})
+    given = args.data, args.heads, args.limit
+    found = (
+        changed_answers(encoder, *given)
+        if args.what == "names"
+        else {name: recall(encoder, name, *given) for name in SEARCHED}
+    )
+    about = {"model": args.model, "dtype": args.dtype, "seed": 0, "seconds": round(time.monotonic() - began, 1)}
+    about["defenses"] = {name: guard.to_dict() for name, guard in DEFENSES.items()}
+    path = RESULTS / "honest-photos.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    write(path.name, before | {args.what: {**where(), **about, "found": found}})
 
 
 if __name__ == "__main__":
