@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -245,10 +245,9 @@ def test_attacks_on_a_defence(attack: Attack, toy: Any) -> None:
 # --- attacks of others ------------------------------------------------------------------------------------------------
 
 
-class Foreign(Attack):
-    """One sign step, written with autograd on ``problem.target`` as other libraries do."""
+class Foreign(attacks.PGD):
+    """One sign step, written with autograd on ``problem.target`` as other libraries do. It has no kind of its own."""
 
-    kind: ClassVar[str] = "test-foreign"
     reach: float = 4 / 255
 
     def search(self, problem: Problem) -> Tensor:
@@ -258,7 +257,7 @@ class Foreign(Attack):
         return (problem.x + self.reach * pixels.grad.sign()).clamp(0, 1)
 
 
-def test_an_attack_of_another_library_has_gradients_and_is_counted(toy: Any, no_new_classes: None) -> None:
+def test_an_attack_of_another_library_has_gradients_and_is_counted(toy: Any) -> None:
     clf, x, y = toy
     result = Foreign()(clf, x, y)
     assert_allowed(result.images, x, 4 / 255)
