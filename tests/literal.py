@@ -54,14 +54,18 @@ def away_from(anchor: Array) -> Objective:
     return lambda feature: 2 * (feature - anchor)
 
 
+def through_norm(on_unit: Array, feature: Array) -> Array:
+    """The gradient in the feature from that in the unit feature."""
+    direction = unit(feature)
+    return (on_unit - (on_unit @ direction) * direction) / np.linalg.norm(feature)
+
+
 def through_logits(classes: Array, on_logits: Callable[[Array], Array]) -> Objective:
     """An objective of the logits 100 cos(F, c), by the chain rule through the division by |F|."""
 
     def slope(feature: Array) -> Array:
-        direction = unit(feature)
-        weights = np.exp(100 * (classes @ direction) - (100 * classes @ direction).max())
-        on_unit = 100 * on_logits(weights / weights.sum()) @ classes
-        return (on_unit - (on_unit @ direction) * direction) / np.linalg.norm(feature)
+        on_unit = 100 * on_logits(softmax(100 * classes @ unit(feature))) @ classes
+        return through_norm(on_unit, feature)
 
     return slope
 
@@ -213,11 +217,6 @@ def csr(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
     if similarity >= c.threshold:
         return {"features": plain, "score": similarity, "gate_open": False, "passes": 2, "backward_passes": 0}
 
-    def loss_slope(raw: Array) -> Array:
-        towards = plain - smooth  # of the loss <f, plain> - <f, smooth>
-        direction = unit(raw)
-        return (towards - (towards @ direction) * direction) / np.linalg.norm(raw)
-
     current, best, best_value = image.copy(), image.copy(), -np.inf
     for number in range(c.steps):
         feature = tower.unit_feature(current)
@@ -226,7 +225,9 @@ def csr(tower: Tower, c: Any, image: Array) -> dict[str, Any]:
             best_value, best = value, current.copy()
         if number == c.steps - 1:
             break
-        stepped = current - c.step_size * np.sign(tower.slope(current, loss_slope))
+        # The loss is <f, plain> - <f, smooth>.
+        slope = tower.slope(current, lambda raw: through_norm(plain - smooth, raw))
+        stepped = current - c.step_size * np.sign(slope)
         current = np.clip(image + np.clip(stepped - image, -c.eps, c.eps), 0.0, 1.0)
     counts = {"passes": 2 + c.steps, "backward_passes": c.steps - 1}
     return {"features": tower.unit_feature(best), "score": similarity, "gate_open": True, **counts}

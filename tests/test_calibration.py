@@ -196,6 +196,5 @@ def test_photos_that_cannot_calibrate_are_refused() -> None:
         ("nowhere.jpg", 0.97, "1 photos are too few to calibrate on; give at least 20"),
         (3.5, 0.97, "images are of type float; give a float tensor"),
     ):
-        with pytest.raises(rc.ReactClipError, match=says) as caught:
+        with pytest.raises(rc.ReactClipError, match=says):
             SecondLook.calibrate(encoder, photos, clean_pass=fraction)
-        assert "\n" not in str(caught.value)

@@ -17,9 +17,8 @@ import react_clip as rc
 import tiny_clip
 from programs import Run
 from react_clip.attacks.universal import read_perturbation
-from react_clip.cli import COMMANDS, options, parse_args
 from react_clip.encoders import Encoder
-from react_clip.evaluation import Recipe, run_recipe
+from react_clip.evaluation import Recipe
 
 pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("no_new_classes")]
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,21 +72,6 @@ def test_every_marked_number_equals_its_result_file() -> None:
 
     stale = [path.name for path, text in DOCUMENTS.items() if "<!-- end -->" in text and filled(text) != text]
     assert stale == [], "python tools/fill_docs.py rewrites them"
-
-
-@pytest.mark.smoke
-def test_the_parser_takes_every_command_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "existing", Path)  # the files of the examples are not here
-    named = {words[0] for path in DOCUMENTS for words in commands(str(path.relative_to(ROOT)))}
-    assert set(COMMANDS) <= named
-    for path in DOCUMENTS:
-        if path.name != "CHANGELOG.md":
-            for words in commands(str(path.relative_to(ROOT))):
-                assert callable(parse_args(words).run), (path.name, words)
-    targets = re.findall(r"^make ([\w-]+)", DOCUMENTS[ROOT / "README.md"], re.MULTILINE)
-    makefile = (ROOT / "Makefile").read_text()
-    assert {"demo", "test"} <= set(targets)
-    assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("model", [None, "clip-vit-b-16"])
@@ -205,21 +189,6 @@ def test_every_table_of_the_paper_runs_on_a_tower_of_its_shape(vit_b_32: Encoder
     for defense in {repr(each): each for each in defenses}.values():
         defense.check(vit_b_32)
         assert bool(defense(clf, photo, seed=0).logits.isfinite().all()), defense
-
-
-def test_prompt_tuning_runs_end_to_end_on_a_text_tower(tiny_folder: Path, tmp_path: Path) -> None:
-    for number, name in enumerate(("cat", "dog")):
-        folder = tmp_path / "photos" / "mine" / "test" / name
-        folder.mkdir(parents=True)
-        for photo in range(2):
-            Image.effect_noise((40, 40), 60 + 90 * number + photo).convert("RGB").save(folder / f"{photo}.png")
-    recipe = Recipe.load(ROOT / "recipes" / "prompt-tuning.yaml", model=str(tiny_folder))
-    recipe = recipe.replace(datasets=("mine",), attacks=recipe.attacks[:1], self_check=False)
-    result = run_recipe(recipe, tmp_path / "run", root=tmp_path / "photos", device="cpu", progress=False)
-    rows = {(row.defense, row.attack): row for row in result.means}
-    assert {label for label, _ in rows} == {"CLIP", "R-TPT", "SS-TPT"}
-    for label in ("R-TPT", "SS-TPT"):
-        assert all(rows[label, attack].n == 4 and rows[label, attack].passes > 30 for attack in ("clean", "pgd-10"))
 
 
 def test_a_percentage_in_the_first_pages_is_filled_from_its_file() -> None:

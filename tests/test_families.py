@@ -16,7 +16,6 @@ from torch import Tensor
 
 import react_clip as rc
 import tiny_families
-from programs import Run
 from react_clip.encoders import openclip
 from react_clip.encoders.vision import VisionTower
 from react_clip.preprocess import Preprocessing
@@ -161,15 +160,3 @@ def check_defended(encoder: rc.Encoder, *, smaller: bool) -> None:
     assert torch.allclose(out.features.norm(dim=1), torch.ones(4), atol=1e-5)
     paper = rc.ReACT(tau=None, views=2)(clf, pixels[:2], seed=0)
     assert bool(paper.gated.all())
-
-
-def test_a_model_without_a_threshold_says_how_to_calibrate_it(hf_folder: Path, tmp_path: Path, run: Run) -> None:
-    for number, colour in enumerate(np.random.default_rng(0).integers(0, 255, (24, 3)).tolist()):
-        Image.new("RGB", (64, 64), tuple(colour)).save(tmp_path / f"{number}.png")
-    given = ("classify", tmp_path / "0.png", "--model", hf_folder, "--labels", "cat, dog")
-    code, _, err = run(*given)
-    assert (code, "`react-clip calibrate PHOTOS --model" in err) == (2, True)
-    code, out, err = run("calibrate", tmp_path, *given[2:], "--out", tmp_path / "mine.json")
-    assert (code, "the answer changes for " in out) == (0, True), err
-    code, out, err = run(*given, "--config", tmp_path / "mine.json")
-    assert (code, out.startswith(str(tmp_path / "0.png"))) == (0, True), err

@@ -14,14 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from react_clip import ReactClipError, noise
+from react_clip import noise
 from react_clip.attacks import Corruption
 from react_clip.augment import JitterFirst, Motion, WeakAugmentation, smaller_copy
 from react_clip.defenses.agc import perspective_views
@@ -235,9 +234,6 @@ def test_a_secret_key_is_the_hmac_of_the_pixels() -> None:
     digest = hmac.digest(SECRET, images.numpy().tobytes(), "sha256")
     assert noise.stream_keys(images, SECRET).item() == int.from_bytes(digest[:8], "little", signed=True)
     assert noise.stream_keys(images, b"long" * 40).shape == (1,)
-    for seed, says in ((b"", "has 0 bytes"), (b"short", "has 5 bytes"), ("12345", "type str"), (1.5, "type float")):
-        with pytest.raises(ReactClipError, match=says):
-            noise.stream_keys(images, seed)  # type: ignore[arg-type]
     assert torch.equal(noise.stream_keys(images, np.int64(3)), noise.stream_keys(images, 3))  # type: ignore[arg-type]
 
 

@@ -41,9 +41,8 @@ def test_folders_default_to_the_names(tmp_path: Path) -> None:
 def test_a_bad_file_is_explained(arrays: dict[str, object] | bytes, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     path.write_bytes(arrays) if isinstance(arrays, bytes) else np.savez(path, **arrays)  # type: ignore[arg-type]
-    with pytest.raises(ReactClipError, match=rf"a\.npz holds no class features \(.*{complaint}.*\); write") as caught:
+    with pytest.raises(ReactClipError, match=rf"a\.npz holds no class features \(.*{complaint}.*\); write"):
         data.load_class_features(path)
-    assert "\n" not in str(caught.value)
     with pytest.raises(ReactClipError, match=r"no class features at .*none\.npz"):
         data.load_class_features(tmp_path / "none.npz")
 

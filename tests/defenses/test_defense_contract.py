@@ -256,9 +256,7 @@ def test_bad_input_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("name", "field", "value", "says"),
     [
-        ("ttc", "eps", 8, "so write 8/255"),
         ("react", "sigma_low", 0.05, "need 0 < sigma_low < sigma_high"),
-        ("react", "sequential", 0.99, "react no longer has 'sequential'"),
         ("r-tpt", "selected", 65, "selected is 65; there are only 64 views"),
         ("r-tpt", "neighbours", 64, "neighbours is 64; a view has only 63 others"),
         ("r-tpt", "words", " ", "words is ' ': "),

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from literal import Array, unit
+from literal import Array, softmax, unit
 from react_clip import noise
 from react_clip.defenses import DBD, dbd
 from toys import toy_classifier, toy_images
@@ -22,9 +22,7 @@ def literal_dbd(x: Array, views: Array, classes: Array, c: DBD) -> tuple[Array, 
     """The released correction of one image: corrected feature and score."""
     entropies = []
     for view in views:
-        logits = 100 * classes @ view
-        p = np.exp(logits - logits.max())
-        p = p / p.sum()
+        p = softmax(100 * classes @ view)
         entropies.append(-sum(q * np.log(q) for q in p if q > 0))
     sure = np.argsort(entropies, kind="stable")[: c.selected]
     drifts = views[sure] - x

@@ -19,7 +19,7 @@ from react_clip.cli import COMMANDS, parse_args
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NOT_RUN = {
     "curl": "needs a running service; tests/serve sends such requests",
@@ -120,6 +120,7 @@ def arguments(command: str) -> list[str]:
 def test_every_command_of_the_pages_is_parsed_or_listed(here: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     unknown = []
+    assert set(COMMANDS) <= {command.split()[1] for _, command in of_pages() if command.startswith("react-clip ")}
     for page, command in of_pages():
         if command.startswith("react-clip "):
             assert callable(parse_args(arguments(command)).run), (page, command)

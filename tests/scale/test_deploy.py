@@ -12,7 +12,7 @@ import ray
 import yaml
 from jsonschema import validators
 
-from react_clip import ReactClipError, __version__
+from react_clip import ReactClipError
 from react_clip.cli.serve import application
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -41,10 +41,7 @@ def test_ray_accepts_the_cluster_and_the_application(tmp_path: Path) -> None:
         application({**settings, "colour": "blue"})
 
 
-def test_versions_are_ours() -> None:
-    dockerfile, readme = (DEPLOY / "ray.Dockerfile").read_text(), (DEPLOY / "README.md").read_text()
-    [pinned] = re.findall(r"ray\[serve\]==([\d.]+)", dockerfile)
+def test_versions_of_ray_are_one() -> None:
+    [pinned] = re.findall(r"ray\[serve\]==([\d.]+)", (DEPLOY / "ray.Dockerfile").read_text())
     assert SPEC["rayClusterConfig"]["rayVersion"] == pinned
     assert CLUSTER["docker"]["image"].startswith(f"rayproject/ray:{pinned}-py311")
-    for text in (dockerfile, readme, (DEPLOY / "kuberay.yaml").read_text()):
-        assert set(re.findall(r"react-clip:(\d[\d.]*\d)", text)) == {__version__}
