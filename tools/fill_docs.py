@@ -66,7 +66,7 @@ def paired(run: str, first: str, second: str, title: str, field: str, column: st
 
 
 def claims() -> str:
-    """One row per sentence of README and docs with marked numbers, then the command of each run."""
+    """One row per sentence of README and docs with marked numbers, then the command of each run that has one."""
     lines, runs = [], dict[str, str]()
     for path in documents():
         if path.name == CLAIMS:
@@ -83,7 +83,7 @@ def claims() -> str:
                 )
                 runs |= {run: _command(run) for run in (shlex.split(match[3])[0] for match in marks)}
     table = markdown(["sentence", "95 % interval", "n", "paired", "file", "page"], lines, numbers=False)
-    commands = [[f"`{run}`", f"`{command}`" if command else "–"] for run, command in runs.items()]
+    commands = [[f"`{run}`", f"`{command}`"] for run, command in runs.items() if command]
     return f"{table}\n{markdown(['file', 'command'], commands, numbers=False)}\n"
 
 
