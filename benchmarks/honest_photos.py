@@ -30,7 +30,7 @@ from react_clip.evaluation.sets import class_source
 from react_clip.intervals import wilson
 from react_clip.preprocess import to_float
 
-DEFENSES: dict[str, rc.Defense] = {"CLIP": rc.Undefended(), "ReACT": rc.ReACT(), "SecondLook": rc.SecondLook()}
+DEFENSES: dict[str, rc.Defense] = {"CLIP": rc.Undefended(), "SecondLook": rc.SecondLook()}
 SEARCHED = ("cars196", "oxford_pets")
 BATCH = 128
 
@@ -74,7 +74,7 @@ def answers(
     """The answers ``[B]`` in each vocabulary; views that do not depend on the classes are encoded once."""
     found, recorded = [], list[Any]()
     for clf in vocabularies:
-        view = View(encoder, encoder.prepare(pixels), 0, clf, replay=recorded)
+        view = View(encoder, encoder.prepare(pixels), 0, clf, skip_unneeded=False, replay=recorded)
         found.append(guard._answer(view).labels)
         recorded = view.recorded
     return found
