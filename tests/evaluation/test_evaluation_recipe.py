@@ -11,7 +11,7 @@ from evaluation_toys import adaptive_recipe
 
 import react_clip as rc
 from react_clip import data
-from react_clip.evaluation import Recipe
+from react_clip.evaluation import Recipe, run_folder
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TEXT = """
@@ -129,6 +129,11 @@ def test_attacks_and_defences_beside_a_recipe_are_found(tmp_path: Path, no_new_c
     )
     (tmp_path / "mine.yaml").write_text(TEXT.replace("[clean,", '[{kind: "beside_attacks:Corner", label: mine},'))
     assert Recipe.load(tmp_path / "mine.yaml").attacks[0].label == "mine"
+
+
+def test_a_quick_and_a_full_measurement_have_folders_of_their_own() -> None:
+    quick, whole = (Recipe.load(RECIPES / f"{name}.yaml") for name in ("standard-quick", "standard"))
+    assert run_folder("Mine", quick) == run_folder("Mine", quick) != run_folder("Mine", whole)
 
 
 def test_a_grid_is_every_combination() -> None:

@@ -144,6 +144,7 @@ def test_the_page_and_the_command_hold_the_same_numbers(
     assert main(["rank", str(folder), "--out", str(tmp_path / "ranking.html"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert set(answer["defenses"]) == {"CLIP", "ReACT", "SecondLook"}
+    assert '"low"' in json.dumps(answer), "numbers have their intervals"
     text = (tmp_path / "ranking.html").read_text()
     for entry in ranking.entries:
         assert all(f">{cell.text()}</td>" in text for cell in entry.cells)
