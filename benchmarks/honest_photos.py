@@ -56,10 +56,10 @@ def changed_answers(encoder: rc.Encoder, root: Path, heads: Path, limit: int | N
             )
     changed: dict[int, dict[str, int]] = {len(clf.names): dict.fromkeys(DEFENSES, 0) for clf in vocabularies}
     for part in tqdm(pixels.split(BATCH)):
-        plain = answers(DEFENSES["CLIP"], encoder, part, vocabularies)
-        for name, guard in DEFENSES.items():
-            for clf, best, other in zip(vocabularies, plain, answers(guard, encoder, part, vocabularies), strict=True):
-                changed[len(clf.names)][name] += int((best != other).sum())
+        best = {name: answers(guard, encoder, part, vocabularies) for name, guard in DEFENSES.items()}
+        for name, found in best.items():
+            for clf, plain, other in zip(vocabularies, best["CLIP"], found, strict=True):
+                changed[len(clf.names)][name] += int((plain != other).sum())
     result = {}
     for count, by_defense in changed.items():
         total = len(pixels) * sum(len(clf.names) == count for clf in vocabularies)

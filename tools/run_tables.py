@@ -85,7 +85,7 @@ def pairs(run: str, first: str, second: str, column: str = "robust", only: str =
 
 
 def harm(run: str, first: str, second: str) -> str:
-    """What the second defence does to honest photos that the first does not, one row per data set."""
+    """Two defences on honest photos, one row per data set: accuracy, changed answers, right ones that become wrong."""
     result, lines = load(run), []
     for name, images in result.images.groupby("dataset", observed=True):
         photo = ["attack", "eps", "index"]

@@ -60,7 +60,7 @@ class Copies:
     recordable: bool = False
     """True if equal copies make equal views without waiting for the GPU: few views become one CUDA graph."""
     values: tuple[Tensor, ...] = field(default=(), compare=False)
-    """What else they depend on, one value per image ``[B, ...]``."""
+    """Tensors that ``make`` takes beside the images, each with one row per image ``[B, ...]``."""
 
     @property
     def drawn(self) -> bool:

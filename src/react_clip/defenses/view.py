@@ -29,7 +29,7 @@ class Gate:
 
     open: Tensor
     margin: Tensor
-    """How far the score lies on the side of the threshold where the gate is open; infinite without a gate."""
+    """Distance ``[B]`` of the score from the threshold, negative where the gate is closed; infinite without a gate."""
 
 
 class View(Batch):

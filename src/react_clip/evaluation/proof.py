@@ -122,7 +122,7 @@ class _ProofStore(ShardStore):
     """The images and class features of a proof; answers are computed again, and nothing is written."""
 
     predictions: Tensor
-    """What undefended CLIP said about the clean photos, which decides what was attacked."""
+    """Classes ``[N]`` that undefended CLIP answered for the clean photos; they decide which photos were attacked."""
 
     def stored(self, *path: str) -> Shard:
         """A shard of the proof, whatever it was computed from."""

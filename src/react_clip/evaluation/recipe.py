@@ -302,7 +302,7 @@ def _attacks(entry: Any) -> list[LabelledAttack]:
 
 
 class DefenseEntry(Configuration):
-    """What an entry says about a defence, beside its kind and its fields."""
+    """Keys of a defence's entry in a recipe that are not fields of the defence itself."""
 
     label: Label | None = None
     """Its name; fields of the grid in braces, and ``{model}``, are filled in."""

@@ -263,9 +263,10 @@ _SHARED = ("scoring", "threat", "seeds", "data set", "attack")
 
 
 def differences(first: EvaluationResult, second: EvaluationResult) -> Iterator[tuple[str, str]]:
-    """What does not match in two results, each with a line that says how.
+    """Pairs of a topic and a line about one difference between two results, such as ``("seeds", "seeds is ...")``.
 
-    An attack or a defence that only one of them has is ``attack`` or ``defence``, other settings of one ``settings``.
+    The topic is ``attack`` or ``defence`` where only one result has it, ``settings`` where both have it with other
+    settings.
     """
     for what in ("scoring", "threat", "seeds", "model", "dtype", "attack_dtype", "package"):
         if getattr(first, what) != getattr(second, what):

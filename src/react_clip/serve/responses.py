@@ -121,7 +121,7 @@ class Info(Schema):
     """``preset``: the names for requests without labels; ``free``: whether requests may send names; ``source``: text
     tower, label bank (its names only) or neither."""
     limits: dict[str, float]
-    """Of one request, by the names of the settings."""
+    """Limits of one request, by the names of the settings: bytes, images, pixels, labels and seconds."""
     diagnostics: bool
     """True if answers carry diagnostics."""
     demo: bool
